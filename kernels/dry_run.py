@@ -1,0 +1,84 @@
+"""Compiles every launch for a GPU that need not be there, with the arguments it would have: nothing runs.
+
+    with dry_run("sm_90") as launches:
+        inplace_abn_fwd(cpu_tensor, ...)        # outputs stay as ``torch.empty`` left them
+    for launch in launches:
+        print(launch.name, launch.grid, launch.compiled.asm["ptx"])
+
+The launchers decide as they do for a real tensor of that shape and dtype; only the number of multiprocessors is assumed
+(``launch.DEFAULT_SMS``).  Large tensors cost nothing, since memory that nobody touches is never committed.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Launch(NamedTuple):
+    """A kernel that a launcher called: its name, what Triton compiled, and the grid it asked for."""
+
+    name: str
+    compiled: Any
+    grid: tuple
+
+
+def parse_target(name: str) -> GPUTarget:
+    """``sm_90`` or ``gfx942`` as Triton names a target."""
+    if found := re.fullmatch(r"sm_(\d+)", name):
+        return GPUTarget("cuda", int(found[1]), 32)
+    if re.fullmatch(r"gfx9\w+", name):
+        return GPUTarget("hip", name, 64)
+    raise ValueError(f"fusedseg.kernels.dry_run: target must be sm_<number> or gfx9<id>, got {name!r}")
+
+
+class _AbsentDevice:
+    """What compiling asks of a driver."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        # compiled kernels are cached by device: a name that no real one has
+        return f"dry run of {self.target.arch}"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def dry_run(target: str) -> Iterator[list[Launch]]:
+    """Every launch inside is compiled for ``target`` and listed instead of run.
+
+    Raises:
+        RuntimeError: kernels were imported for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("fusedseg.kernels.dry_run: TRITON_INTERPRET=1 makes Triton interpret kernels; unset it")
+    launches: list[Launch] = []
+    run, active = JITFunction.run, driver._active
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        launches.append(Launch(self.__name__, compiled, grid))
+        return compiled
+
+    driver.set_active(_AbsentDevice(parse_target(target)))
+    JITFunction.run = compile_only
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+        driver._active = active
