@@ -1,0 +1,214 @@
+"""Bytes that a training step keeps for backward and most bytes alive at once, on any device, real or fake.
+
+    with FakeTensorMode():                      # the true sizes in no memory and no time
+        model, x = UNet(3, 4), torch.empty(8, 3, 512, 512)
+        print(measure(model, x))
+
+Storages are counted, not tensors: views and in-place results add nothing.  A model must be built in its dtype inside
+the fake mode (``.to(dtype)`` on fake parameters is refused).  ``torch.compile`` runs eagerly under a dispatch mode, so
+a compiled model is measured with ``SavedBytes`` and ``allocator_peak`` instead.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one forward and backward needs, in bytes.
+
+    saved: storages that autograd keeps at the end of forward, those of parameters and buffers excluded.
+    held: storages alive at the end of forward, whoever holds them.
+    peak: most bytes alive at once during forward, loss and backward, gradients included.
+    """
+
+    saved: int
+    held: int
+    peak: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in vars(self).items())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class SavedBytes:
+    """Counts the storages autograd keeps while it is entered, and drops each one again once the graph lets it go.
+
+    ``save_for_backward`` of custom Functions passes here as well; tensors that a Function parks in attributes of its
+    ctx do not, so hand the outputs to ``add_attributes``.  Only the innermost hooks see a tensor: where a model sets
+    saved-tensor hooks of its own, their part is missing.
+
+    Args:
+        owned: tensors whose storages are not counted (parameters, buffers).
+    """
+
+    def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
+        self._owned = {_key(tensor) for tensor in owned}
+        self._count: Counter[int] = Counter()
+        self._nbytes: dict[int, int] = {}
+        # detached: an output packed with its own graph would keep itself alive
+        self._hooks = saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor)
+
+    def __enter__(self) -> "SavedBytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept at this moment."""
+        return sum(self._nbytes.values())
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Counts one more storage that is kept for certain, such as the output that the next layer saves."""
+        self._retain(_key(tensor), tensor.untyped_storage().nbytes())
+
+    def add_attributes(self, outputs: Any) -> None:
+        """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
+        for node in _graph(outputs):
+            for tensor in _tensors(getattr(node, "__dict__", {})):
+                self.add(tensor)
+
+    def _retain(self, key: int, nbytes: int) -> None:
+        if key not in self._owned:
+            self._count[key] += 1
+            self._nbytes[key] = nbytes
+
+    def _release(self, key: int) -> None:
+        self._count[key] -= 1
+        if self._count[key] <= 0:
+            self._nbytes.pop(key, None)
+
+
+class _Kept:
+    """One saved tensor; its end is the end of the graph's hold on it."""
+
+    def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        saved._retain(_key(tensor), tensor.untyped_storage().nbytes())
+        weakref.finalize(self, saved._release, _key(tensor)).atexit = False
+
+
+def _graph(outputs: Any) -> Iterator[Node]:
+    seen: set[Node] = set()
+    stack = [tensor.grad_fn for tensor in _tensors(outputs)]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(parent for parent, _ in node.next_functions)
+            yield node
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an op allocates, until it is freed: ``current`` and ``peak`` bytes.
+
+    What existed before (inputs, parameters, what an in-place op or a view returns of them) is not counted, unless
+    handed to ``track``.  Workspaces inside an op are not seen: see ``allocator_peak``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._live: set[int] = set()
+
+    def track(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key not in self._live:
+            self._live.add(key)
+            self.current += storage.nbytes()
+            self.peak = max(self.peak, self.current)
+            weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._live.discard(key)
+        self.current -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_key(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            if _key(tensor) not in given:
+                self.track(tensor)
+        return out
+
+
+def _mean(out: Any) -> torch.Tensor:
+    return torch.stack([tensor.float().mean() for tensor in _tensors(out)]).sum()
+
+
+def measure(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    loss: Callable[[Any], torch.Tensor] = _mean,
+    owned: Iterable[torch.Tensor] = (),
+    count_inputs: bool = False,
+) -> Footprint:
+    """Runs one forward and backward and returns its ``Footprint`` in bytes.
+
+    Gradients accumulate and running statistics move, as in any step.
+
+    Args:
+        fn: an ``nn.Module`` (its parameters and buffers are excluded from ``saved``) or a function of the inputs.
+        inputs: what ``fn`` is called with.  An input that autograd keeps counts in ``saved``.
+        loss: maps the output of ``fn`` to the scalar that is differentiated.
+        owned: more tensors to exclude from ``saved``; the weights of a plain function.
+        count_inputs: counts the storages of the inputs in ``held`` and ``peak`` too.
+    """
+    owned = list(owned)
+    if isinstance(fn, torch.nn.Module):
+        owned += [*fn.parameters(), *fn.buffers()]
+    with LiveBytes() as live:
+        if count_inputs:
+            for tensor in _tensors(inputs):
+                live.track(tensor)
+        with SavedBytes(owned) as saved:
+            out = fn(*inputs)
+        saved.add_attributes(out)
+        saved_bytes, held_bytes = saved.nbytes, live.current
+        value = loss(out)
+        del out
+        if value.requires_grad:
+            value.backward()
+    return Footprint(saved_bytes, held_bytes, live.peak)
+
+
+def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """Most bytes that the allocator had handed out at once during ``step()``, beyond those before it.
+
+    Sees what no dispatch mode sees: compiled code and workspaces inside an op.  On CUDA from the caching allocator, on
+    a CPU from the profiler's allocation events.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    current = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return peak

@@ -1,0 +1,5 @@
+"""Drop-in modules over the ops."""
+
+from .inplace_abn import InPlaceABN
+
+__all__ = ["InPlaceABN"]

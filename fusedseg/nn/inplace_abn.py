@@ -1,0 +1,172 @@
+"""``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..activation import parse_invertible
+from ..ops import inplace_abn as op
+from ..ops.check import check_dtype
+from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class InPlaceABN(_NormBase):
+    """Batch normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
+
+    Equals, for one to three spatial dimensions, or none::
+
+        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+
+    whose two tensors kept for backward become one: the output.  ``state_dict`` is that of ``nn.BatchNorm2d``, so its
+    checkpoints load, strictly, and give the same function for any weight, also negative, tiny or zero.
+
+    Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
+        activation: "leaky_relu", "elu" or "identity".
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
+        device, dtype: of parameters and buffers.
+
+    Kept for backward: the output, 1 / sqrt(var + eps) and the parameters; and the normalised input of those channels
+    whose weight is too small beside their bias to rebuild it (see ``functional.inplace_abn``).  On a GPU that list of
+    channels follows an optimizer's step without making the host wait, and may lag behind it by a step; loading a state
+    dict or changing the parameters in place refreshes it at once (changes through ``.data`` are not seen).
+
+    Falls back: an input that is neither contiguous nor channels_last is copied once; ``momentum=None`` breaks the graph
+    under ``torch.compile``, as in ``nn.BatchNorm2d``.  ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone.
+
+    Raises:
+        ValueError: an activation that cannot be inverted, naming the module that is exact for it; an input of another
+            number of channels or dimensions, or otherwise unfit (see ``functional.inplace_abn``).
+        TypeError: an integer or complex input or dtype.
+
+    Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        device=None,
+        dtype=None,
+    ) -> None:
+        act = parse_invertible("fusedseg.InPlaceABN", activation, activation_param)
+        if dtype is not None:
+            check_dtype("fusedseg.InPlaceABN", "dtype", dtype)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.activation = act.name
+        self.activation_param = act.param
+        self._act = act
+        self._kept = KeptChannels()
+        # what compiled code uses: it reads these two, and refresh_kept() sets them
+        self._kept_count = 0
+        self._kept_slots: Tensor | None = None
+        self._kept_dtype = torch.float32
+        watch(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != self.num_features:
+            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"fusedseg.InPlaceABN: input must have shape (N, {self.num_features}) with up to three spatial "
+                f"dimensions after it, got {came}"
+            )
+        batch_stats = self.training or self.running_mean is None
+        updated = self.training and self.track_running_stats
+        running_mean, running_var = self.running_mean, self.running_var
+        if self.training and not self.track_running_stats:
+            running_mean = running_var = None
+        op.check(x, self.weight, self.bias, running_mean, running_var, batch_stats)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if updated and self.momentum is None and self.num_batches_tracked is not None:
+            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
+        kept = self._kept_now(x.dtype) if torch.is_grad_enabled() else None
+        z = op.inplace_abn(
+            x, self.weight, self.bias, running_mean, running_var, batch_stats, momentum, self.eps, self._act, kept
+        )
+        if updated and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return z
+
+    def _kept_now(self, dtype: torch.dtype) -> Kept | None:
+        if not torch.compiler.is_compiling():
+            return self._kept.refresh(self.weight, self.bias, self._act, dtype)
+        self._trace_kept(dtype)
+        return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
+
+    @torch.compiler.assume_constant_result
+    def _trace_kept(self, dtype: torch.dtype) -> bool:
+        """Runs once, while the forward is traced."""
+        self._kept_dtype = dtype
+        serve_compiled_code()
+        self.refresh_kept()
+        return True
+
+    def refresh_kept(self) -> None:
+        """Finds the kept channels for compiled code, which does so by itself after an optimizer's step only: call this
+        after changing the parameters of a compiled model in another way (loading a state dict does)."""
+        kept = self._kept.refresh(self.weight, self.bias, self._act, self._kept_dtype)
+        self._kept_slots, self._kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._parameters_replaced()
+        return self
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._parameters_replaced()
+
+    def _parameters_replaced(self) -> None:
+        self._kept.forget()
+        self.refresh_kept()
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        watch(self)
+
+    def extra_repr(self) -> str:
+        act = self.activation if self.activation == "identity" else f"{self.activation}({self.activation_param})"
+        return f"{super().extra_repr()}, activation={act}"
+
+    @classmethod
+    def from_batchnorm(
+        cls, bn: _NormBase, activation: str = "leaky_relu", activation_param: float = 0.01
+    ) -> "InPlaceABN":
+        """An InPlaceABN with the very parameters and buffers of ``bn``, an ``nn.BatchNorm1d``, ``2d`` or ``3d``.
+
+        ``Sequential(bn, activation)`` and the result are the same function.  Optimizers of ``bn`` keep working.
+        """
+        if type(bn) not in BATCH_NORMS:
+            names = ", ".join(f"nn.{c.__name__}" for c in BATCH_NORMS)
+            raise TypeError(f"fusedseg.InPlaceABN.from_batchnorm: bn must be one of {names}, got {type(bn).__name__}")
+        made = cls(bn.num_features, bn.eps, bn.momentum, False, False, activation, activation_param)
+        made._adopt(bn)
+        return made
+
+    def to_batchnorm(self, dims: int = 2) -> nn.Module:
+        """The ``nn.BatchNorm{dims}d`` with this module's very parameters and buffers; the activation comes after."""
+        if dims not in (1, 2, 3):
+            raise ValueError(f"fusedseg.InPlaceABN.to_batchnorm: dims must be 1, 2 or 3, got {dims!r}")
+        bn = BATCH_NORMS[dims - 1](self.num_features, self.eps, self.momentum, False, False)
+        InPlaceABN._adopt(bn, self)
+        return bn
+
+    def _adopt(self: _NormBase, other: _NormBase) -> None:
+        self.affine, self.track_running_stats = other.affine, other.track_running_stats
+        self.weight, self.bias = other.weight, other.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            # buffers that were registered as None would otherwise stay out of the state dict's order
+            delattr(self, name)
+            self.register_buffer(name, getattr(other, name))
+        self.train(other.training)

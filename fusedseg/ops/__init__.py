@@ -1,0 +1,1 @@
+"""The ops: one file each, with its schema, aten body, Triton implementation, fake and backward."""

@@ -1,0 +1,64 @@
+"""Checks of arguments, with the errors users see: op, argument, what was expected, what came."""
+
+import torch
+from torch import Tensor
+
+ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def check_input(op: str, x: Tensor) -> None:
+    """``x`` is an activation tensor (N, C, *spatial)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    check_dtype(op, "x", x.dtype)
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")
+
+
+def check_channel_vector(op: str, name: str, v: Tensor | None, x: Tensor) -> None:
+    """``v`` is None, or one value per channel of ``x``, in its dtype, or in fp32 beside half precision."""
+    if v is None:
+        return
+    if not isinstance(v, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor or None, got {type(v).__name__}")
+    C = x.shape[1]
+    if v.dim() != 1 or v.shape[0] != C:
+        raise ValueError(f"{op}: {name} must have shape ({C},), one value per channel of x, got {tuple(v.shape)}")
+    if v.dtype != x.dtype and not (v.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16)):
+        or_fp32 = " or torch.float32" if x.dtype in (torch.float16, torch.bfloat16) else ""
+        raise TypeError(f"{op}: {name} must be {x.dtype}{or_fp32} for x of {x.dtype}, got {v.dtype}")
+    if v.device != x.device:
+        raise ValueError(f"{op}: {name} must be on {x.device}, the device of x, got {v.device}")
+
+
+def check_values_per_channel(op: str, x: Tensor) -> None:
+    """Statistics of a batch need two values; an empty batch passes, as in ``nn.BatchNorm``."""
+    if x.shape[1] and x.numel() == x.shape[1]:
+        raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+
+
+def check_writable(op: str, x: Tensor) -> None:
+    """``x`` may be overwritten without losing a gradient."""
+    if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+        raise ValueError(
+            f"{op}: x must not overlap itself, since it is overwritten, got shape {tuple(x.shape)} with strides "
+            f"{x.stride()}; pass x.contiguous()"
+        )
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return
+    if x.is_leaf:
+        raise ValueError(
+            f"{op}: x is a leaf that requires grad and would be overwritten; pass a result, such as a convolution's "
+            "output, or x.clone()"
+        )
+    meta = torch._C._autograd
+    if x._is_view() and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT:
+        raise ValueError(
+            f"{op}: x is one of several views made by one call (chunk, split, unbind, ...) or was made under "
+            "no_grad, and autograd cannot follow a write into it; pass x.clone()"
+        )

@@ -1,0 +1,247 @@
+"""In-place activated BatchNorm on aten ops, for every device: the mathematics of ``kernels/inplace_abn.py``.
+
+Backward rebuilds y = phi^-1(z) and g = dz phi'(z) a chunk at a time, so that what one op writes is still in the cache
+when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  With
+xhat = (y - shift) * inverse (shift = bias, inverse = 1 / weight; for a kept channel y is xhat itself, shift 0 and
+inverse 1),
+
+    native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
+
+is exactly (dx, dweight, dbias).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..activation import Activation
+from .kept import Kept
+from .layout import Layout, channel_view, per_channel
+
+aten = torch.ops.aten
+
+# so many chunks are still done as one: dealing them out costs more than the cache gains
+WHOLE = 3
+# aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
+SLOW_STATISTICS = 2**16
+
+
+def _chunk_elements(x: Tensor) -> int:
+    """What leaves room in a CPU's cache for the few tensors in flight; elsewhere the number of launches counts."""
+    if x.device.type != "cpu":
+        return 2**26
+    return 2**22 // x.element_size()
+
+
+def _channel_chunks(x: Tensor) -> Iterator[slice]:
+    """Ranges of channels of planes (N, C, S), at least two channels each, so that two threads find work."""
+    N, C, S = x.shape
+    step = max(2, _chunk_elements(x) // (N * S))
+    return (slice(c, min(c + step, C)) for c in range(0, C, step))
+
+
+def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of (N, C, S), in two passes of which the second meets the cache."""
+    m = x.shape[0] * x.shape[2]
+    means, variances = [], []
+    for c in _channel_chunks(x):
+        # positions first, samples then: aten is slow at reducing over both at once
+        mean = x[:, c].sum(2).sum(0).div_(m)
+        d = x[:, c] - mean.view(1, -1, 1)
+        means.append(mean)
+        variances.append(torch.linalg.vector_norm(d, dim=2).square_().sum(0).div_(m))
+    return torch.cat(means), torch.cat(variances)
+
+
+def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
+    """out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
+    unused = mean.new_empty(0)
+    aten.native_batch_norm.out(
+        x, weight, bias, mean, var, False, 0.0, eps, out=out, save_mean=unused, save_invstd=unused
+    )
+
+
+def _activate_(z: Tensor, act: Activation) -> None:
+    if act.name == "leaky_relu":
+        aten.leaky_relu_(z, act.param)
+    elif act.name == "elu":
+        aten.elu_(z, act.param)
+
+
+def _act_grad(dz: Tensor, z: Tensor, act: Activation) -> Tensor:
+    if act.name == "leaky_relu":
+        return aten.leaky_relu_backward(dz, z, act.param, True)
+    if act.name == "elu":
+        return aten.elu_backward(dz, act.param, 1, 1, True, z)
+    return dz
+
+
+def _act_inverse(z: Tensor, act: Activation) -> Tensor:
+    if act.name == "leaky_relu":
+        return aten.leaky_relu(z, 1.0 / act.param)
+    if act.name == "elu":
+        # the clamp is the middle of what rounds to a distance of 0 from -1
+        tail = z.div(act.param).clamp_(torch.finfo(z.dtype).eps / 8 - 1.0, 0.0).log1p_()
+        return torch.where(z > 0, z, tail)
+    return z
+
+
+def forward(
+    x: Tensor,
+    out: Tensor,
+    layout: Layout,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    act: Activation,
+    kept: Kept | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``kernels.inplace_abn.inplace_abn_fwd``."""
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    xv = channel_view(x, layout)
+    outv = xv if out is x else channel_view(out, layout)
+    # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
+    weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else weight.to(acc)
+    bias = None if bias is None else bias.to(acc)
+    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
+    own_update = running_mean is not None and running_mean.dtype != acc
+    if training and kept is None and not slow and not own_update:
+        mean, rstd = torch.empty(2, layout.C, dtype=acc, device=x.device)
+        aten.native_batch_norm.out(
+            xv, weight, bias, running_mean, running_var, True, momentum, eps, out=outv, save_mean=mean, save_invstd=rstd
+        )
+        _activate_(outv, act)
+        return mean, rstd, None
+    if not training:
+        mean, var = running_mean.to(acc), running_var.to(acc)  # type: ignore[union-attr]
+    elif slow:
+        mean, var = _plane_moments(xv)
+    elif x.device.type == "cpu":
+        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
+    else:
+        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+    rstd = torch.rsqrt(var + eps)
+    xhat_kept = None
+    if kept is not None:
+        index = kept.index.to(x.device)
+        xhat = xv.index_select(1, index).to(acc)
+        xhat = (xhat - per_channel(mean[index], layout)) * per_channel(rstd[index], layout)
+        xhat_kept = x.new_empty(xhat.numel())
+        channel_view(xhat_kept, layout._replace(C=kept.count)).copy_(xhat)
+    _scale_shift(xv, outv, weight, bias, mean, var, eps)
+    _activate_(outv, act)
+    if training and running_mean is not None and running_var is not None:
+        m = layout.N * layout.S
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((var * (m / (m - 1))).to(running_var.dtype), momentum)
+    return mean, rstd, xhat_kept
+
+
+class _Backward:
+    """One backward pass: what all chunks share."""
+
+    def __init__(self, layout, weight, bias, rstd, xhat_kept, kept, act):
+        self.act, self.kept = act, kept
+        self.shift = torch.zeros_like(rstd) if bias is None else bias.to(rstd.dtype)
+        self.weight = torch.ones_like(rstd) if weight is None else weight.to(rstd.dtype)
+        self.inverse = self.weight.reciprocal()
+        self.rescaled = self.weight.square().mul_(rstd)
+        if kept is not None:
+            index = kept.index.to(rstd.device)
+            self.rescaled.index_copy_(0, index, (self.weight * rstd)[index])
+            self.shift, self.inverse = self.shift.index_fill(0, index, 0.0), self.inverse.index_fill_(0, index, 1.0)
+            self.xhat = channel_view(xhat_kept, layout._replace(C=kept.count))
+
+    def rebuild(self, z: Tensor, dz: Tensor, c: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """g and y of a range of channels (planes) or rows."""
+        y = _act_inverse(z, self.act)
+        if self.kept is not None:
+            into, slots = self.kept.within(c)
+            if into.numel():
+                y = y.clone() if y is z else y
+                y[:, into.to(y.device)] = self.xhat[:, slots, rows]
+        return _act_grad(dz, z, self.act), y
+
+    def reduce(self, g: Tensor, y: Tensor, c: slice, dx_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, s2, s1 of these values alone."""
+        weight, shift, inverse = self.rescaled, self.shift, self.inverse
+        if c != EVERY:
+            weight, shift, inverse = weight[c], shift[c], inverse[c]
+        return aten.native_batch_norm_backward(
+            g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True]
+        )
+
+
+EVERY = slice(None)
+
+
+def backward(
+    dz: Tensor,
+    z: Tensor,
+    layout: Layout,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rstd: Tensor,
+    xhat_kept: Tensor | None,
+    kept: Kept | None,
+    training: bool,
+    act: Activation,
+    dparam_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As ``kernels.inplace_abn.inplace_abn_bwd``."""
+    job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act)
+    zv, dzv = channel_view(z, layout), channel_view(dz, layout)
+    if training and z.numel() <= WHOLE * _chunk_elements(z):
+        dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
+    elif layout.rows:
+        dx, s2, s1 = _backward_rows(job, zv, dzv, rstd, training)
+    else:
+        dx, s2, s1 = _backward_planes(job, zv, dzv, rstd, training)
+    dx = dx.as_strided(z.shape, z.stride())
+    if dparam_dtype is None:
+        return dx, None, None
+    return dx, s2.to(dparam_dtype), s1.to(dparam_dtype)
+
+
+def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, rstd: Tensor, training: bool) -> tuple[Tensor, ...]:
+    """Channels are independent: each range of them is done in one sweep."""
+    dx, s1, s2 = torch.empty_like(z), [], []
+    for c in _channel_chunks(z):
+        g, y = job.rebuild(z[:, c], dz[:, c], c, EVERY)
+        dx_c, s2_c, s1_c = job.reduce(g, y, c, training)
+        dx[:, c] = dx_c if training else g * (job.weight[c] * rstd[c]).view(1, -1, 1)
+        s1.append(s1_c)
+        s2.append(s2_c)
+    return dx, torch.cat(s2), torch.cat(s1)
+
+
+def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, rstd: Tensor, training: bool) -> tuple[Tensor, ...]:
+    """Two sweeps over runs of rows, since a range of channels is scattered there: the sums, then
+
+    dx = scale (g - s1 / m - xhat s2 / m) = scale g + slope y + offset.
+    """
+    C, m = z.shape[1:3]
+    dx = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
+    step = max(1, _chunk_elements(z) // C)
+    parts = [slice(n, n + step) for n in range(0, m, step)]
+    sums = [job.reduce(*job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r), EVERY, False) for r in parts]
+    s2 = torch.stack([s[1] for s in sums]).sum(0)
+    s1 = torch.stack([s[2] for s in sums]).sum(0)
+    scale = job.weight * rstd
+    slope = scale * job.inverse * s2 / -m
+    offset = scale * s1 / -m - slope * job.shift
+    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    scale_g = scale.to(z.dtype).view(1, -1, 1, 1)
+    for r in reversed(parts):
+        g, y = job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r)
+        if training:
+            _scale_shift(y, dx[:, :, r], slope, offset, zero, one, 0.0)
+            dx[:, :, r].addcmul_(g, scale_g)
+        else:
+            torch.mul(g, scale_g, out=dx[:, :, r])
+    return dx, s2, s1

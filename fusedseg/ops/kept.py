@@ -1,0 +1,173 @@
+"""Kept channels: those whose xhat cannot be rebuilt from the output to working accuracy.
+
+Rebuilding xhat = (y - bias) / weight loses a relative u |bias / weight| (u: the dtype's rounding), and everything where
+weight is 0 or so small that the output falls below the dtype's normal range.  The xhat of such channels goes to a side
+buffer; memory grows by just those channels.  Which they are depends on the parameters alone.
+"""
+
+import bisect
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..activation import Activation
+
+# |bias| > KAPPA |weight| is kept: u |bias / weight| then stays below 2**-6, 2**-9, 2**-18, 2**-41
+KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """``slots``: (C,) int32 on the parameters' device, a kept channel's place in the side buffer, -1 for the others;
+    ``count`` of them; ``mask``: (C,) bool on the CPU, read off the slots where it is not at hand."""
+
+    slots: Tensor
+    count: int
+    mask: Tensor | None = None
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """The kept channels in ascending order, int64, on the CPU."""
+        mask = self.slots.cpu() >= 0 if self.mask is None else self.mask
+        return mask.nonzero().squeeze(1)
+
+    def within(self, c: slice) -> tuple[Tensor, slice]:
+        """The kept channels of a range of channels, counted from its start, and their slots."""
+        channels = self.index.tolist()
+        start = c.start or 0
+        stop = len(self.slots) if c.stop is None else c.stop
+        slots = slice(bisect.bisect_left(channels, start), bisect.bisect_left(channels, stop))
+        return self.index[slots] - start, slots
+
+
+def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype) -> Tensor | None:
+    """(C,) bool on the parameters' device; None, on a CPU, where it would be all False."""
+    # the smallest weight whose outputs stay normal numbers, where the slope takes its part of them
+    slope = min(act.param, 1.0) if act.name == "leaky_relu" else 1.0
+    floor = torch.finfo(dtype).tiny / slope
+    if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
+        # a handful of values in every step: numpy's calls cost a tenth of aten's
+        w, b = weight.detach().numpy(), bias.detach().numpy()
+        mask = np.maximum(np.abs(b), floor) > np.abs(w) * KAPPA[dtype]
+        return torch.from_numpy(mask) if mask.any() else None
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return bias.detach().to(wide).abs().clamp(min=floor) > weight.detach().to(wide).abs() * KAPPA[dtype]
+
+
+def slots_of(mask: Tensor) -> Tensor:
+    return torch.where(mask, mask.cumsum(0) - 1, -1).int()
+
+
+def find(weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype) -> Kept | None:
+    """The kept channels now; none for parameters without values (meta, fake).  Waits for parameters on a GPU."""
+    if weight is None and bias is None:
+        return None
+    weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
+    bias = torch.zeros_like(weight) if bias is None else bias
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        return None
+    mask = kept_mask(weight, bias, act, dtype)
+    if mask is None or not mask.any():
+        return None
+    on_cpu = mask.cpu()
+    return Kept(slots_of(mask), int(on_cpu.sum()), on_cpu)
+
+
+_optimizer_steps = 0
+_modules: weakref.WeakSet = weakref.WeakSet()
+_compiled = False
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def after_step(optimizer, args, kwargs):
+        global _optimizer_steps
+        _optimizer_steps += 1
+        if _compiled:
+            refresh_modules()
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def refresh_modules() -> None:
+    for module in tuple(_modules):
+        module.refresh_kept()
+
+
+def watch(module) -> None:
+    """Notes a module whose ``refresh_kept()`` is to be called on behalf of compiled code."""
+    _modules.add(module)
+
+
+def serve_compiled_code() -> None:
+    """From now on all modules' lists are refreshed after every optimizer step: compiled code cannot look itself."""
+    global _compiled
+    if not _compiled:
+        _compiled = True
+        _watch_optimizers()
+        refresh_modules()
+
+
+class KeptChannels:
+    """The kept channels of one module, found without making the host wait for the device.
+
+    The first call, and any change of the parameters, finds them at once; but on a GPU, after an optimizer's step,
+    the list is read asynchronously and used once it has arrived, so it may lag behind the parameters by a step.
+    """
+
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
+        self._key: tuple | None = None
+        self._steps = 0
+        self._pending: tuple[Tensor, Tensor, Any] | None = None
+
+    def __reduce__(self):
+        # a copy has parameters of its own, and finds the list anew
+        return KeptChannels, ()
+
+    def forget(self) -> None:
+        """The parameters were replaced: the next call finds the list at once."""
+        self._key = self._pending = None
+
+    def refresh(self, weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype) -> Kept | None:
+        """The list to use for this forward."""
+        first = weight if weight is not None else bias
+        if first is None or first.is_meta or isinstance(first, FakeTensor):
+            return None
+        if first.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self.kept
+        key = (act, dtype, *((p.data_ptr(), p._version) for p in (weight, bias) if p is not None))
+        if key != self._key:
+            if self._may_lag(weight, bias) and self._key is not None and _optimizer_steps != self._steps:
+                self._request(weight, bias, act, dtype)
+            else:
+                self.kept, self._pending = find(weight, bias, act, dtype), None
+            self._key, self._steps = key, _optimizer_steps
+        if self._pending is not None and self._pending[2].query():
+            slots, mask, _ = self._pending
+            count = int(mask.sum())
+            self.kept, self._pending = (Kept(slots, count, mask) if count else None), None
+        return self.kept
+
+    @staticmethod
+    def _may_lag(weight: Tensor | None, bias: Tensor | None) -> bool:
+        if weight is None or bias is None or not weight.is_cuda:
+            return False
+        _watch_optimizers()
+        return True
+
+    def _request(self, weight, bias, act: Activation, dtype: torch.dtype) -> None:
+        mask = kept_mask(weight, bias, act, dtype)
+        assert mask is not None
+        on_cpu = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True)
+        on_cpu.copy_(mask, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending = (slots_of(mask), on_cpu, arrived)

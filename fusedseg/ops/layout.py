@@ -1,0 +1,51 @@
+"""How an activation tensor (N, C, *spatial) lies in memory, and a view of it that every implementation can work on."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """``rows``: channels are adjacent (channels_last, or N x C), N counts samples times positions and S is 1.
+    Otherwise planes: positions are adjacent, element (n, c, s) lies at (n C + c) S + s."""
+
+    rows: bool
+    N: int
+    C: int
+    S: int
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """The layout of a dense tensor; None for any other strides."""
+    N, C = x.shape[:2]
+    S = x[0, 0].numel() if x.numel() else 0
+    if x.is_contiguous():
+        return Layout(True, N, C, 1) if S <= 1 else Layout(False, N, C, S)
+    if x.movedim(1, -1).is_contiguous():
+        return Layout(True, N * S, C, 1)
+    return None
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, or a contiguous copy of it where its strides are those of neither layout."""
+    return x if layout_of(x) is not None else x.contiguous()
+
+
+def like(dz: Tensor, z: Tensor) -> Tensor:
+    """``dz`` with the strides of the dense tensor ``z``: itself, or one copy (an expanded gradient, another format)."""
+    if dz.stride() == z.stride():
+        return dz
+    return torch.empty_like(z).copy_(dz)
+
+
+def channel_view(x: Tensor, layout: Layout) -> Tensor:
+    """Planes as contiguous (N, C, S); rows as channels_last (1, C, N, 1)."""
+    if layout.rows:
+        return x.as_strided((1, layout.C, layout.N, 1), (layout.N * layout.C, 1, layout.C, layout.C))
+    return x.view(layout.N, layout.C, layout.S)
+
+
+def per_channel(v: Tensor, layout: Layout) -> Tensor:
+    """A vector of C values, to broadcast against ``channel_view``."""
+    return v.view(1, -1, 1, 1) if layout.rows else v.view(1, -1, 1)
