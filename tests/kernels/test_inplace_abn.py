@@ -1,0 +1,215 @@
+"""The InPlaceABN kernels against float64: in the interpreter, or on a GPU with ``--device cuda``."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+from tests import reference
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
+EPS = 1e-5
+
+# Tiles hold 2048 values in fp32.  A channel of up to 16384 (backward 8192; rows 1024) takes the one-launch path.
+PLANES = {
+    "single-element-plane": (4, 3, 1, 1),
+    "one-channel": (5, 1, 7),
+    "one-sample": (1, 3, 9, 5),
+    "odd-plane": (2, 5, 7, 9),
+    "n-by-c": (33, 6),
+    "volume": (2, 3, 3, 5, 4),
+    "forward-one-launch-backward-split": (2, 2, 90, 91),
+    "one-over-the-block": (5, 2, 4097),
+    "many-small-planes": (700, 2, 33),
+    "few-channels-large-plane": (2, 1, 150, 137),
+}
+ROWS = {
+    "odd-rows": (2, 5, 7, 9),
+    "channels-over-the-block": (2, 37, 5, 3),
+    "channels-over-the-block-split": (3, 70, 20, 21),
+    "rows-of-a-volume": (2, 3, 9, 11, 13),
+    "more-splits-than-a-program-merges": (9, 4, 64, 64),
+    "long-n-by-c": (1500, 5),
+}
+CASES = [pytest.param(shape, torch.contiguous_format, id=name) for name, shape in PLANES.items()]
+CASES += [pytest.param(shape, None, id=name) for name, shape in ROWS.items()]
+# one of each path: planes and rows, one launch and split
+PATHS = [
+    pytest.param(PLANES["odd-plane"], torch.contiguous_format, id="planes"),
+    pytest.param((9, 2, 65, 65), torch.contiguous_format, id="planes-split"),
+    pytest.param(ROWS["odd-rows"], None, id="rows"),
+    pytest.param(ROWS["channels-over-the-block-split"], None, id="rows-split"),
+]
+
+
+def channels_last(x):
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def inputs(shape, memory_format, dtype, device, affine=True):
+    """x, dz, weight, bias; weights of both signs around 1 and biases around 0, whose rounding no channel magnifies."""
+    C = shape[1]
+    x, dz = torch.randn(2, *shape, dtype=torch.float64)
+    # a mean that is not zero, and differs between channels
+    x += torch.linspace(-2, 3, C).view(1, -1, *(1,) * (len(shape) - 2))
+    x, dz = (t.to(device, dtype) for t in (x, dz))
+    if memory_format is None:
+        x, dz = channels_last(x), channels_last(dz)
+    if not affine:
+        return x, dz, None, None
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.linspace(0.6, 1.4, C, device=device, dtype=parameters)
+    weight[1::2] *= -1
+    return x, dz, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
+
+
+def slots_of(channels, C, device):
+    """What launchers take for the kept channels: the slot of each, and how many there are."""
+    slots = torch.full((C,), -1, dtype=torch.int32, device=device)
+    slots[channels] = torch.arange(len(channels), dtype=torch.int32, device=device)
+    return slots, len(channels)
+
+
+def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
+    """Forward and backward.  ``x`` is left alone; in the interpreter every access must lie inside its argument."""
+    from fusedseg.kernels.inplace_abn import inplace_abn_bwd, inplace_abn_fwd
+
+    checked = contextlib.nullcontext()
+    if x.device.type == "cpu":
+        from tests.tools.traffic import traffic
+
+        checked = traffic()
+    source = x.clone() if in_place else x
+    z = source if in_place else torch.empty_like(x)
+    layout = layout_of(x)
+    parameters = None if weight is None else weight.dtype
+    with checked:
+        mean, rstd, xhat = inplace_abn_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept)
+        dx, dweight, dbias = inplace_abn_bwd(dz, z, layout, weight, bias, rstd, xhat, kept, training, act, parameters)
+    return {"z": z, "mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
+
+
+def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, **options):
+    """Compares everything that ``launch`` returns, and the running statistics it moves, with float64."""
+    before = [None if r is None else r.clone() for r in running]
+    found = launch(x, dz, weight, bias, act, training, running, kept, **options)
+    settings = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
+    settings |= {"running_mean": before[0], "running_var": before[1]}
+    expected = reference.batch_norm_act(x, weight, bias, **settings)
+    assert found["z"].stride() == found["dx"].stride() == x.stride()
+    assert relative_error(found["z"], expected.out) <= FORWARD_TOLERANCE[x.dtype]
+    gradients = reference.gradients(dz, x, weight, bias, **settings)
+    for name, value in gradients._asdict().items():
+        if value is not None:
+            assert relative_error(found[name], value) <= GRADIENT_TOLERANCE[x.dtype], name
+    if training and running[0] is not None:
+        # statistics are exact to fp32 or fp64; the buffer's own rounding comes on top
+        tolerance = FORWARD_TOLERANCE[running[0].dtype]
+        assert relative_error(running[0], expected.running_mean) <= tolerance
+        assert relative_error(running[1], expected.running_var) <= tolerance
+    return found
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("shape", "memory_format"), CASES)
+def test_training(shape, memory_format, device):
+    running = (torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device))
+    check(*inputs(shape, memory_format, torch.float32, device), running=running)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_dtypes(shape, memory_format, dtype, device):
+    running = (torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype))
+    check(*inputs(shape, memory_format, dtype, device), running=running)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_activations(shape, memory_format, act, device):
+    check(*inputs(shape, memory_format, torch.float32, device), act=act)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_running_statistics_in_eval(shape, memory_format, device):
+    running = (torch.linspace(-1, 1, shape[1], device=device), torch.linspace(0.5, 2, shape[1], device=device))
+    before = [r.clone() for r in running]
+    check(*inputs(shape, memory_format, torch.float32, device), training=False, running=running)
+    assert torch.equal(running[0], before[0])
+    assert torch.equal(running[1], before[1])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_without_affine(shape, memory_format, training, device):
+    running = (torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device))
+    found = check(
+        *inputs(shape, memory_format, torch.float32, device, affine=False), training=training, running=running
+    )
+    assert found["dweight"] is None
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_kept_channels(shape, memory_format, dtype, device):
+    """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    x, dz, weight, bias = inputs(shape, memory_format, dtype, device)
+    weight[0], weight[1], bias[0], bias[1] = 0.0, 1e-4, 3.0, -0.5
+    check(x, dz, weight, bias, kept=slots_of([0, 1], shape[1], device))
+
+
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_out_of_place_leaves_x_and_gives_the_same(shape, memory_format, device):
+    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
+    before = x.clone()
+    there = launch(x, dz, weight, bias, in_place=False)
+    assert torch.equal(x, before)
+    assert all(torch.equal(there[name], value) for name, value in launch(x, dz, weight, bias).items())
+
+
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_the_order_of_programs_does_not_matter(shape, memory_format, device):
+    """No program reads what another of its launch writes, and partial results merge in a fixed order: the same bits."""
+    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
+    forward = launch(x, dz, weight, bias)
+    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+        again = launch(x, dz, weight, bias)
+    assert all(torch.equal(again[name], value) for name, value in forward.items())
+
+
+def backwards():
+    from tests.tools.interpreter import only_programs
+
+    def last_first(kernel, grid):
+        return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
+
+    return only_programs(last_first)
+
+
+@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
+def test_mean_300_and_variance_a_hundredth(shape, memory_format, device):
+    """E[x^2] - E[x]^2 gives 0 or less here in fp32."""
+    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
+    x = (x - x.mean()) / x.std() * 0.1 + 300
+    rstd = launch(x, dz, weight, bias)["rstd"]
+    axes = [d for d in range(x.dim()) if d != 1]
+    expected = (x.double().var(axes, correction=0) + EPS).rsqrt()
+    # x - mean is exact to 300 u / 0.1 = 2e-4 of its size, with errors that partly average out over a channel
+    assert relative_error(rstd, expected) <= 1e-4
+
+
+def test_elu_far_in_its_tail_stays_finite(device):
+    """Where the output has saturated at -alpha, xhat is lost, but neither infinite nor NaN."""
+    x, dz, weight, bias = inputs((4, 2, 50), torch.contiguous_format, torch.float16, device)
+    found = launch(x * 20, dz, weight * 8, bias, act=ELU)
+    assert found["dx"].isfinite().all()
+    assert found["dweight"].isfinite().all()

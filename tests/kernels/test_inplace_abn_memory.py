@@ -1,0 +1,153 @@
+"""How the InPlaceABN kernels touch memory: how often, and beyond 2**31 elements.  Counted in the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+from tests import reference
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.interpreter import only_programs
+from tests.tools.traffic import Moved, traffic
+
+LEAKY = ("leaky_relu", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("counts in the interpreter")
+
+
+def empty(shape, dtype, rows):
+    """Memory that no one has touched yet: pages that the kernels leave alone are never committed."""
+    if not rows:
+        return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
+
+
+class Step:
+    """A forward and backward of the launchers, with a few programs of each launch run and what they moved counted."""
+
+    def __init__(self, x, dz, choose, training=True) -> None:
+        from fusedseg.kernels.inplace_abn import inplace_abn_bwd, inplace_abn_fwd
+
+        self.x, self.dz, C, layout = x, dz, x.shape[1], layout_of(x)
+        self.weight, self.bias = torch.linspace(0.6, 1.4, C), torch.linspace(-0.5, 0.5, C)
+        self.running = torch.zeros(C), torch.ones(C)
+        self.grids: dict[str, tuple[int, int]] = {}
+
+        def chosen(kernel, grid):
+            programs = choose(grid)
+            self.grids[kernel] = grid[0] * grid[1], len(programs)
+            return programs
+
+        affine = self.weight, self.bias
+        # programs that were not run leave partial results as they were, whatever that is
+        with only_programs(chosen), np.errstate(all="ignore"):
+            with traffic() as self.forward:
+                _, rstd, _ = inplace_abn_fwd(x, x, layout, *affine, *self.running, training, 0.1, 1e-5, LEAKY, None)
+            with traffic() as self.backward:
+                self.dx, self.dweight, self.dbias = inplace_abn_bwd(
+                    dz, x, layout, *affine, rstd, None, None, training, LEAKY, torch.float32
+                )
+
+    def passes(self, moved: Moved) -> float:
+        """All bytes moved, in units of x; the programs that were run stand for the others."""
+        nbytes = 0.0
+        for kernel in set(moved.launches):
+            programs, run = self.grids[kernel]
+            nbytes += (moved.loaded(kernel) + moved.stored(kernel)) * programs / run
+        return nbytes / self.x.nbytes
+
+
+def every(grid):
+    return [(i, j, 0) for i in range(grid[0]) for j in range(grid[1])]
+
+
+def first_middle_last(grid):
+    """Tiles are dealt evenly in the shapes below, so that all programs of a launch do the same work."""
+    programs = every(grid)
+    return [programs[0], programs[len(programs) // 2], programs[-1]]
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
+    """A stage of a U-Net, 64 MiB in fp16.  Backward reads z and dz twice and writes dx."""
+    x, dz = (empty((8, 64, 256, 256), torch.float16, rows).zero_() for _ in range(2))
+    step = Step(x, dz, first_middle_last)
+    record_property("forward passes", step.passes(step.forward))
+    record_property("backward passes", step.passes(step.backward))
+    # 0.02: partial results and parameters
+    assert 3 <= step.passes(step.forward) <= 3.02
+    assert 5 <= step.passes(step.backward) <= 5.02
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((8, 16, 16, 16), False), ((4, 64, 16, 16), True)], ids=["planes", "rows"])
+def test_a_slab_that_fits_on_chip_is_read_once(shape, rows, record_property):
+    x, dz = (empty(shape, torch.float16, rows).normal_() for _ in range(2))
+    step = Step(x, dz, every)
+    record_property("forward passes", step.passes(step.forward))
+    record_property("backward passes", step.passes(step.backward))
+    assert len(step.forward.launches) == len(step.backward.launches) == 1
+    assert 2 <= step.passes(step.forward) <= 2.02
+    assert 3 <= step.passes(step.backward) <= 3.02
+
+
+# bf16, over 2**31 elements each; what a program does is kept small by there being many channels
+LARGE = {
+    "planes-split": ((9, 58300, 64, 64), False),
+    "planes-one-launch": ((1, 524304, 64, 64), False),
+    # over 2**32: within one tile, samples lie 2**25 elements apart
+    "planes-many-samples-a-tile": ((128, 524320, 8, 8), False),
+    "rows-split": ((2112, 1048576), True),
+    "rows-one-launch": ((256, 8388640), True),
+}
+
+
+@pytest.mark.parametrize(("shape", "rows"), LARGE.values(), ids=LARGE)
+def test_beyond_two_to_the_31_elements(shape, rows):
+    """The first and the last programs: their channels come out right, and no access leaves the tensor."""
+    x, dz = (empty(shape, torch.bfloat16, rows) for _ in range(2))
+    assert x.numel() > 2**31
+    ends = [0, shape[1] - 1]
+    for t in (x, dz):
+        t[:, ends] = torch.randn(shape[0], 2, *shape[2:]).bfloat16()
+    before = x[:, ends].clone()
+    step = Step(x, dz, lambda grid: [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)])
+
+    weight, bias = step.weight[ends], step.bias[ends]
+    expected = reference.batch_norm_act(before, weight, bias)
+    assert relative_error(x[:, ends], expected.out) <= FORWARD_TOLERANCE[x.dtype]
+    dx, dweight, dbias = reference.gradients(dz[:, ends], before, weight, bias)
+    assert relative_error(step.dx[:, ends], dx) <= GRADIENT_TOLERANCE[x.dtype]
+    assert relative_error(step.dweight[ends], dweight) <= GRADIENT_TOLERANCE[x.dtype]
+    assert relative_error(step.dbias[ends], dbias) <= GRADIENT_TOLERANCE[x.dtype]
+
+
+# the second one's positions fit in 32 bits, but not when they are rounded up to a tile
+LONG = {
+    "planes": ((1, 1, 2**31 + 4096), False),
+    "planes-just-below": ((1, 1, 2**31 - 5), False),
+    "rows": ((2**27 + 4096, 16), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "rows"), LONG.values(), ids=LONG)
+def test_channels_of_two_to_the_31_elements(shape, rows):
+    """The end of a channel, or of 16, with running statistics."""
+    x, dz = (empty(shape, torch.bfloat16, rows) for _ in range(2))
+    end = (slice(-1000, None),) if rows else (..., slice(-1000, None))
+    x[end], dz[end] = torch.randn_like(x[end]), torch.randn_like(x[end])
+    before = x[end].clone()
+    # forward walks backwards through memory: its first program ends where the tensor does
+    step = Step(x, dz, lambda grid: [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)], training=False)
+
+    options = {"running_mean": step.running[0], "running_var": step.running[1], "training": False}
+    expected = reference.batch_norm_act(before, step.weight, step.bias, **options)
+    assert relative_error(x[end], expected.out) <= FORWARD_TOLERANCE[x.dtype]
+    dx = reference.gradients(dz[end], before, step.weight, step.bias, **options).dx
+    assert relative_error(step.dx[end], dx) <= GRADIENT_TOLERANCE[x.dtype]

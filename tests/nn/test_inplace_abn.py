@@ -1,0 +1,236 @@
+"""The module beside nn.BatchNorm and its activation: same function, same state, same habits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg import InPlaceABN
+
+BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def pair(C=4, dims=2, dtype=torch.float64, **options):
+    """A stock norm with its activation, and ours with the same, non-trivial state."""
+    stock = nn.Sequential(BATCH_NORMS[dims](C, dtype=dtype, **options), nn.LeakyReLU(0.01))
+    ours = InPlaceABN(C, dtype=dtype, **options)
+    with torch.no_grad():
+        for t in (*stock.parameters(), *stock.buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+        if stock[0].affine:
+            stock[0].weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0], dtype=dtype))
+    ours.load_state_dict(stock[0].state_dict(), strict=True)
+    return stock, ours
+
+
+def assert_same_step(stock, ours, x):
+    results = []
+    for module in (stock, ours):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf * 1)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        results.append((y, torch.autograd.grad(y.square().sum(), (leaf, *parameters))))
+    torch.testing.assert_close(results[1], results[0])
+    norm = stock[0] if isinstance(stock, nn.Sequential) else stock
+    torch.testing.assert_close(ours.state_dict(), norm.state_dict())
+
+
+@pytest.mark.parametrize(("dims", "shape"), [(1, (5, 4)), (1, (3, 4, 7)), (2, (2, 4, 5, 3)), (3, (2, 4, 3, 2, 2))])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}],
+    ids=str,
+)
+def test_training_and_eval_as_stock(backend, device, dims, shape, options):
+    stock, ours = pair(dims=dims, **options)
+    stock, ours = stock.to(device), ours.to(device)
+    for _ in range(2):
+        assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64, device=device))
+    stock.eval()
+    ours.eval()
+    assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64, device=device))
+
+
+@pytest.mark.parametrize("which", ["eval", "requires_grad"])
+def test_frozen(backend, device, which):
+    stock, ours = pair()
+    for module in (stock.to(device), ours.to(device)):
+        module.requires_grad_(which == "eval")
+        module.train(which != "eval")
+    assert_same_step(stock, ours, torch.randn(2, 4, 5, 3, dtype=torch.float64, device=device))
+
+
+def test_state_dict_keys_and_order():
+    assert list(InPlaceABN(3).state_dict()) == list(nn.BatchNorm2d(3).state_dict())
+    assert list(InPlaceABN(3, affine=False).state_dict()) == list(nn.BatchNorm2d(3, affine=False).state_dict())
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(clone):
+    stock, ours = pair()
+    other = clone(ours)
+    assert_same_step(stock, other, torch.randn(2, 4, 5, 3, dtype=torch.float64))
+    assert ours.num_batches_tracked == 0
+    assert repr(other) == repr(ours)
+
+
+def test_repr_names_the_activation():
+    assert "activation=leaky_relu(0.01)" in repr(InPlaceABN(3))
+    assert "activation=identity" in repr(InPlaceABN(3, activation="identity"))
+
+
+def test_device_and_dtype_arguments():
+    module = InPlaceABN(3, device="meta", dtype=torch.float16)
+    assert module.weight.is_meta
+    assert module.running_mean.dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_half_input_beside_fp32_or_half_parameters(backend, device, dtype):
+    x = torch.randn(4, 3, 8, 8, device=device, dtype=dtype)
+    expected = nn.LeakyReLU(0.01)(nn.BatchNorm2d(3, device=device)(x.float()))
+    for module in (InPlaceABN(3), InPlaceABN(3).to(dtype)):
+        z = module.to(device)(x.clone())
+        assert z.dtype == dtype
+        torch.testing.assert_close(z.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_autocast(backend, device):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), InPlaceABN(4)).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        z = net(torch.randn(2, 3, 8, 8, device=device))
+    assert z.dtype == torch.bfloat16
+    z.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+    assert net[1].running_mean.dtype == torch.float32
+
+
+def test_from_and_to_batchnorm():
+    stock, _ = pair()
+    bn = stock[0]
+    bn.eval()
+    ours = InPlaceABN.from_batchnorm(bn, activation="leaky_relu")
+    assert ours.weight is bn.weight
+    assert ours.running_var is bn.running_var
+    assert not ours.training
+    bn.train()
+    ours.train()
+    x = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(ours(x.clone()), stock(x.clone()))
+    back = ours.to_batchnorm()
+    assert type(back) is nn.BatchNorm2d
+    assert back.weight is bn.weight
+    assert back.num_batches_tracked is bn.num_batches_tracked
+    assert list(back.state_dict()) == list(bn.state_dict())
+    assert type(ours.to_batchnorm(dims=3)) is nn.BatchNorm3d
+
+
+def test_from_batchnorm_without_parameters_or_statistics():
+    ours = InPlaceABN.from_batchnorm(nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    assert list(ours.state_dict()) == []
+    assert ours(torch.randn(4, 3)).shape == (4, 3)
+
+
+def test_sync_batchnorm_conversion_leaves_it_alone():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(InPlaceABN(3)))
+    assert type(net[0]) is InPlaceABN
+
+
+def test_zero_weight_trains_as_stock(backend, device):
+    """The zero-initialised weight of a residual block: dweight alone leads away from it, and needs xhat."""
+    torch.manual_seed(1)
+    stock = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.01), nn.Conv2d(4, 1, 1)).to(device)
+    nn.init.zeros_(stock[1].weight)
+    ours = copy.deepcopy(stock)
+    ours[1], ours[2] = InPlaceABN.from_batchnorm(ours[1]), nn.Identity()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (stock, ours)]
+    for _ in range(5):
+        x, target = torch.randn(4, 2, 10, 10, device=device), torch.randn(4, 1, 8, 8, device=device)
+        losses = []
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = (net(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (ours[1].weight != 0).all()
+
+
+def test_parameters_changed_between_calls_are_seen():
+    module = InPlaceABN(3)
+    x = torch.randn(2, 3, 4, 4)
+    for change, count in (
+        (lambda: nn.init.zeros_(module.weight), 3),
+        (lambda: nn.init.ones_(module.weight), 0),
+        (lambda: module.load_state_dict(module.state_dict() | {"weight": torch.tensor([1.0, 0.0, 1.0])}), 1),
+        (lambda: setattr(module, "weight", nn.Parameter(torch.zeros(3))), 3),
+    ):
+        change()
+        module(x.clone().requires_grad_() * 1)
+        assert (module._kept.kept.count if module._kept.kept else 0) == count
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def test_compile_fullgraph_follows_eager(backend, device, compiler, fmt):
+    """Several steps, with channels that become kept in between and a state dict loaded."""
+    torch._dynamo.reset()
+    eager = nn.Sequential(nn.Conv2d(2, 4, 3), InPlaceABN(4), nn.Conv2d(4, 3, 1), InPlaceABN(3, activation="elu",
+                          activation_param=1.0)).to(device, torch.float64, memory_format=fmt)  # fmt: skip
+    copied = copy.deepcopy(eager)
+    compiled = torch.compile(copied, fullgraph=True, backend=compiler)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (eager, copied)]
+    for step in range(4):
+        x = torch.randn(2, 2, 8, 8, dtype=torch.float64, device=device).contiguous(memory_format=fmt)
+        if step == 2:
+            with torch.no_grad():
+                eager[1].weight[1] = 0.0
+            copied.load_state_dict(eager.state_dict())
+        outs = []
+        for net, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = net(x)
+            out.square().mean().backward()
+            outs.append(out)
+        torch.testing.assert_close(outs[1], outs[0])
+        for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(copied.state_dict(), eager.state_dict())
+    eager.eval()
+    copied.eval()
+    torch.testing.assert_close(compiled(x), eager(x))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "text"),
+    [
+        (lambda: InPlaceABN(3, activation="relu"), ValueError, "fusedseg.InPlaceABN: activation 'relu' cannot be"),
+        (lambda: InPlaceABN(3, activation_param=-0.1), ValueError, "use fusedseg.BatchNormAct"),
+        (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), ValueError, r"must have shape \(N, 3\) .* got \(2, 4, 5\)"),
+        (lambda: InPlaceABN(3)(torch.randn(3)), ValueError, r"input must have shape \(N, 3\) .* got \(3,\)"),
+        (lambda: InPlaceABN(3)("x"), ValueError, "got str"),
+        (
+            lambda: InPlaceABN(3)(torch.ones(2, 3, dtype=torch.int32)),
+            TypeError,
+            r"x must be float16, .* got torch.int32",
+        ),
+        (lambda: InPlaceABN(3).from_batchnorm(nn.LayerNorm(3)), TypeError, "nn.BatchNorm3d, got LayerNorm"),
+        (lambda: InPlaceABN(3).to_batchnorm(4), ValueError, "dims must be 1, 2 or 3, got 4"),
+        (lambda: InPlaceABN(3, dtype=torch.complex64), TypeError, r"dtype must be float16, .* got torch.complex64"),
+    ],
+)
+def test_refused(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt()
+
+
+def test_backend_is_checked():
+    with pytest.raises(ValueError, match=r"fusedseg.backend must be one of auto, triton, aten, got 'cuda'"):
+        fusedseg.backend = "cuda"

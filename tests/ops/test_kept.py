@@ -1,0 +1,112 @@
+"""Which channels are kept, and when a module learns of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg.activation import Activation
+from fusedseg.ops import kept
+from fusedseg.ops.kept import Kept, KeptChannels, find
+
+LEAKY = Activation("leaky_relu", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bias", "is_kept"),
+    [
+        (torch.float32, 1.0, 64.0, False),
+        (torch.float32, 1.0, 65.0, True),
+        (torch.float32, -1.0, 64.0, False),
+        (torch.float32, 0.0, 0.0, True),
+        (torch.float32, 1e-30, 0.0, False),
+        (torch.bfloat16, 0.1, 0.7, False),
+        (torch.bfloat16, 0.1, 0.9, True),
+        (torch.bfloat16, 1e-30, 0.0, False),
+        # below fp16's normal range once the slope has taken its part
+        (torch.float16, 1e-3, 0.0, False),
+        (torch.float16, 1e-4, 0.0, True),
+        (torch.float64, 1.0, 4096.0, False),
+        (torch.float64, 1.0, 4097.0, True),
+    ],
+)
+def test_threshold(dtype, weight, bias, is_kept):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = find(torch.tensor([1.0, weight], dtype=wide), torch.tensor([0.0, bias], dtype=wide), LEAKY, dtype)
+    assert (found is not None) == is_kept
+    if found is not None:
+        assert found.slots.tolist() == [-1, 0]
+        assert found.count == 1
+
+
+def test_half_precision_parameters_and_missing_ones():
+    assert (
+        find(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), LEAKY, torch.bfloat16).count
+        == 2
+    )
+    assert find(None, None, LEAKY, torch.float32) is None
+    assert find(torch.zeros(2), None, LEAKY, torch.float32).count == 2
+    assert find(None, torch.tensor([0.0, 100.0]), LEAKY, torch.float32).slots.tolist() == [-1, 0]
+
+
+def test_channels_of_a_range():
+    mask = torch.tensor([False, True, True, False, True])
+    of = Kept(torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32), 3, mask)
+    for c, into, slots in (
+        (slice(2, 5), [0, 2], slice(1, 3)),
+        (slice(None), [1, 2, 4], slice(0, 3)),
+        (slice(3, 4), [], slice(2, 2)),
+    ):
+        found = of.within(c)
+        assert found[0].tolist() == into
+        assert found[1] == slots
+
+
+class Arrival:
+    """Stands in for the event behind an asynchronous copy."""
+
+    def __init__(self):
+        self.here = False
+
+    def query(self):
+        return self.here
+
+
+def test_list_lags_behind_an_optimizer_only(monkeypatch):
+    """The policy on a GPU, with the copy under our control."""
+    arrivals = []
+
+    def request(self, weight, bias, act, dtype):
+        mask = torch.from_numpy((weight == 0).numpy().copy())
+        arrivals.append(Arrival())
+        self._pending = (kept.slots_of(mask), mask, arrivals[-1])
+
+    kept._watch_optimizers()
+    monkeypatch.setattr(KeptChannels, "_may_lag", staticmethod(lambda weight, bias: True))
+    monkeypatch.setattr(KeptChannels, "_request", request)
+    weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    tracker = KeptChannels()
+
+    def count():
+        found = tracker.refresh(weight, bias, LEAKY, torch.float32)
+        return found.count if found else 0
+
+    def optimizer_step():
+        weight.grad = torch.tensor([1.0, 0.0, 0.0])
+        torch.optim.SGD([weight], lr=1.0).step()
+
+    assert count() == 0
+    optimizer_step()
+    assert weight.tolist() == [0.0, 1.0, 1.0]
+    assert count() == 0
+    assert count() == 0
+    arrivals[0].here = True
+    assert count() == 1
+    assert len(arrivals) == 1
+    # whoever else changes the parameters is seen at once
+    nn.init.zeros_(weight)
+    assert count() == 3
+    optimizer_step()
+    nn.init.zeros_(weight)
+    tracker.forget()
+    assert count() == 3
+    assert len(arrivals) == 1

@@ -1,0 +1,111 @@
+"""What the ops must compute, in plain float64 PyTorch: the benches compare with it as well."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
+# roundoff u; what comes before is exact to fp32, or fp64, over the lengths tested here.
+FORWARD_TOLERANCE = {
+    torch.bfloat16: 4e-3,  # u = 2**-8 = 3.9e-3
+    torch.float16: 5e-4,  # u = 2**-11 = 4.9e-4
+    torch.float32: 4e-6,  # u = 6e-8; sums over m values, of which the interpreter adds up to 1e3 one by one: sqrt(m) u
+    torch.float64: 1e-14,  # u = 1.1e-16, likewise
+}
+# Of a gradient.  xhat is rebuilt as (y - bias) / weight, which multiplies the rounding of the stored output by up to
+# kappa = 8 (half precision), 64 (fp32), 4096 (fp64) before its channel is kept: section 4 of the design.
+GRADIENT_TOLERANCE = {
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+    torch.float32: 1e-5,
+    torch.float64: 1e-11,
+}
+
+
+class Result(NamedTuple):
+    """Output and running statistics after the call (None where there are none), in float64."""
+
+    out: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """In float64; None for what was not given."""
+
+    dx: Tensor
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+
+def _double(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.double()
+
+
+def _per_channel(v: Tensor, x: Tensor) -> Tensor:
+    return v.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+def activate(y: Tensor, activation: str, param: float) -> Tensor:
+    if activation == "identity":
+        return y
+    if activation == "leaky_relu":
+        return torch.where(y > 0, y, y * param)
+    if activation == "elu":
+        # the exponential of the branch that is not taken must not overflow: inf * 0 in its gradient
+        return torch.where(y > 0, y, param * torch.expm1(y.clamp(max=0)))
+    raise ValueError(f"reference: unknown activation {activation!r}")
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    param: float = 0.01,
+) -> Result:
+    """activation(weight * (x - mean) / sqrt(var + eps) + bias), differentiable; no argument is changed.
+
+    Statistics in two passes, so that a mean far from zero costs the variance nothing.
+    """
+    x, weight, bias, running_mean, running_var = map(_double, (x, weight, bias, running_mean, running_var))
+    assert x is not None
+    if training:
+        m = x.numel() // x.shape[1]
+        axes = [d for d in range(x.dim()) if d != 1]
+        mean = x.sum(axes) / m
+        var = (x - _per_channel(mean, x)).square().sum(axes) / m
+        if running_mean is not None and running_var is not None:
+            running_mean = (1 - momentum) * running_mean + momentum * mean.detach()
+            running_var = (1 - momentum) * running_var + momentum * var.detach() * m / (m - 1)
+    else:
+        mean, var = running_mean, running_var
+    y = (x - _per_channel(mean, x)) / _per_channel((var + eps).sqrt(), x)
+    if weight is not None:
+        y = y * _per_channel(weight, x)
+    if bias is not None:
+        y = y + _per_channel(bias, x)
+    return Result(activate(y, activation, param), running_mean, running_var)
+
+
+def gradients(dz: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options) -> Gradients:
+    """Of sum(dz * batch_norm_act(x, weight, bias, **options).out), by autograd in float64."""
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    given = [t for t in leaves if t is not None]
+    out = batch_norm_act(*leaves, **options).out
+    found = iter(torch.autograd.grad(out, given, dz.double()))
+    return Gradients(*(None if t is None else next(found) for t in leaves))
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference| in 2-norms; against zero, the norm of the value.  NaN where a value is NaN."""
+    assert value.shape == reference.shape, (value.shape, reference.shape)
+    value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
+    norm = torch.linalg.vector_norm(reference).item()
+    return torch.linalg.vector_norm(value - reference).item() / (norm or 1.0)

@@ -1,0 +1,91 @@
+"""Who may import whom: the table of section 2 of the design."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# the small modules of the package itself that every layer stands on: which implementation runs, what an activation is
+BASE = {"_backend", "activation"}
+# layer -> (layers it may import, packages from outside the standard library)
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "kernels": (set(), {"torch", "triton"}),
+    "_backend": (set(), {"torch"}),
+    "activation": (set(), {"torch"}),
+    # numpy: the few values of a channel vector on a CPU
+    "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
+    "functional": (BASE | {"ops"}, {"torch"}),
+    "nn": (BASE | {"ops"}, {"torch"}),
+    "unet": ({"nn"}, {"torch"}),
+    "memory": (set(), {"torch"}),
+    "__init__": (BASE | {"functional", "memory", "nn", "unet"}, {"torch"}),
+    "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
+    "__main__": ({"doctor"}, {"torch"}),
+}
+# imported inside functions only, since they need triton
+LAZY = {"kernels"}
+
+
+def sources() -> dict[str, list[Path]]:
+    """Layer -> its files."""
+    layers: dict[str, list[Path]] = {"kernels": sorted((ROOT / "kernels").rglob("*.py"))}
+    for path in sorted((ROOT / "fusedseg").rglob("*.py")):
+        layers.setdefault(path.relative_to(ROOT / "fusedseg").parts[0].removesuffix(".py"), []).append(path)
+    return layers
+
+
+def package_of(path: Path) -> list[str]:
+    """The package a file belongs to, as it is imported."""
+    parts = list(path.relative_to(ROOT).parts[:-1])
+    return ["fusedseg", *parts] if parts[0] == "kernels" else parts
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(absolute name, whether the import runs when the module does) of each import in a file."""
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                package = package_of(path)
+                prefix = package[: len(package) - child.level + 1] if child.level else []
+                base = [*prefix, *([child.module] if child.module else [])]
+                yield from ((".".join([*base, alias.name]), at_import) for alias in child.names)
+            else:
+                inside_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, at_import and not inside_function)
+
+    yield from visit(ast.parse(path.read_text()), True)
+
+
+def layer_of(name: str, layers: set[str]) -> str:
+    """The layer that an absolute name of the package lies in; "" for a name of the package itself."""
+    second = name.split(".")[1]
+    return second if second in layers else ""
+
+
+@pytest.mark.parametrize("layer", sorted(sources()))
+def test_a_layer_imports_only_what_the_table_allows(layer):
+    assert layer in ALLOWED, f"{layer} is no layer of the table: add it to section 2 of the design, and here"
+    layers, packages = ALLOWED[layer]
+    wrong = []
+    for path in sources()[layer]:
+        for name, at_import in imports(path):
+            top = name.split(".")[0]
+            if top == "fusedseg":
+                target = layer_of(name, set(sources()))
+                allowed = target == layer or (target in layers and not (at_import and target in LAZY))
+            else:
+                allowed = top in packages or top in sys.stdlib_module_names
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}{' when imported' if at_import else ''}")
+    assert not wrong
+
+
+def test_the_table_has_no_layer_that_is_gone():
+    assert set(ALLOWED) <= set(sources())

@@ -1,0 +1,140 @@
+"""What a GPU's compiler makes of the kernels, read on a machine without one: registers, spills, widths of accesses.
+
+    report = compile_launches("sm_90", "tests.kernels.inplace_abn_launches")
+    report[0]  ->  {"case": "planes-fp16", "kernel": "inplace_abn_fwd_stats_kernel", "registers": 40, "spilled": 0,
+                    "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, ...}
+
+Kernels are compiled in a process of their own, since this one may have imported them for the interpreter.  The module
+that is named holds CASES, a dict of functions that call launchers with CPU tensors.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
+
+
+def compile_launches(target: str, module: str) -> list[dict]:
+    """Every launch of every case of ``module``, compiled for ``target`` ("sm_90", "gfx942")."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # whether multiplications and additions may be fused: what released versions do, and a warning when left open
+    env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    command = [sys.executable, "-m", "tests.tools.codegen", target, module]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"compiling {module} for {target} failed:\n{run.stdout}{run.stderr}")
+    return json.loads(run.stdout)
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers a thread, spilled bytes a thread and shared memory a block."""
+    shared = compiled.metadata.shared
+    if "amdgcn" in compiled.asm:
+        counts = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", compiled.asm["amdgcn"])}
+        spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"]) + counts["private_segment_fixed_size"]
+        return {"registers": counts["vgpr_count"], "spilled": spilled, "shared": shared}
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    counts = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": counts["REG"], "spilled": counts["STACK"] + counts["LOCAL"], "shared": shared}
+
+
+def type_bytes(text: str) -> int:
+    """Size of an LLVM type: ``<4 x i32>``, ``half``, or as intrinsics spell them, ``v4i32``, ``f32``."""
+    count, element = re.fullmatch(r"(?:<(?=\d)|v(?=\d))?(?:(\d+)(?: x |(?=[a-z])))?(\w+)>?", text.strip()).groups()
+    return int(count or 1) * (BITS.get(element) or int(element[1:])) // 8
+
+
+NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
+AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]+)"
+
+
+def access(line: str) -> tuple[str, int, str] | None:
+    """("load" or "store", bytes, address) of an LLVM instruction on global memory, None for any other."""
+    # inline assembly, so that a mask can be a predicate
+    if found := re.search(NVIDIA_ACCESS, line):
+        kind, vector, bits, address = found.groups()
+        return {"ld": "load", "st": "store"}[kind], int(vector or 1) * int(bits) // 8, address
+    # buffers below 2 GiB, whose bounds check serves as the mask
+    if found := re.search(AMD_ACCESS, line):
+        return found[1], type_bytes(found[2]), found[3]
+    if found := re.search(r"= load (.+?), ptr addrspace\(1\) (%[\w.]+)", line):
+        return "load", type_bytes(found[1]), found[2]
+    if found := re.search(r"\bstore (<.+?>|\w+) \S+, ptr addrspace\(1\) (%[\w.]+)", line):
+        return "store", type_bytes(found[1]), found[2]
+    return None
+
+
+def pointer_origins(lines: list[str], parameters: dict[str, str]) -> dict[str, set[str]]:
+    """For each LLVM value, the kernel arguments whose addresses it was computed from."""
+    origins = defaultdict(set, {value: {name} for value, name in parameters.items()})
+    while True:
+        before = sum(map(len, origins.values()))
+        for line in lines:
+            # what is loaded is data, no address of the same tensor
+            if " = " not in line or ((touched := access(line)) and touched[0] == "load"):
+                continue
+            result, expression = line.split(" = ", 1)
+            for value in re.findall(r"%[\w.]+", expression):
+                origins[result.strip()] |= origins.get(value, set())
+        if sum(map(len, origins.values())) == before:
+            return origins
+
+
+def accesses(compiled) -> dict[str, dict[str, Counter]]:
+    """Per pointer argument, how many loads and stores of which width (in bytes) the code of one thread holds."""
+    body = compiled.asm["llir"].split("\ndefine ", 1)[1].split("\n}", 1)[0].splitlines()
+    signature = [(name, kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    parameters = {f"%{i}": name for i, (name, kind) in enumerate(signature) if kind.startswith("*")}
+    origins = pointer_origins(body[1:], parameters)
+    found = {name: {"load": Counter(), "store": Counter()} for name in parameters.values()}
+    for line in body[1:]:
+        touched = access(line)
+        if touched is None:
+            if re.search(r"\b(load|store|ld|st)\b.*ptr addrspace\([18]\)", line):
+                raise ValueError(f"an access to global memory that this tool cannot read: {line.strip()}")
+            continue
+        kind, width, address = touched
+        (name,) = origins[address]
+        found[name][kind][width] += 1
+    return found
+
+
+def describe(case: str, launch) -> dict:
+    return {
+        "case": case,
+        "kernel": launch.name,
+        "grid": launch.grid,
+        "warps": launch.compiled.metadata.num_warps,
+        **resources(launch.compiled),
+        "accesses": accesses(launch.compiled),
+    }
+
+
+def main(target: str, module: str) -> None:
+    import importlib
+
+    from fusedseg.kernels.dry_run import dry_run
+
+    report = []
+    for case, launch_case in importlib.import_module(module).CASES.items():
+        with dry_run(target) as launches:
+            launch_case()
+        report += [describe(case, launch) for launch in launches]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

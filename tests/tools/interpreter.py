@@ -1,0 +1,100 @@
+"""Triton's interpreter, made to round as GPUs do, to take half the time, and to run a few programs of a large grid."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+Program = tuple[int, int, int]
+
+
+@contextlib.contextmanager
+def round_to_nearest_bfloat16() -> Iterator[None]:
+    """The interpreter cuts fp32 off to bf16, and takes an fp64 for an integer: errors twice as large and all of one
+    sign, which no GPU makes.  Inside, both are rounded to nearest even, as a GPU's ``cvt.rn`` does."""
+    cast = InterpreterBuilder.cast_impl
+
+    def rounding_cast(self, src, dst_type):
+        wide = src.dtype.scalar in (tl.float32, tl.float64)
+        if not (wide and dst_type.scalar == tl.bfloat16):
+            return cast(self, src, dst_type)
+        # a copy: arrays of the interpreter may be read-only
+        value = torch.from_numpy(np.array(src.data, dtype=np.float32))
+        return TensorHandle(value.bfloat16().view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = rounding_cast
+    try:
+        yield
+    finally:
+        InterpreterBuilder.cast_impl = cast
+
+
+@contextlib.contextmanager
+def patch_language_once() -> Iterator[None]:
+    """The interpreter replaces the functions of ``triton.language`` anew whenever one kernel function calls another,
+    which is half of its time.  Inside, a launch does so once."""
+    patch = interpreter._patch_lang
+    both_modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patched = False
+
+    def patch_outermost(fn):
+        nonlocal patched
+        if patched:
+            return interpreter._LangPatchScope()
+        scope = patch(both_modules)
+        # Triton 3.6 converts arrays of one element as numpy 2.4 no longer does; later versions read as here
+        scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+        restore = scope.restore
+
+        def restore_outermost():
+            nonlocal patched
+            patched = False
+            restore()
+
+        scope.restore, patched = restore_outermost, True
+        return scope
+
+    interpreter._patch_lang = patch_outermost
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+
+
+@contextlib.contextmanager
+def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[None]:
+    """Runs of each launch just the programs that ``choose(kernel's name, grid)`` lists; the others touch no memory."""
+    call, program_id = GridExecutor.__call__, InterpreterBuilder.create_get_program_id
+    num_programs = InterpreterBuilder.create_get_num_programs
+    grid: Program = (1, 1, 1)
+    programs: list[Program] = []
+
+    def call_chosen(self, *args, **kwargs):
+        nonlocal grid, programs
+        if callable(self.grid):
+            raise TypeError("only_programs takes grids that are tuples")
+        grid = (*self.grid, 1, 1)[:3]
+        programs = choose(self.fn.__name__, grid)
+        self.grid = (len(programs),)
+        return call(self, *args, **kwargs)
+
+    def chosen_id(self, axis):
+        return TensorHandle(np.array([programs[self.grid_idx[0]][axis]], dtype=np.int32), tl.int32)
+
+    def whole_grid(self, axis):
+        return TensorHandle(np.array([grid[axis]], dtype=np.int32), tl.int32)
+
+    GridExecutor.__call__ = call_chosen
+    InterpreterBuilder.create_get_program_id = chosen_id
+    InterpreterBuilder.create_get_num_programs = whole_grid
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = call
+        InterpreterBuilder.create_get_program_id = program_id
+        InterpreterBuilder.create_get_num_programs = num_programs
