@@ -1,0 +1,62 @@
+"""The device, the report, and its closing tables."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from .report import COPY_PASSES, STEP_PASSES, Report, default_directory, machine
+
+REPORT = pytest.StashKey[Report]()
+LEGEND = f"""Ratios are of medians over interleaved rounds: below 1, ours is faster or smaller.  kept: bytes saved for
+backward, the output among them, which the next layer saves.  peak: the allocator's, over one step.  GB/s: {STEP_PASSES}
+passes over the tensor a step, the fewest that suffice; a copy makes {COPY_PASSES}."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--json-out", type=Path, help="folder for the results (default: bench/results/<gpu> or bench/out)")
+    # tests/conftest.py has it too, where pytest is given both folders
+    with suppress(ValueError):
+        parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = torch.device(config.getoption("--device"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no GPU")
+    config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
+    # what fits a terminal; pytest-benchmark reads it when its own configure runs, last
+    config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    return torch.device(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig: pytest.Config) -> Report:
+    return pytestconfig.stash[REPORT]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    report = config.stash[REPORT]
+    if not (report.sections or report.notes):
+        return
+    terminalreporter.section("fusedseg bench")
+    about = ", ".join(f"{key} {value}" for key, value in machine(report.device).items() if value)
+    terminalreporter.write_line(about)
+    for stem, section in report.sections.items():
+        report.write(stem, section.to_json())
+        terminalreporter.write_line("")
+        for line in section.lines():
+            terminalreporter.write_line(line)
+    if report.sections:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(LEGEND)
+    for note in report.notes:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(note)
+    terminalreporter.write_line(f"\nwritten to {report.directory}")

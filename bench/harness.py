@@ -1,0 +1,202 @@
+"""Runs contenders for one job in one process: first their results are checked, then their bytes counted, then they are
+timed in turn.
+
+Every round times each contender once, in an order drawn anew, so that a drift of the machine meets all of them alike.
+Inputs are prepared outside the timed region.  On CUDA, device events mark the region after a flush of the L2 cache, as
+``triton.testing.do_bench`` does; the flush also hides part of the launch latency, for all contenders alike.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fusedseg.memory import SavedBytes, allocator_peak
+
+WARMUP_ROUNDS = 3
+FLUSH_BYTES = 256 * 2**20
+
+
+class Job(Protocol):
+    """One contender's way of doing the job."""
+
+    def prepare(self) -> Any:
+        """Makes what ``forward`` is given; not timed."""
+
+    def forward(self, prepared: Any) -> Tensor: ...
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients."""
+
+    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """What is compared with the reference, by name."""
+
+    def owned(self) -> Iterable[Tensor]:
+        """Parameters and buffers."""
+
+
+@dataclass
+class Result:
+    """Seconds of every round, bytes, and relative errors of one contender; ``refused`` says why there are no times."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    kept: int = 0
+    peak: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    refused: str = ""
+    missing: str = ""
+
+
+class Missing(Exception):
+    """A contender that cannot run here: not installed, or no compiler."""
+
+
+class Copy:
+    """A probe rather than a contender: copies a tensor, to say what bandwidth the machine has."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.source, self.target = like.detach().clone(), torch.empty_like(like)
+
+    def prepare(self) -> None:
+        pass
+
+    def forward(self, prepared: None) -> Tensor:
+        return self.target.copy_(self.source)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+def relative_error(got: Tensor, reference: Tensor) -> float:
+    """As in tests/reference.py, on the device: moving a gigabyte to the host for every result takes too long here."""
+    norm = torch.linalg.vector_norm(reference).item()
+    return torch.linalg.vector_norm(got.double() - reference).item() / (norm or 1.0)
+
+
+def disagreement(errors: Mapping[str, float], eager: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
+    """Names the results further from the reference than the tolerance and twice eager's own error; "" if none is."""
+    bounds = {name: max(tolerance[name], 2 * eager.get(name, 0.0)) for name in errors}
+    # not <=, so that NaN is refused
+    wrong = [f"{name} off by {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
+    return ", ".join(wrong)
+
+
+def lap(job: Any, device: torch.device, flush: Tensor | None) -> tuple[float, float, float]:
+    """Seconds of one forward, one backward, and both."""
+    prepared = job.prepare()
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        if flush is not None:
+            flush.zero_()
+        marks[0].record()
+        out = job.forward(prepared)
+        marks[1].record()
+        grads = job.backward(out)
+        marks[2].record()
+        torch.cuda.synchronize(device)
+        del grads
+        return tuple(
+            a.elapsed_time(b) / 1e3 for a, b in ((marks[0], marks[1]), (marks[1], marks[2]), (marks[0], marks[2]))
+        )
+    start = time.perf_counter()
+    out = job.forward(prepared)
+    middle = time.perf_counter()
+    # named, so that freeing the gradients is not timed
+    grads = job.backward(out)
+    end = time.perf_counter()
+    del grads
+    return middle - start, end - middle, end - start
+
+
+def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float) -> dict[str, Result]:
+    """Times all jobs in turn for about ``seconds``, 5 rounds at least and 100 at most."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    for _ in range(WARMUP_ROUNDS):
+        begin = time.perf_counter()
+        for job in jobs.values():
+            lap(job, device, flush)
+        once = time.perf_counter() - begin
+    rounds = min(max(int(seconds / once), 5), 100)
+    results = {name: Result() for name in jobs}
+    shuffle = random.Random(0).sample
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name in shuffle(sorted(jobs), len(jobs)):
+                forward, backward, step = lap(jobs[name], device, flush)
+                results[name].forward.append(forward)
+                results[name].backward.append(backward)
+                results[name].step.append(step)
+    finally:
+        gc.enable()
+    return results
+
+
+def count_bytes(job: Job, device: torch.device) -> tuple[int, int]:
+    """(kept, peak): bytes kept for backward, the output among them since the next layer keeps it; allocator's peak."""
+    with SavedBytes(job.owned()) as saved:
+        out = job.forward(job.prepare())
+    saved.add(out)
+    saved.add_attributes(out)
+    kept = saved.nbytes
+    del out, saved
+
+    def step() -> None:
+        job.backward(job.forward(job.prepare()))
+
+    return kept, allocator_peak(step, device)
+
+
+def compete(
+    contenders: Mapping[str, Callable[[], Job]],
+    references: Mapping[str, Callable[[], dict[str, Tensor]]],
+    tolerance: Mapping[str, float],
+    device: torch.device,
+    seconds: float,
+    probes: Mapping[str, Any] | None = None,
+) -> dict[str, Result]:
+    """Checks, counts and times.
+
+    Args:
+        contenders: name to what builds its job; it may raise ``Missing``.  "eager" comes first.
+        references: contender to its float64 results, "" for all contenders not named.
+        tolerance: relative error allowed for each result, or twice that of "eager" where that is larger.
+        device: where it runs.
+        seconds: about how long the timing takes.
+        probes: jobs to time beside the contenders, neither checked nor counted.
+    """
+    torch._dynamo.reset()
+    jobs: dict[str, Any] = {}
+    outcome: dict[str, Result] = {}
+    reference_of = {name: references.get(name, references[""]) for name in contenders}
+    computed: dict[Callable, dict[str, Tensor]] = {make: make() for make in {*reference_of.values()}}
+    for name, build in contenders.items():
+        outcome[name] = result = Result()
+        try:
+            job = build()
+            out = job.forward(job.prepare())
+            grads = job.backward(out)
+        except Missing as reason:
+            result.missing = str(reason)
+            continue
+        expected = computed[reference_of[name]]
+        result.errors = {key: relative_error(got, expected[key]) for key, got in job.results(out, grads).items()}
+        result.refused = disagreement(result.errors, outcome["eager"].errors, tolerance)
+        del out, grads
+        if not result.refused:
+            result.kept, result.peak = count_bytes(job, device)
+            jobs[name] = job
+    del computed, reference_of
+    timed = interleave({**jobs, **(probes or {})}, device, seconds)
+    for name, times in timed.items():
+        result = outcome.setdefault(name, Result())
+        result.forward, result.backward, result.step = times.forward, times.backward, times.step
+    return outcome

@@ -1,0 +1,189 @@
+"""Gathers results, prints the closing tables, and writes JSON."""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean, median, quantiles
+from typing import Any
+
+import torch
+
+from .harness import Result
+
+# contender: its name in the head of the closing table
+RIVALS = {"relu": "BN+ReLU", "compiled": "compile", "aggressive": "aggressive", "inplace_abn": "inplace_abn"}
+# whose bytes the closing table shows
+SHOWN = ("eager", "compiled", "aggressive", "ours")
+# passes over the tensor that the fused op needs: 3 forward, 5 backward (DESIGN section 6); a copy reads and writes
+STEP_PASSES, COPY_PASSES = 8, 2
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers were taken on."""
+    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
+    try:
+        import triton
+
+        about["triton"] = triton.__version__
+    except ImportError:
+        about["triton"] = None
+    if device.type == "cuda":
+        about["gpu"] = torch.cuda.get_device_name(device)
+        about["driver"] = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()
+    else:
+        about["cpu"] = platform.processor() or platform.machine()
+        about["threads"] = torch.get_num_threads()
+        # processes that want a core; well above the threads, the times are those of a busy machine
+        about["load"] = round(os.getloadavg()[0], 1)
+    return about
+
+
+def run(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def commit() -> str:
+    changed = run("git", "status", "--porcelain", "--untracked-files=no")
+    return run("git", "rev-parse", "--short", "HEAD") + ("" if changed in ("", "unknown") else " with changes")
+
+
+def default_directory(device: torch.device) -> Path:
+    """Results of a GPU are kept in the repository; those of a CPU are not."""
+    bench = Path(__file__).parent
+    if device.type == "cuda":
+        return bench / "results" / torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    return bench / "out"
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    fifths = quantiles(seconds, n=5, method="inclusive")
+    return {"median_ms": 1e3 * median(seconds), "p20_ms": 1e3 * fifths[0], "p80_ms": 1e3 * fifths[3]}
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    if result.missing or result.refused:
+        return {"missing": result.missing, "refused": result.refused, "errors": result.errors}
+    times = {part: spread(getattr(result, part)) for part in ("forward", "backward", "step")}
+    return {**times, "kept_bytes": result.kept, "peak_bytes": result.peak, "errors": result.errors}
+
+
+@dataclass
+class Section:
+    """One bench: what it measures, and for each case the contenders' results and the bytes of its tensor, if any."""
+
+    title: str
+    cases: dict[str, dict[str, Result]] = field(default_factory=dict)
+    tensor_bytes: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {case: {name: as_json(r) for name, r in results.items()} for case, results in self.cases.items()}
+
+    def lines(self) -> list[str]:
+        """The closing tables."""
+        judged = {case: r for case, r in self.cases.items() if timed(r, "eager") and timed(r, "ours")}
+        lines = [self.title, *aligned(self.time_rows(judged)), "", *aligned(byte_rows(judged))]
+        for case, results in self.cases.items():
+            lines += [f"refused: {name}, {case}: {r.refused}" for name, r in results.items() if r.refused]
+        return lines
+
+    def time_rows(self, judged: dict[str, dict[str, Result]]) -> list[list[str]]:
+        rivals = [name for name in RIVALS if any(timed(results, name) for results in judged.values())]
+        copies = any(self.tensor_bytes.values())
+        rows, ratios = [], []
+        for case, results in judged.items():
+            eager, ours = results["eager"], results["ours"]
+            numbers = [
+                *(
+                    median(getattr(ours, part)) / median(getattr(eager, part))
+                    for part in ("forward", "backward", "step")
+                ),
+                *(median(ours.step) / median(results[r].step) if timed(results, r) else None for r in rivals),
+            ]
+            ratios.append(numbers)
+            row = [case, f"{1e3 * median(eager.step):.2f}", f"{1e3 * median(ours.step):.2f}", *map(two_digits, numbers)]
+            if copies:
+                nbytes = self.tensor_bytes[case]
+                row.append(f"{STEP_PASSES * nbytes / median(ours.step) / 1e9:.1f}")
+                row.append(f"{COPY_PASSES * nbytes / median(results['copy'].forward) / 1e9:.1f}")
+            rows.append(row)
+        header = ["step, medians", "eager ms", "ours ms", "ours/eager: fwd", "bwd", "step"]
+        header += [f"ours/{RIVALS[name]}" for name in rivals] + ["ours GB/s", "copy GB/s"] * copies
+        return [header, *rows, *summary(ratios, before=2, after=2 * copies)]
+
+
+def byte_rows(judged: dict[str, dict[str, Result]]) -> list[list[str]]:
+    rows, ratios = [], []
+    for case, results in judged.items():
+        row = [case]
+        numbers = []
+        for what in ("kept", "peak"):
+            row += [mib(results, name, what) for name in SHOWN]
+            numbers.append(getattr(results["ours"], what) / getattr(results["eager"], what))
+            row.append(two_digits(numbers[-1]))
+        ratios.append(numbers)
+        rows.append(row)
+    header = ["MiB"]
+    for what in ("kept", "peak"):
+        header += [f"{what}: {SHOWN[0]}", *SHOWN[1:], "ours/eager"]
+    shown = [""] * len(SHOWN)
+    spread = [[label, *shown, kept, *shown, peak] for label, kept, peak in summary(ratios, before=0, after=0)]
+    return [header, *rows, *spread]
+
+
+def summary(ratios: list[list[float | None]], before: int, after: int) -> list[list[str]]:
+    """Geometric mean and worst of each column of ratios, as two rows."""
+    columns = [[value for value in column if value is not None] for column in zip(*ratios, strict=True)]
+    return [
+        [label, *[""] * before, *(two_digits(reduce(column)) for column in columns), *[""] * after]
+        for label, reduce in (("geometric mean", geometric_mean), ("worst", max))
+        if columns
+    ]
+
+
+def timed(results: dict[str, Result], name: str) -> bool:
+    return name in results and bool(results[name].step)
+
+
+def two_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def mib(results: dict[str, Result], name: str, what: str) -> str:
+    return f"{getattr(results[name], what) / 2**20:.1f}" if timed(results, name) else "-"
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+class Report:
+    """All sections of a session."""
+
+    def __init__(self, device: torch.device, directory: Path) -> None:
+        self.device = device
+        self.directory = directory
+        self.sections: dict[str, Section] = {}
+        self.notes: list[str] = []
+
+    def section(self, stem: str, title: str) -> Section:
+        return self.sections.setdefault(stem, Section(title))
+
+    def write(self, stem: str, results: dict[str, Any]) -> None:
+        """Writes ``<directory>/<stem>.json``: the machine and the results."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(self.device), "results": results}
+        (self.directory / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
