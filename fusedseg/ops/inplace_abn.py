@@ -80,8 +80,7 @@ class InPlaceABNFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
-        out = dense(x)
-        layout = layout_of(out)
+        out, layout = dense(x)
         _, rstd, xhat_kept = _forward(
             out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
         )
@@ -119,13 +118,11 @@ def inplace_abn_op(
 
     ``mean`` and ``var`` None: those of the batch.
     """
-    source = dense(x)
+    source, layout = dense(x)
     z = torch.empty_like(source)
     kept = None if slots is None else Kept(slots, kept_count)
     act = Activation(activation, activation_param)
-    used, rstd, xhat_kept = _forward(
-        source, z, layout_of(source), weight, bias, mean, var, mean is None, 0.0, eps, act, kept
-    )
+    used, rstd, xhat_kept = _forward(source, z, layout, weight, bias, mean, var, mean is None, 0.0, eps, act, kept)
     if mean is not None:
         used = mean.to(rstd.dtype)
     return z, torch.stack([used, rstd]), x.new_empty(0) if xhat_kept is None else xhat_kept
@@ -135,7 +132,7 @@ def inplace_abn_op(
 def _(x, weight, bias, mean, var, eps, activation, activation_param, slots, kept_count):
     C = x.shape[1]
     return (
-        torch.empty_like(dense(x)),
+        torch.empty_like(dense(x)[0]),
         x.new_empty((2, C), dtype=stats_dtype(x)),
         x.new_empty(x.numel() // C * kept_count if slots is not None else 0),
     )

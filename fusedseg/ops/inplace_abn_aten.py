@@ -22,7 +22,7 @@ from .layout import Layout, channel_view, per_channel
 aten = torch.ops.aten
 
 # so many chunks are still done as one: dealing them out costs more than the cache gains
-WHOLE = 3
+WHOLE = 6
 # aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
 SLOW_STATISTICS = 2**16
 
@@ -31,7 +31,7 @@ def _chunk_elements(x: Tensor) -> int:
     """What leaves room in a CPU's cache for the few tensors in flight; elsewhere the number of launches counts."""
     if x.device.type != "cpu":
         return 2**26
-    return 2**22 // x.element_size()
+    return 2**21 // x.element_size()
 
 
 def _channel_chunks(x: Tensor) -> Iterator[slice]:

@@ -1,5 +1,6 @@
 """How an activation tensor (N, C, *spatial) lies in memory, and a view of it that every implementation can work on."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout | None:
     """The layout of a dense tensor; None for any other strides."""
-    N, C = x.shape[:2]
-    S = x[0, 0].numel() if x.numel() else 0
+    N, C, *spatial = x.shape
+    S = math.prod(spatial) if x.numel() else 0
     if x.is_contiguous():
         return Layout(True, N, C, 1) if S <= 1 else Layout(False, N, C, S)
     if x.movedim(1, -1).is_contiguous():
@@ -27,9 +28,14 @@ def layout_of(x: Tensor) -> Layout | None:
     return None
 
 
-def dense(x: Tensor) -> Tensor:
-    """``x``, or a contiguous copy of it where its strides are those of neither layout."""
-    return x if layout_of(x) is not None else x.contiguous()
+def dense(x: Tensor) -> tuple[Tensor, Layout]:
+    """``x``, or a contiguous copy of it where its strides are those of neither layout; and its layout."""
+    layout = layout_of(x)
+    if layout is None:
+        x = x.contiguous()
+        layout = layout_of(x)
+        assert layout is not None
+    return x, layout
 
 
 def like(dz: Tensor, z: Tensor) -> Tensor:
