@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd, act_grad, act_inverse
-from .launch import MAX_PARTIALS, ONCHIP_BWD, ONCHIP_FWD, Layout, acc_dtype, onchip_blocks, split_blocks
+from .launch import MAX_PARTIALS, MAX_SPLITS, ONCHIP_BWD, ONCHIP_FWD, Layout, acc_dtype, onchip_blocks, split_blocks
 from .tile import (
     chan_merge,
     channel_index,
@@ -113,25 +113,32 @@ def inplace_abn_fwd_stats_kernel(x_ptr, partial_ptr, N, C, S, tiles_per_split, s
 
 @triton.jit
 def inplace_abn_fwd_merge_kernel(partial_ptr, merged_ptr, C, splits, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(3, splits, C) -> (3, 1, C) of (count, mean, M2)."""
+    """(3, splits, C) -> (3, chunks, C) of (count, mean, M2), a chunk being BLOCK_P splits."""
     c = channel_index(tl.program_id(0), True, BLOCK_L)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    first = chunk * BLOCK_P
     n, mean, m2 = chan_merge(
-        load_partials(partial_ptr, 0, c, C, splits, BLOCK_P),
-        load_partials(partial_ptr, 1, c, C, splits, BLOCK_P),
-        load_partials(partial_ptr, 2, c, C, splits, BLOCK_P),
+        load_partials(partial_ptr, 0, c, C, first, splits, BLOCK_P),
+        load_partials(partial_ptr, 1, c, C, first, splits, BLOCK_P),
+        load_partials(partial_ptr, 2, c, C, first, splits, BLOCK_P),
         True,
     )
-    tl.store(merged_ptr + c, n, mask=c < C)
-    tl.store(merged_ptr + C + c, mean, mask=c < C)
-    tl.store(merged_ptr + 2 * C + c, m2, mask=c < C)
+    tl.store(merged_ptr + chunk * C + c, n, mask=c < C)
+    tl.store(merged_ptr + (chunks + chunk) * C + c, mean, mask=c < C)
+    tl.store(merged_ptr + (2 * chunks + chunk) * C + c, m2, mask=c < C)
 
 
 @triton.jit
 def inplace_abn_bwd_merge_kernel(partial_ptr, merged_ptr, C, splits, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(2, splits, C) -> (2, 1, C) of (s1, s2)."""
+    """(2, splits, C) -> (2, chunks, C) of (s1, s2)."""
     c = channel_index(tl.program_id(0), True, BLOCK_L)
-    tl.store(merged_ptr + c, channel_sum(load_partials(partial_ptr, 0, c, C, splits, BLOCK_P), True), mask=c < C)
-    tl.store(merged_ptr + C + c, channel_sum(load_partials(partial_ptr, 1, c, C, splits, BLOCK_P), True), mask=c < C)
+    chunk = tl.program_id(1)
+    first = chunk * BLOCK_P
+    s1 = channel_sum(load_partials(partial_ptr, 0, c, C, first, splits, BLOCK_P), True)
+    s2 = channel_sum(load_partials(partial_ptr, 1, c, C, first, splits, BLOCK_P), True)
+    tl.store(merged_ptr + chunk * C + c, s1, mask=c < C)
+    tl.store(merged_ptr + (tl.num_programs(1) + chunk) * C + c, s2, mask=c < C)
 
 
 @triton.jit
@@ -146,9 +153,9 @@ def inplace_abn_fwd_apply_kernel(x_ptr, out_ptr, partial_ptr, weight_ptr, bias_p
     w, b = load_affine(weight_ptr, bias_ptr, c, C, ACC)
     if TRAINING:
         n, mean, m2 = chan_merge(
-            load_partials(partial_ptr, 0, c, C, partials, BLOCK_P),
-            load_partials(partial_ptr, 1, c, C, partials, BLOCK_P),
-            load_partials(partial_ptr, 2, c, C, partials, BLOCK_P),
+            load_partials(partial_ptr, 0, c, C, 0, partials, BLOCK_P),
+            load_partials(partial_ptr, 1, c, C, 0, partials, BLOCK_P),
+            load_partials(partial_ptr, 2, c, C, 0, partials, BLOCK_P),
             ROWS,
         )
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
@@ -264,8 +271,8 @@ def inplace_abn_bwd_apply_kernel(z_ptr, dz_ptr, dx_ptr, partial_ptr, weight_ptr,
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     c = channel_index(group, ROWS, BLOCK_L)
     w, b = load_affine(weight_ptr, bias_ptr, c, C, ACC)
-    s1 = channel_sum(load_partials(partial_ptr, 0, c, C, partials, BLOCK_P), ROWS)
-    s2 = channel_sum(load_partials(partial_ptr, 1, c, C, partials, BLOCK_P), ROWS)
+    s1 = channel_sum(load_partials(partial_ptr, 0, c, C, 0, partials, BLOCK_P), ROWS)
+    s2 = channel_sum(load_partials(partial_ptr, 1, c, C, 0, partials, BLOCK_P), ROWS)
     if split == 0:
         store_dparam(dbias_ptr, s1, c, C)
         store_dparam(dweight_ptr, s2, c, C)
@@ -315,22 +322,26 @@ def inplace_abn_bwd_onchip_kernel(z_ptr, dz_ptr, dx_ptr, weight_ptr, bias_ptr, r
 def merged(kernel, partial):
     """Partial results (k, splits, C) as the apply kernels take them: few are left for each program to merge, many are
     merged by one more launch, since every program would read them all."""
-    k, splits, C = partial.shape
-    if splits <= MAX_PARTIALS:
-        return partial
-    out = torch.empty(k, 1, C, dtype=partial.dtype, device=partial.device)
-    block_l = 8
-    kernel[(triton.cdiv(C, block_l),)](
-        partial, out, C, splits, BLOCK_L=block_l, BLOCK_P=triton.next_power_of_2(splits), num_warps=4
-    )
-    return out
+    while partial.shape[1] > MAX_PARTIALS:
+        k, splits, C = partial.shape
+        block_p = min(triton.next_power_of_2(splits), MAX_SPLITS)
+        chunks = triton.cdiv(splits, block_p)
+        into = torch.empty(k, chunks, C, dtype=partial.dtype, device=partial.device)
+        block_l = 8
+        kernel[(triton.cdiv(C, block_l), chunks)](
+            partial, into, C, splits, BLOCK_L=block_l, BLOCK_P=block_p, num_warps=4
+        )
+        partial = into
+    return partial
 
 
-def inplace_abn_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
+def inplace_abn_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
+                    partial=None):  # fmt: skip
     """Writes z into ``out`` (``x`` itself, or as strided as ``x``).
 
     ``act`` is (name, parameter); ``kept`` is None or (slots, count): int32 slot of each channel, -1 where not kept.
-    Training moves the running statistics, where given, by ``momentum``.  Returns mean (written in training only) and
+    Training moves the running statistics, where given, by ``momentum``; ``partial`` holds (count, mean, M2) of parts of
+    ``x``, (3, parts, C), where a kernel before has left them.  Returns mean (written in training only) and
     rstd in fp32 (fp64), and xhat of the kept channels, flat, or None.
     """
     layout = Layout(*layout)
@@ -341,7 +352,7 @@ def inplace_abn_fwd(x, out, layout, weight, bias, running_mean, running_var, tra
     xhat_kept = torch.empty(N * K * S, dtype=x.dtype, device=x.device) if K else None
     name, param = act
     constants = {"EPS": eps, "ACT": name, "PARAM": param, "ACC": acc}
-    blocks = onchip_blocks(layout, x.dtype, ONCHIP_FWD) if training else None
+    blocks = onchip_blocks(layout, x.dtype, ONCHIP_FWD) if training and partial is None else None
     if blocks is not None:
         inplace_abn_fwd_onchip_kernel[(blocks.groups,)](
             x, out, weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots, momentum, N, C, S, K,
@@ -350,14 +361,14 @@ def inplace_abn_fwd(x, out, layout, weight, bias, running_mean, running_var, tra
         return mean, rstd, xhat_kept
     blocks = split_blocks(layout, x.dtype, x.device)
     grid = (blocks.groups, blocks.splits)
-    partial, partials = None, 1
-    if training:
+    if training and partial is None:
         partial = torch.empty(3, blocks.splits, C, dtype=mean.dtype, device=x.device)
         inplace_abn_fwd_stats_kernel[grid](
             x, partial, N, C, S, blocks.tiles_per_split, blocks.splits, ACC=acc, **blocks.meta
         )
+    if partial is not None:
         partial = merged(inplace_abn_fwd_merge_kernel, partial)
-        partials = partial.shape[1]
+    partials = 1 if partial is None else partial.shape[1]
     inplace_abn_fwd_apply_kernel[grid](
         x, out, partial, weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots, momentum, N, C, S, K,
         blocks.tiles_per_split, partials, TRAINING=training, BLOCK_P=triton.next_power_of_2(partials),

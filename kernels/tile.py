@@ -112,7 +112,7 @@ def chan_merge(count, mean, m2, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_partials(ptr, k: tl.constexpr, c, C, splits, BLOCK_P: tl.constexpr):
-    """Entry k of every split, shape (BLOCK_P, channels); the buffer is (k, splits, C)."""
-    p = tl.arange(0, BLOCK_P)[:, None]
+def load_partials(ptr, k: tl.constexpr, c, C, first, splits, BLOCK_P: tl.constexpr):
+    """Entry k of BLOCK_P splits from the first one on, shape (BLOCK_P, channels); the buffer is (k, splits, C)."""
+    p = first + tl.arange(0, BLOCK_P)[:, None]
     return tl.load(ptr + (k * splits + p) * C + c, mask=(p < splits) & (c < C), other=0.0)

@@ -1,0 +1,70 @@
+"""Geometry and blocks of the implicit-GEMM convolution: shape and device alone decide, nothing is tuned per call."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .launch import multiprocessors
+
+# programs a multiprocessor: several waves even out their ends, few leave few partial statistics
+PROGRAMS_PER_SM = 8
+# positions of the output (rows of the product) a tile
+TILE_ROWS = 128
+# tl.dot takes 16 or more of the reduced dimension
+MIN_REDUCED = 16
+STAGES = 3
+
+
+class Geometry(NamedTuple):
+    """Stride, padding and dilation per spatial dimension, and groups.  Padding is with zeros, the same on both sides."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def output_size(self, size: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    def pointwise(self, kernel: tuple[int, ...]) -> bool:
+        """One tap that reads the position it writes."""
+        return set(kernel) == {1} and set(self.stride) == {1} and set(self.padding) == {0}
+
+
+class ConvBlocks(NamedTuple):
+    """Grid and block sizes of a launch: runs of ``tiles_per_split`` tiles of rows, times tiles of output channels; and
+    the steps in which a tap's input channels are summed."""
+
+    channel_tiles: int
+    steps: int
+    splits: int
+    tiles_per_split: int
+    meta: dict
+
+
+def conv_blocks(
+    M: int, C: int, K: int, groups: int, dtype: torch.dtype, tensor_cores: bool, device: torch.device
+) -> ConvBlocks:
+    """For M output positions, and C input and K output channels a group."""
+    # 128 bytes of channels a row: what one swizzled row of shared memory holds
+    block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize)
+    # the tile that wastes the fewest channels, the larger one of equals
+    # without tensor cores both operands lie in registers
+    candidates = (128, 64, 32, 16) if tensor_cores else (64, 32, 16)
+    block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
+    channel_tiles = triton.cdiv(K, block_k) * groups
+    processors = multiprocessors(device)
+    block_m = TILE_ROWS if triton.cdiv(M, TILE_ROWS) * channel_tiles >= processors else TILE_ROWS // 2
+    tiles = triton.cdiv(M, block_m)
+    splits = min(tiles, max(1, PROGRAMS_PER_SM * processors // channel_tiles))
+    tiles_per_split = triton.cdiv(tiles, splits)
+    # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100
+    num_warps = 8 if block_m * block_k >= 128 * 64 else 4
+    meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
+    return ConvBlocks(
+        channel_tiles, triton.cdiv(C, block_c), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
+    )

@@ -1,0 +1,208 @@
+"""z = phi(weight * xhat + bias), xhat = (y - mean) * rstd, y = conv(x, w): a convolution that ends in BatchNorm.
+
+An implicit matrix product of M = N OD OH OW rows (output positions) and K columns (output channels), reduced over the
+taps of the kernel and the input's channels; the epilogue works on the fp32 accumulator:
+
+    "stats"   y is stored, and (count, mean, M2) of the stored values left per run of tiles; ``inplace_abn`` merges them
+              in a fixed order, normalises and activates in one more pass
+    "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale, z = phi(scale y + shift);
+              nothing else touches memory
+    "none"    y + conv_bias is stored
+
+Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward is ``inplace_abn_bwd``, which
+gives dy, and then the vendor's convolution backward.
+
+Tensors are (N, C, D, H, W), with D = 1 for two dimensions, of any strides; channels_last loads and stores rows of
+channels.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import act_fwd
+from .conv import Geometry, conv_blocks
+from .inplace_abn import inplace_abn_fwd, load_affine
+from .launch import Layout
+
+
+@triton.jit
+def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+                        rstd_ptr, M, D, H, W, OD, OH, OW, stride_xn, stride_xc, stride_xd, stride_xh, stride_xw,
+                        stride_on, stride_ok, stride_os, steps, tiles_per_split, splits, C: tl.constexpr,
+                        K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr,
+                        SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+                        DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, ALIGNED: tl.constexpr,
+                        EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                        PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                        BLOCK_C: tl.constexpr):  # fmt: skip
+    """C and K count the channels of one group.  ALIGNED: 16 adjacent positions lie in one sample, and in memory side
+    by side, in x and in out."""
+    # neighbours in the grid share rows of x, and differ in the channels that they make of them
+    column = tl.program_id(0)
+    split = tl.program_id(1)
+    tiles_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    group = column // tiles_k
+    k = (column % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_k = k < K
+    channel = group * K + k
+    c = tl.arange(0, BLOCK_C)
+    # w lies as (K of all groups, taps, C)
+    w_row = channel * (KD * KH * KW * C)
+
+    if EPILOGUE == "norm":
+        weight, bias = load_affine(weight_ptr, bias_ptr, tl.where(in_k, channel, GROUPS * K), GROUPS * K, tl.float32)
+        mean = tl.load(mean_ptr + channel, mask=in_k, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.load(var_ptr + channel, mask=in_k, other=1.0).to(tl.float32) + EPS)
+        if split == 0:
+            tl.store(rstd_ptr + channel, rstd, mask=in_k)
+        scale = weight * rstd
+        if conv_bias_ptr is not None:
+            mean -= tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)
+        shift = bias - mean * scale
+    n_run = tl.full((1,), 0.0, tl.float32)
+    mean_run = tl.zeros((BLOCK_K,), tl.float32)
+    m2_run = tl.zeros((BLOCK_K,), tl.float32)
+
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, (M - 1) // BLOCK_M + 1)
+    for tile in range(first, last):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_m = m < M
+        n = (m // (OD * OH * OW)).to(tl.int64)
+        s = m % (OD * OH * OW)
+        if ALIGNED:
+            s = tl.max_contiguous(tl.multiple_of(s, 16), 16)
+        if KD * KH * KW == 1 and SD * SH * SW == 1 and PD + PH + PW == 0:
+            # positions of the input are those of the output, and evenly spaced
+            d0, h0, w0 = s, s, s
+            x_row = n * stride_xn + s.to(tl.int64) * stride_xw
+        else:
+            d0 = (s // (OH * OW)) * SD - PD
+            h0 = (s // OW % OH) * SH - PH
+            w0 = (s % OW) * SW - PW
+            x_row = n * stride_xn + d0.to(tl.int64) * stride_xd + h0.to(tl.int64) * stride_xh
+            x_row += w0.to(tl.int64) * stride_xw
+        x_row += (group * C).to(tl.int64) * stride_xc
+
+        acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        blocks_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+        # one loop over taps and channels: a nest would drain its pipeline of loads at every tap; and of a length that
+        # compilers do not know, or they unroll nine taps and run out of registers
+        for i in range(steps):
+            tap = i // blocks_c
+            ci = (i % blocks_c) * BLOCK_C + c
+            kd = tap // (KH * KW) * DD
+            kh = tap // KW % KH * DH
+            kw = tap % KW * DW
+            mask = in_m
+            if PD > 0:
+                mask = mask & (d0 + kd >= 0) & (d0 + kd < D)
+            if PH > 0:
+                mask = mask & (h0 + kh >= 0) & (h0 + kh < H)
+            if PW > 0:
+                mask = mask & (w0 + kw >= 0) & (w0 + kw < W)
+            shifted = x_row + (kd * stride_xd + kh * stride_xh + kw * stride_xw)
+            if C % BLOCK_C == 0:
+                a = tl.load(x_ptr + shifted[:, None] + ci[None, :] * stride_xc, mask=mask[:, None], other=0.0)
+                b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None], other=0.0)
+            else:
+                in_c = ci < C
+                a = tl.load(x_ptr + shifted[:, None] + ci[None, :] * stride_xc, mask=mask[:, None] & in_c[None, :],
+                            other=0.0)  # fmt: skip
+                b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None] & in_c[None, :],
+                            other=0.0)  # fmt: skip
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+
+        out_row = n * stride_on + s.to(tl.int64) * stride_os
+        offs = out_row[:, None] + (channel.to(tl.int64) * stride_ok)[None, :]
+        mask_out = in_m[:, None] & in_k[None, :]
+        if EPILOGUE == "norm":
+            acc = act_fwd(acc * scale[None, :] + shift[None, :], ACT, PARAM)
+        elif EPILOGUE == "none":
+            if conv_bias_ptr is not None:
+                acc += tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)[None, :]
+        y = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offs, y, mask=mask_out)
+        if EPILOGUE == "stats":
+            # of what was stored; rows beyond the last are 0, since nothing was loaded for them
+            stored = y.to(tl.float32)
+            n_tile = tl.minimum(M - tile * BLOCK_M, BLOCK_M).to(tl.float32)
+            mean_tile = tl.sum(stored, axis=0) / n_tile
+            apart = tl.where(in_m[:, None], stored - mean_tile[None, :], 0.0)
+            # Chan's formula for two
+            delta = mean_tile - mean_run
+            n_both = n_run + n_tile
+            mean_run += delta * (n_tile / n_both)
+            m2_run += tl.sum(apart * apart, axis=0) + delta * delta * (n_run * n_tile / n_both)
+            n_run = n_both
+    if EPILOGUE == "stats":
+        all_k: tl.constexpr = GROUPS * K
+        tl.store(partial_ptr + split * all_k + channel, n_run + tl.zeros((BLOCK_K,), tl.float32), mask=in_k)
+        tl.store(partial_ptr + (splits + split) * all_k + channel, mean_run, mask=in_k)
+        tl.store(partial_ptr + (2 * splits + split) * all_k + channel, m2_run, mask=in_k)
+
+
+def three(values: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """Spatial values in three dimensions."""
+    return (*(first,) * (3 - len(values)), *values)
+
+
+def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
+    """Of N, C, D, H and W of a dense tensor; its own may be anything where a size is 1."""
+    D, H, W = size
+    along = layout.C if layout.rows else 1
+    return layout.C * D * H * W, 1 if layout.rows else D * H * W, H * W * along, W * along, along
+
+
+def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias=None, norm=(None,) * 5, eps=0.0,
+                act=("identity", 0.0)):  # fmt: skip
+    """Writes ``out``; ``norm`` is weight, bias, mean, var and where rstd goes.  Returns partial statistics, or None."""
+    geometry, x_layout, layout = Geometry(*geometry), Layout(*x_layout), Layout(*layout)
+    kernel = tuple(w.shape[2:])
+    N, K = out.shape[:2]
+    M, groups = out.numel() // K, geometry.groups
+    # as (K, taps, C): nothing is copied where the weight is channels_last or has one tap
+    w = w.movedim(1, -1).contiguous()
+    C = w.shape[-1]
+    size, out_size = three(tuple(x.shape[2:]), 1), three(tuple(out.shape[2:]), 1)
+    stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
+    blocks = conv_blocks(M, C, K // groups, groups, x.dtype, tf32 or x.dtype != torch.float32, x.device)
+    partial = None
+    if epilogue == "stats":
+        partial = torch.empty(3, blocks.splits, K, dtype=torch.float32, device=x.device)
+    constants = {}
+    for names, values in (
+        (("KD", "KH", "KW"), three(kernel, 1)),
+        (("SD", "SH", "SW"), three(geometry.stride, 1)),
+        (("PD", "PH", "PW"), three(geometry.padding, 0)),
+        (("DD", "DH", "DW"), three(geometry.dilation, 1)),
+    ):
+        constants.update(zip(names, values, strict=True))
+    conv_abn_fwd_kernel[(blocks.channel_tiles, blocks.splits)](
+        x, w, out, partial, conv_bias, *norm, M, *size, *out_size, *strides(x_layout, size),
+        stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel), blocks.tiles_per_split, blocks.splits, C=C, K=K // groups, GROUPS=groups,
+        ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0, EPILOGUE=epilogue, EPS=eps, ACT=act[0],
+        PARAM=act[1], PRECISION="tf32" if tf32 else "ieee", **constants, **blocks.meta,
+    )  # fmt: skip
+    return partial
+
+
+def conv_abn_fwd(x, w, out, x_layout, layout, geometry, conv_bias, weight, bias, running_mean, running_var, training,
+                 momentum, eps, act, kept, tf32):  # fmt: skip
+    """Writes z into ``out``, which is dense, as ``x`` is; ``w`` is (K, C / groups, *kernel).
+
+    ``conv_bias`` is left out of what is normalised in training, where the mean takes it along.  The rest, and what is
+    returned, is that of ``inplace_abn_fwd``.
+    """
+    norm = (weight, bias, running_mean, running_var)
+    if not training and kept is None:
+        rstd = torch.empty(out.shape[1], dtype=torch.float32, device=x.device)
+        launch_conv(x, w, out, x_layout, layout, geometry, "norm", tf32, conv_bias, (*norm, rstd), eps, act)
+        return running_mean, rstd, None
+    partial = launch_conv(
+        x, w, out, x_layout, layout, geometry, "stats" if training else "none", tf32, None if training else conv_bias
+    )
+    return inplace_abn_fwd(out, out, layout, *norm, training, momentum, eps, act, kept, partial)
