@@ -17,7 +17,7 @@ STAGES = 3
 
 
 class Geometry(NamedTuple):
-    """Stride, padding and dilation per spatial dimension, and groups.  Padding is with zeros, the same on both sides."""
+    """Stride, padding (zeros, as many on both sides) and dilation per spatial dimension; and groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -5,8 +5,8 @@ taps of the kernel and the input's channels; the epilogue works on the fp32 accu
 
     "stats"   y is stored, and (count, mean, M2) of the stored values left per run of tiles; ``inplace_abn`` merges them
               in a fixed order, normalises and activates in one more pass
-    "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale, z = phi(scale y + shift);
-              nothing else touches memory
+    "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale,
+              z = phi(scale y + shift); nothing else touches memory
     "none"    y + conv_bias is stored
 
 Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward is ``inplace_abn_bwd``, which
@@ -32,10 +32,10 @@ from .launch import Layout
 def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
                         rstd_ptr, M, D, H, W, OD, OH, OW, stride_xn, stride_xc, stride_xd, stride_xh, stride_xw,
                         stride_on, stride_ok, stride_os, steps, tiles_per_split, splits, C: tl.constexpr,
-                        K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr,
-                        SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-                        DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, ALIGNED: tl.constexpr,
-                        EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                        K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+                        SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr,
+                        PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+                        ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                         PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
                         BLOCK_C: tl.constexpr):  # fmt: skip
     """C and K count the channels of one group.  ALIGNED: 16 adjacent positions lie in one sample, and in memory side
@@ -121,9 +121,8 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         mask_out = in_m[:, None] & in_k[None, :]
         if EPILOGUE == "norm":
             acc = act_fwd(acc * scale[None, :] + shift[None, :], ACT, PARAM)
-        elif EPILOGUE == "none":
-            if conv_bias_ptr is not None:
-                acc += tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)[None, :]
+        elif EPILOGUE == "none" and conv_bias_ptr is not None:
+            acc += tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)[None, :]
         y = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs, y, mask=mask_out)
         if EPILOGUE == "stats":
@@ -183,9 +182,9 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
         constants.update(zip(names, values, strict=True))
     conv_abn_fwd_kernel[(blocks.channel_tiles, blocks.splits)](
         x, w, out, partial, conv_bias, *norm, M, *size, *out_size, *strides(x_layout, size),
-        stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel), blocks.tiles_per_split, blocks.splits, C=C, K=K // groups, GROUPS=groups,
-        ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0, EPILOGUE=epilogue, EPS=eps, ACT=act[0],
-        PARAM=act[1], PRECISION="tf32" if tf32 else "ieee", **constants, **blocks.meta,
+        stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel), blocks.tiles_per_split, blocks.splits,
+        C=C, K=K // groups, GROUPS=groups, ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0, EPILOGUE=epilogue,
+        EPS=eps, ACT=act[0], PARAM=act[1], PRECISION="tf32" if tf32 else "ieee", **constants, **blocks.meta,
     )  # fmt: skip
     return partial
 
