@@ -35,8 +35,8 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
                         SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr,
                         PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-                        ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                        PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                        ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
+                        PARAM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
                         BLOCK_C: tl.constexpr):  # fmt: skip
     """C and K count the channels of one group.  ALIGNED: 16 adjacent positions lie in one sample, and in memory side
     by side, in x and in out."""
@@ -144,9 +144,10 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         tl.store(partial_ptr + (2 * splits + split) * all_k + channel, m2_run, mask=in_k)
 
 
-def three(values: tuple[int, ...], first: int) -> tuple[int, ...]:
-    """Spatial values in three dimensions."""
-    return (*(first,) * (3 - len(values)), *values)
+def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
+    """Spatial values of two or three dimensions in three."""
+    d, h, w = values if len(values) == 3 else (first, *values)
+    return d, h, w
 
 
 def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
