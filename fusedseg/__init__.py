@@ -4,10 +4,10 @@ import sys
 import types
 
 from . import _backend, functional, memory, unet
-from .nn import InPlaceABN
+from .nn import ConvABN2d, ConvABN3d, InPlaceABN
 
 __version__ = "0.1.0"
-__all__ = ["InPlaceABN", "backend", "functional", "memory", "unet"]
+__all__ = ["ConvABN2d", "ConvABN3d", "InPlaceABN", "backend", "functional", "memory", "unet"]
 
 
 class _Package(types.ModuleType):

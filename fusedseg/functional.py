@@ -1,12 +1,19 @@
 """Functional forms of the ops."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from .activation import parse_invertible
+from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
+from .ops.conv_choice import check_conv_backend
+from .ops.conv_choice import load as load_conv_choices
+from .ops.conv_choice import save as save_conv_choices
+from .ops.convolution import parse_geometry
 from .ops.kept import find
 
-__all__ = ["inplace_abn"]
+__all__ = ["conv_abn", "inplace_abn", "load_conv_choices", "save_conv_choices"]
 
 
 def inplace_abn(
@@ -62,3 +69,70 @@ def inplace_abn(
     _inplace_abn.check(x, weight, bias, running_mean, running_var, training)
     kept = find(weight, bias, act, x.dtype)
     return _inplace_abn.inplace_abn(x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept)
+
+
+def conv_abn(
+    x: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    conv_backend: str = "auto",
+) -> Tensor:
+    """Convolution, batch normalisation and an invertible activation as one op, in two or three dimensions.
+
+    Equals::
+
+        y = conv2d(x, conv_weight, conv_bias, stride, padding, dilation, groups)
+        leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
+
+    Args:
+        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64.  Left alone.
+        conv_weight: (K, C / groups, *kernel); conv_bias: (K,) or None; both in the dtype of ``x``.
+        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 beside half precision.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
+        training, momentum, eps, activation, activation_param: as in ``inplace_abn``.
+        conv_backend: "auto", "triton" or "aten", see ``ConvABN2d``.
+
+    Returns:
+        z, (N, K, *out), in the dtype of ``x``; channels_last where ``x`` or ``conv_weight`` is.
+
+    Kept for backward: x, conv_weight, z, 1 / sqrt(var + eps), weight, bias, and the normalised convolution of those
+    channels whose weight is too small to rebuild it (see ``inplace_abn``).  In training the gradient of ``conv_bias``
+    is exactly zero, since the mean takes it along.
+
+    Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  Under
+    ``torch.compile`` looking at the parameters breaks the graph: compile the module for ``fullgraph=True``.
+
+    Raises: see ``ConvABN2d``.
+
+    Source: see ``ConvABN2d``.
+    """
+    act = parse_invertible(_conv_abn.OP, activation, activation_param)
+    check_conv_backend(_conv_abn.OP, conv_backend)
+    for name, t in (("x", x), ("conv_weight", conv_weight)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_conv_abn.OP}: {name} must be a tensor, got {type(t).__name__}")
+    if conv_weight.dim() not in (4, 5):
+        raise ValueError(
+            f"{_conv_abn.OP}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
+            f"got {tuple(conv_weight.shape)}"
+        )
+    x, geometry = parse_geometry(_conv_abn.OP, x, conv_weight.shape[2:], stride, padding, dilation, groups)
+    x, conv_weight, conv_bias = _conv_abn.autocast(x, conv_weight, conv_bias)
+    norms = (running_mean, running_var, weight, bias)
+    _conv_abn.check(x, conv_weight, conv_bias, *norms, geometry, training)
+    kept = find(weight, bias, act, x.dtype)
+    settings = _conv_abn.Settings(geometry, training, momentum, eps, act, kept, conv_backend)
+    return _conv_abn.conv_abn(x, conv_weight, conv_bias, *norms, settings)

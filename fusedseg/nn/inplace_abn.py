@@ -81,24 +81,32 @@ class InPlaceABN(_NormBase):
                 f"fusedseg.InPlaceABN: input must have shape (N, {self.num_features}) with up to three spatial "
                 f"dimensions after it, got {came}"
             )
-        batch_stats = self.training or self.running_mean is None
-        updated = self.training and self.track_running_stats
-        running_mean, running_var = self.running_mean, self.running_var
-        if self.training and not self.track_running_stats:
-            running_mean = running_var = None
+        batch_stats, running_mean, running_var, momentum = self._statistics()
         op.check(x, self.weight, self.bias, running_mean, running_var, batch_stats)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if updated and self.momentum is None and self.num_batches_tracked is not None:
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
-        kept = self._kept_now(x.dtype) if torch.is_grad_enabled() else None
+        kept = self._kept_now(x.dtype)
         z = op.inplace_abn(
             x, self.weight, self.bias, running_mean, running_var, batch_stats, momentum, self.eps, self._act, kept
         )
-        if updated and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        self._count_batch()
         return z
 
+    def _statistics(self) -> tuple[bool, Tensor | None, Tensor | None, float]:
+        """Whether the statistics are the batch's, the running ones that are moved or used, and their momentum."""
+        if self.training and not self.track_running_stats:
+            return True, None, None, 0.0
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.momentum is None and self.num_batches_tracked is not None:
+            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
+        return self.training or self.running_mean is None, self.running_mean, self.running_var, momentum
+
+    def _count_batch(self) -> None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+
     def _kept_now(self, dtype: torch.dtype) -> Kept | None:
+        """The kept channels of an output of this dtype, None where no backward will come."""
+        if not torch.is_grad_enabled():
+            return None
         if not torch.compiler.is_compiling():
             return self._kept.refresh(self.weight, self.bias, self._act, dtype)
         self._trace_kept(dtype)

@@ -20,26 +20,44 @@ def check_input(op: str, x: Tensor) -> None:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")
 
 
-def check_channel_vector(op: str, name: str, v: Tensor | None, x: Tensor) -> None:
-    """``v`` is None, or one value per channel of ``x``, in its dtype, or in fp32 beside half precision."""
+def check_channel_vector(
+    op: str, name: str, v: Tensor | None, C: int, dtype: torch.dtype, device: torch.device, of: str
+) -> None:
+    """``v`` is None, or one value for each of C channels of what ``of`` names, in its dtype, or in fp32 beside half
+    precision."""
     if v is None:
         return
     if not isinstance(v, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(v).__name__}")
-    C = x.shape[1]
     if v.dim() != 1 or v.shape[0] != C:
-        raise ValueError(f"{op}: {name} must have shape ({C},), one value per channel of x, got {tuple(v.shape)}")
-    if v.dtype != x.dtype and not (v.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16)):
-        or_fp32 = " or torch.float32" if x.dtype in (torch.float16, torch.bfloat16) else ""
-        raise TypeError(f"{op}: {name} must be {x.dtype}{or_fp32} for x of {x.dtype}, got {v.dtype}")
-    if v.device != x.device:
-        raise ValueError(f"{op}: {name} must be on {x.device}, the device of x, got {v.device}")
+        raise ValueError(f"{op}: {name} must have shape ({C},), one value per channel of {of}, got {tuple(v.shape)}")
+    if v.dtype != dtype and not (v.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)):
+        or_fp32 = " or torch.float32" if dtype in (torch.float16, torch.bfloat16) else ""
+        raise TypeError(f"{op}: {name} must be {dtype}{or_fp32} for {of} of {dtype}, got {v.dtype}")
+    if v.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, the device of {of}, got {v.device}")
 
 
-def check_values_per_channel(op: str, x: Tensor) -> None:
-    """Statistics of a batch need two values; an empty batch passes, as in ``nn.BatchNorm``."""
-    if x.shape[1] and x.numel() == x.shape[1]:
-        raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+def check_batch_norm(
+    op: str,
+    vectors: dict[str, Tensor | None],
+    training: bool,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    of: str = "x",
+) -> None:
+    """``vectors`` are weight, bias, running_mean and running_var; the rest is that of the tensor to be normalised,
+    which errors call ``of``."""
+    for name, v in vectors.items():
+        check_channel_vector(op, name, v, shape[1], dtype, device, of)
+    if (vectors["running_mean"] is None) != (vectors["running_var"] is None):
+        raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
+    if not training and vectors["running_mean"] is None:
+        raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
+    # statistics of a batch need two values; an empty batch passes, as in ``nn.BatchNorm``
+    if training and shape[1] and shape.numel() == shape[1]:
+        raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
 
 
 def check_writable(op: str, x: Tensor) -> None:

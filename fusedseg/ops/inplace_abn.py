@@ -13,23 +13,20 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import inplace_abn_aten
-from .check import check_channel_vector, check_input, check_values_per_channel, check_writable
+from . import double_backward, inplace_abn_aten
+from .check import check_batch_norm, check_input, check_writable
+from .double_backward import differentiated_once
 from .kept import Kept
 from .layout import dense, layout_of, like
 
 OP = "fusedseg.inplace_abn"
-DOUBLE_BACKWARD = (
-    f"{OP}: double backward is not supported, since x is gone once its output is written over it; "
-    "use the unfused batch norm and activation where gradients of gradients are needed"
-)
 
 
 def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _forward(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
+def forward(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
     """Mean and rstd, (C,) each; and xhat of the kept channels, flat, or None."""
     if x.numel() == 0:
         return *torch.zeros(2, x.shape[1], dtype=stats_dtype(x), device=x.device), None
@@ -42,7 +39,7 @@ def _forward(x, out, layout, weight, bias, running_mean, running_var, training, 
         return inplace_abn_fwd(*args, None if kept is None else (kept.slots, kept.count))
 
 
-def _backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype):
+def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype):
     """dx, dweight, dbias; the last two are None where ``dparam_dtype`` is."""
     if z.numel() == 0:
         zeros = None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype)
@@ -57,22 +54,10 @@ def _backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act,
         return inplace_abn_bwd(*args, slots, training, act, dparam_dtype)
 
 
-def _dparam_dtype(weight: Tensor | None, bias: Tensor | None, needed: bool) -> torch.dtype | None:
+def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) -> torch.dtype | None:
     if not needed:
         return None
     return (weight if weight is not None else bias).dtype  # type: ignore[union-attr]
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward of an op whose backward was asked for a graph: the gradients, and an error if that graph is used."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        return _backward(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(DOUBLE_BACKWARD)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
@@ -81,7 +66,7 @@ class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
         out, layout = dense(x)
-        _, rstd, xhat_kept = _forward(
+        _, rstd, xhat_kept = forward(
             out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
         )
         if out is x:
@@ -93,9 +78,9 @@ class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz):
         z, weight, bias, rstd, xhat_kept = ctx.saved_tensors
-        wanted = _dparam_dtype(weight, bias, ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        wanted = dparam_dtype_of(weight, bias, ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, ctx.training, ctx.act, wanted)
-        dx, dweight, dbias = _Gradients.apply(*args) if torch.is_grad_enabled() else _backward(*args)
+        dx, dweight, dbias = differentiated_once(OP, backward, *args)
         dweight = dweight if ctx.needs_input_grad[1] else None
         dbias = dbias if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, *(None,) * 7
@@ -122,7 +107,7 @@ def inplace_abn_op(
     z = torch.empty_like(source)
     kept = None if slots is None else Kept(slots, kept_count)
     act = Activation(activation, activation_param)
-    used, rstd, xhat_kept = _forward(source, z, layout, weight, bias, mean, var, mean is None, 0.0, eps, act, kept)
+    used, rstd, xhat_kept = forward(source, z, layout, weight, bias, mean, var, mean is None, 0.0, eps, act, kept)
     if mean is not None:
         used = mean.to(rstd.dtype)
     return z, torch.stack([used, rstd]), x.new_empty(0) if xhat_kept is None else xhat_kept
@@ -156,9 +141,9 @@ def inplace_abn_backward_op(
     """dx, dweight, dbias; the last two are empty where they are not wanted."""
     kept = None if slots is None else Kept(slots, kept_count)
     act = Activation(activation, activation_param)
-    wanted = _dparam_dtype(weight, bias, affine_wanted)
+    wanted = dparam_dtype_of(weight, bias, affine_wanted)
     saved = (weight, bias, stats[1], None if kept is None else xhat_kept, kept)
-    dx, dweight, dbias = _backward(dz, z, layout_of(z), *saved, training, act, wanted)
+    dx, dweight, dbias = backward(dz, z, layout_of(z), *saved, training, act, wanted)
     if dweight is None or dbias is None:
         return dx, z.new_empty(0), z.new_empty(0)
     return dx, dweight, dbias
@@ -167,7 +152,7 @@ def inplace_abn_backward_op(
 @inplace_abn_backward_op.register_fake
 def _(dz, z, weight, bias, stats, xhat_kept, slots, kept_count, training, activation, activation_param, affine_wanted):
     C = z.shape[1] if affine_wanted else 0
-    dtype = _dparam_dtype(weight, bias, affine_wanted) or z.dtype
+    dtype = dparam_dtype_of(weight, bias, affine_wanted) or z.dtype
     return torch.empty_like(z), z.new_empty(C, dtype=dtype), z.new_empty(C, dtype=dtype)
 
 
@@ -191,7 +176,7 @@ def _op_backward(ctx, dz, *unused):
 
 
 def _no_double_backward(ctx, *grads):
-    raise RuntimeError(DOUBLE_BACKWARD)
+    raise RuntimeError(double_backward.message(OP))
 
 
 inplace_abn_op.register_autograd(_op_backward, setup_context=_op_setup_context)
@@ -208,15 +193,8 @@ def check(
 ) -> None:
     """Raises ValueError or TypeError for arguments that the op cannot take."""
     check_input(OP, x)
-    named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    for name, v in named.items():
-        check_channel_vector(OP, name, v, x)
-    if (running_mean is None) != (running_var is None):
-        raise ValueError(f"{OP}: running_mean and running_var must be given together, got one of them")
-    if not training and running_mean is None:
-        raise ValueError(f"{OP}: running_mean and running_var are needed when training is False, got None")
-    if training:
-        check_values_per_channel(OP, x)
+    vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    check_batch_norm(OP, vectors, training, x.shape, x.dtype, x.device)
     if not torch.compiler.is_compiling():
         check_writable(OP, x)
 
@@ -240,9 +218,13 @@ def inplace_abn(
     mean, var = (None, None) if training else (running_mean, running_var)
     z, stats, _ = inplace_abn_op(x, weight, bias, mean, var, eps, act.name, act.param, slots, count)
     if training and running_mean is not None and running_var is not None:
-        m = x.numel() // x.shape[1]
-        with torch.no_grad():
-            var = (stats[1] ** -2 - eps).clamp_min(0.0) * (m / (m - 1))
-            running_mean.lerp_(stats[0].to(running_mean.dtype), momentum)
-            running_var.lerp_(var.to(running_var.dtype), momentum)
+        move_running(stats, x.numel() // x.shape[1], running_mean, running_var, momentum, eps)
     return z
+
+
+def move_running(stats: Tensor, m: int, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> None:
+    """Moves the running statistics towards mean and rstd (2, C) of ``m`` values a channel."""
+    with torch.no_grad():
+        var = (stats[1] ** -2 - eps).clamp_min(0.0) * (m / (m - 1))
+        running_mean.lerp_(stats[0].to(running_mean.dtype), momentum)
+        running_var.lerp_(var.to(running_var.dtype), momentum)

@@ -1,0 +1,235 @@
+"""Who convolves in ``conv_abn``: Triton's kernel, whose epilogue knows the statistics, or the vendor's library.
+
+``"auto"`` takes the vendor's, followed by our statistics kernel, unless the shape is one where Triton's can win and a
+measurement on this device has shown that it does: ``could_win`` is the rule, ``choose`` refines it.  The measurement
+happens once, at the first call of a kind of convolution (see ``Key``): it runs both, compares their results and takes
+Triton's where they agree and it needs at most ``MARGIN`` of the vendor's time.  What cannot be measured is the
+vendor's: while a CUDA graph is captured, and where deterministic algorithms are asked for, as a choice by time differs
+from run to run.
+"""
+
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _backend
+from .convolution import Geometry
+from .layout import Layout
+
+NAMES = ("auto", "triton", "aten")
+HALF = (torch.float16, torch.bfloat16)
+# beyond this many input channels a kernel of several taps is bound by arithmetic, where vendors' libraries lead
+MOST_CHANNELS = 128
+# fewer waste tensor cores, whose smallest step sums 16
+LEAST_CHANNELS = 16
+MARGIN = 0.98
+# relative difference of two results: each is off by the rounding of y, amplified by the normalisation of what it left
+AGREEMENT = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 5e-3}
+WARMUP, ROUNDS = 3, 10
+
+
+class Key(NamedTuple):
+    """Convolutions that share a measurement: all of this equal, and as many output positions to a power of two."""
+
+    device: str
+    dtype: str
+    training: bool
+    channels_last: bool
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    log2_positions: int
+
+
+class Record(NamedTuple):
+    """Seconds of one forward with each, and the relative difference of their results."""
+
+    triton: float
+    aten: float
+    difference: float
+    agree: bool
+
+    @property
+    def choice(self) -> str:
+        return "triton" if self.agree and self.triton <= MARGIN * self.aten else "aten"
+
+
+_records: dict[Key, Record] = {}
+
+
+def tf32_allowed() -> bool:
+    """Whether a stock fp32 convolution may use TF32: ``torch.backends.cudnn.allow_tf32`` and what has replaced it."""
+    # Any: some settings are properties that type checkers do not see
+    backends: Any = torch.backends
+    for setting in (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision):
+        if setting != "none":
+            return setting == "tf32"
+    return False
+
+
+def check_conv_backend(op: str, name: str) -> None:
+    if name not in NAMES:
+        raise ValueError(f"{op}: conv_backend must be one of {', '.join(NAMES)}, got {name!r}")
+
+
+def unfit(x: Tensor, positions: int) -> str:
+    """Why Triton's kernel cannot serve, "" if it can."""
+    backend, reason = _backend.explain(x.device)
+    if backend != "triton" or not _backend.use_triton(x):
+        return f"a tensor on {x.device} cannot be served: {reason}"
+    if x.dtype not in (*HALF, torch.float32):
+        return f"x must be float16, bfloat16 or float32, got {x.dtype}"
+    if max(positions, x.shape[1:].numel()) >= 2**31:
+        return f"a sample or the output's positions must be fewer than 2**31, got {positions}"
+    return ""
+
+
+def could_win(x: Tensor, layout: Layout, w: Tensor, geometry: Geometry) -> bool:
+    """The rule: tensor cores; no groups; as many channels as they take; rows of channels, or planes with one tap, which
+    load in wide vectors; and one tap, or few enough channels that memory's share of the time is worth saving."""
+    pointwise = w[0, 0].numel() == 1
+    aligned = pointwise and set(geometry.stride) == {1} and set(geometry.padding) == {0} and layout.S % 16 == 0
+    return (
+        (x.dtype in HALF or (x.dtype == torch.float32 and tf32_allowed()))
+        and geometry.groups == 1
+        and w.shape[1] >= LEAST_CHANNELS
+        and w.shape[1] * x.element_size() % 16 == 0
+        and (layout.rows or aligned)
+        and (pointwise or w.shape[1] <= MOST_CHANNELS)
+    )
+
+
+def key_of(x: Tensor, layout: Layout, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
+    kind = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    return Key(
+        kind, str(x.dtype).removeprefix("torch."), training, layout.rows, w.shape[1] * geometry.groups, w.shape[0],
+        tuple(w.shape[2:]), *geometry, math.ceil(math.log2(positions)),
+    )  # fmt: skip
+
+
+def choose(
+    op: str,
+    conv_backend: str,
+    x: Tensor,
+    layout: Layout,
+    w: Tensor,
+    geometry: Geometry,
+    training: bool,
+    positions: int,
+    forward: Callable[[str], Tensor],
+) -> str:
+    """ "triton" or "aten"; ``forward`` is run, with each of them, where that has to be found out.
+
+    Raises:
+        RuntimeError: ``conv_backend="triton"`` where it cannot serve, or was found to be wrong on this device.
+    """
+    if conv_backend == "aten":
+        return "aten"
+    reason = unfit(x, positions) if conv_backend == "triton" or _backend.use_triton(x) else "another device"
+    if conv_backend == "triton" and reason:
+        raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
+    if reason or (conv_backend == "auto" and not could_win(x, layout, w, geometry)):
+        return "aten"
+    if conv_backend == "auto" and torch.are_deterministic_algorithms_enabled():
+        return "aten"
+    key = key_of(x, layout, w, geometry, training, positions)
+    record = _records.get(key)
+    if record is None:
+        if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return "triton" if conv_backend == "triton" else "aten"
+        record = _records[key] = measure(x.dtype, forward, cuda_seconds)
+    if conv_backend == "auto":
+        return record.choice
+    if not record.agree:
+        raise RuntimeError(
+            f"{op}: conv_backend is 'triton', but on this device its result differs from the vendor's by a relative "
+            f"{record.difference:.1e}, for {key}; please report it, and use 'auto' or 'aten'"
+        )
+    return "triton"
+
+
+def measure(
+    dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
+) -> Record:
+    """Runs both in turn; medians."""
+    expected = forward("aten").float()
+    difference = (
+        torch.linalg.vector_norm(forward("triton").float() - expected) / torch.linalg.vector_norm(expected)
+    ).item()
+    del expected
+    times: dict[str, list[float]] = {"triton": [], "aten": []}
+    for round_ in range(WARMUP + ROUNDS):
+        for name, taken in times.items():
+            spent = seconds(partial(forward, name))
+            if round_ >= WARMUP:
+                taken.append(spent)
+    triton, aten = (statistics.median(times[name]) for name in ("triton", "aten"))
+    # not >, so that NaN is no agreement
+    return Record(triton, aten, difference, difference <= AGREEMENT[dtype])
+
+
+def cuda_seconds(run: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _versions() -> dict[str, str]:
+    from .. import __version__
+
+    return {"fusedseg": __version__, "torch": torch.__version__}
+
+
+def _key_from_json(fields: dict[str, Any]) -> Key:
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Key(**plain)
+
+
+def save(path: str | Path, overwrite: bool = False) -> int:
+    """Writes the measured choices as JSON; how many there are."""
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"fusedseg.functional.save_conv_choices: {path} exists; pass overwrite=True to replace it"
+        )
+    choices = [{"convolution": key._asdict(), "measured": record._asdict()} for key, record in _records.items()]
+    path.write_text(json.dumps({"versions": _versions(), "choices": choices}, indent=1) + "\n")
+    return len(choices)
+
+
+def load(path: str | Path) -> int:
+    """Takes measured choices from a file, in place of those of the same convolutions; how many it took."""
+    try:
+        content = json.loads(Path(path).read_text())
+        versions = content["versions"]
+        records = {_key_from_json(of["convolution"]): Record(**of["measured"]) for of in content["choices"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}") from error
+    if versions != _versions():
+        warnings.warn(
+            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {_versions()}: "
+            "nothing taken, convolutions will be measured anew",
+            stacklevel=2,
+        )
+        return 0
+    _records.update(records)
+    return len(records)
+
+
+def clear() -> None:
+    _records.clear()

@@ -1,0 +1,124 @@
+"""Geometry of a convolution, parsed and checked in one place, and the vendor's convolution."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.nn import functional as F
+
+from .check import check_dtype
+
+aten = torch.ops.aten
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Geometry(NamedTuple):
+    """Stride, padding (zeros, as many on both sides) and dilation per spatial dimension; and groups."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def output_shape(self, x: torch.Size, w: torch.Size) -> torch.Size:
+        size = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(x[2:], w[2:], self.stride, self.padding, self.dilation, strict=True)
+        ]
+        return torch.Size([x[0], w[0], *size])
+
+
+def per_dimension(op: str, name: str, value: int | Sequence[int], dims: int, least: int) -> tuple[int, ...]:
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) != dims or not all(isinstance(v, int) and v >= least for v in values):
+        raise ValueError(f"{op}: {name} must be an integer >= {least}, or {dims} of them, got {value!r}")
+    return values
+
+
+def parse_geometry(
+    op: str,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | str | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Geometry]:
+    """The geometry; and ``x``, with a zero more at the end of those dimensions where "same" cannot be the same on both
+    sides."""
+    dims = len(kernel)
+    stride = per_dimension(op, "stride", stride, dims, 1)
+    dilation = per_dimension(op, "dilation", dilation, dims, 1)
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"{op}: padding must be integers, 'same' or 'valid', got {padding!r}")
+        total = (0,) * dims
+        if padding == "same":
+            if set(stride) != {1}:
+                raise ValueError(f"{op}: padding='same' needs a stride of 1, got {stride}")
+            total = tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
+        if any(t % 2 for t in total):
+            x = F.pad(x, [zeros for t in reversed(total) for zeros in (0, t % 2)])
+        padding = tuple(t // 2 for t in total)
+    return x, Geometry(stride, per_dimension(op, "padding", padding, dims, 0), dilation, groups)
+
+
+def check_convolution(op: str, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
+    """Raises ValueError or TypeError for a convolution that does not fit; ``w`` has the right rank."""
+    dims = w.dim() - 2
+    if x.dim() != w.dim():
+        raise ValueError(
+            f"{op}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(x.shape)}"
+        )
+    check_dtype(op, "x", x.dtype)
+    groups = geometry.groups
+    if w.shape[0] % groups:
+        raise ValueError(f"{op}: groups={groups} must divide the output channels, got {w.shape[0]}")
+    if x.shape[1] != w.shape[1] * groups:
+        raise ValueError(
+            f"{op}: x must have {w.shape[1] * groups} channels for a weight of shape {tuple(w.shape)} and "
+            f"groups={groups}, got {x.shape[1]} in {tuple(x.shape)}"
+        )
+    for name, t in (("conv_weight", w), ("conv_bias", bias)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must be {x.dtype}, the dtype of x, got {t.dtype}")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device}, the device of x, got {t.device}")
+    if bias is not None and tuple(bias.shape) != (w.shape[0],):
+        raise ValueError(f"{op}: conv_bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
+    shape = geometry.output_shape(x.shape, w.shape)
+    if min(shape[2:]) < 1:
+        raise ValueError(
+            f"{op}: the kernel, {tuple(w.shape[2:])} with dilation {geometry.dilation}, does not fit in x "
+            f"{tuple(x.shape)} with padding {geometry.padding}"
+        )
+
+
+def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
+    """channels_last where x or w is, as aten's convolutions choose."""
+    last = FORMATS[x.dim()]
+    return last if last in (suggest_memory_format(x), suggest_memory_format(w)) else torch.contiguous_format
+
+
+def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The vendor's convolution, in ``output_format``."""
+    stride, padding, dilation, groups = geometry
+    y = aten.convolution(x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return y.contiguous(memory_format=output_format(x, w))
+
+
+def convolve_backward(
+    dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, w and the bias, None where they are not wanted."""
+    if not any(wanted):
+        return None, None, None
+    stride, padding, dilation, groups = geometry
+    return aten.convolution_backward(
+        dy, x, w, [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
+    )
