@@ -38,26 +38,28 @@ class Settings(NamedTuple):
     conv_backend: str
 
 
-def _forward_with(name, settings, x, w, conv_bias, *norm):
-    """z, mean, rstd, and xhat of the kept channels, the convolution being done by ``name``; ``norm`` is weight, bias,
-    running_mean and running_var."""
+def _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, running_var):
+    """z, mean, rstd, and xhat of the kept channels, the convolution being done by ``name``."""
     geometry, training, momentum, eps, act, kept, _ = settings
-    bn: tuple = (*norm, training, momentum, eps, act)
     if training:
         conv_bias = None
     if name == "aten":
         z, layout = dense(convolve(x, w, conv_bias, geometry))
-        return z, *inplace_abn.forward(z, z, layout, *bn, kept)
+        return z, *inplace_abn.forward(
+            z, z, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
+        )
     from ..kernels.conv_abn import conv_abn_fwd
 
     x, x_layout = dense(x)
-    z = torch.empty(geometry.output_shape(x.shape, w.shape), dtype=x.dtype, device=x.device,
-                    memory_format=output_format(x, w))  # fmt: skip
+    shape = geometry.output_shape(x.shape, w.shape)
+    z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     slots = None if kept is None else (kept.slots, kept.count)
     tf32 = x.dtype == torch.float32 and conv_choice.tf32_allowed()
     with torch.cuda.device_of(x):
-        stats = conv_abn_fwd(x, w, z, x_layout, layout_of(z), geometry, conv_bias, *bn, slots, tf32)
-    return z, *stats
+        return z, *conv_abn_fwd(
+            x, w, z, x_layout, layout_of(z), geometry, conv_bias, weight, bias, running_mean, running_var, training,
+            momentum, eps, act, slots, tf32,
+        )  # fmt: skip
 
 
 def _forward(settings, x, w, conv_bias, weight, bias, running_mean, running_var):
