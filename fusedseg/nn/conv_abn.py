@@ -129,11 +129,14 @@ class _ConvABN(nn.Module):
         norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)  # type: ignore[arg-type]
         if norm.num_features != conv.out_channels:
             raise ValueError(f"{name}: bn must have {conv.out_channels} features, as conv has, got {norm.num_features}")
+        return cls._of(conv, norm, conv_backend)
+
+    @classmethod
+    def _of(cls, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: str = "auto"):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(conv, norm, conv_backend)
-        made.train(bn.training)
-        return made
+        return made.train(norm.training)
 
     def to_modules(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The convolution, ``nn.BatchNorm`` and activation, with this module's very parameters and buffers."""

@@ -8,6 +8,7 @@ vendor's: while a CUDA graph is captured, and where deterministic algorithms are
 from run to run.
 """
 
+import importlib.metadata
 import json
 import math
 import statistics
@@ -190,9 +191,8 @@ def cuda_seconds(run: Callable[[], Any]) -> float:
 
 
 def _versions() -> dict[str, str]:
-    from .. import __version__
-
-    return {"fusedseg": __version__, "torch": torch.__version__}
+    """What decides how fast each is, beside the device."""
+    return {name: importlib.metadata.version(name) for name in ("fusedseg", "torch", "triton")}
 
 
 def _key_from_json(fields: dict[str, Any]) -> Key:

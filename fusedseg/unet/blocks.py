@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn import InPlaceABN
+from ..nn import ConvABN2d, ConvABN3d, InPlaceABN
 
 NormAct = Callable[[int], nn.Module]
 
-CONV: dict[int, type[nn.Module]] = {2: nn.Conv2d, 3: nn.Conv3d}
+CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
+CONV_ABN = {2: ConvABN2d, 3: ConvABN3d}
 CONV_TRANSPOSE: dict[int, type[nn.Module]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
 LINEAR = {2: "bilinear", 3: "trilinear"}
@@ -24,8 +25,9 @@ def check_dims(block: str, dims: int) -> None:
 class ConvNormAct(nn.Module):
     """3x3(x3) convolution of padding 1, then ``norm_act``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
 
-    Kept for backward: the input, and what ``norm_act`` keeps.  ``InPlaceABN`` keeps one tensor, which is the next
-    convolution's input as well; ``Sequential(BatchNorm2d, LeakyReLU)`` keeps two.
+    Kept for backward: the input, and what ``norm_act`` keeps: ``Sequential(BatchNorm2d, LeakyReLU)`` keeps two tensors.
+    In the blocks below, ``ConvABN2d`` or ``ConvABN3d``, of the same children, stands in its place for ``InPlaceABN``: it
+    keeps one, which is the next convolution's input as well.
 
     Args:
         in_channels, out_channels: of the convolution.
@@ -33,6 +35,8 @@ class ConvNormAct(nn.Module):
         bias: of the convolution.  Off, as the mean that the norm subtracts takes any bias along.
         norm_act: called with ``out_channels``, returns the module after the convolution.  It may overwrite its input.
     """
+
+    conv: nn.Conv2d | nn.Conv3d
 
     def __init__(
         self, in_channels: int, out_channels: int, *, dims: int = 2, bias: bool = False, norm_act: NormAct = InPlaceABN
@@ -46,8 +50,16 @@ class ConvNormAct(nn.Module):
         return self.norm(self.conv(x))
 
 
+def conv_norm_act(in_channels: int, out_channels: int, *, dims: int, bias: bool, norm_act: NormAct) -> nn.Module:
+    """``ConvNormAct``, as one op where ``norm_act`` makes an ``InPlaceABN``."""
+    module = ConvNormAct(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act)
+    if type(module.norm) is InPlaceABN:
+        return CONV_ABN[dims]._of(module.conv, module.norm)
+    return module
+
+
 class DoubleConv(nn.Sequential):
-    """``ConvNormAct`` twice: in_channels to out_channels to out_channels, of the same spatial size.
+    """``ConvNormAct``, or ``ConvABN``, twice: in_channels to out_channels to out_channels, of the same spatial size.
 
     Arguments and what is kept for backward: see ``ConvNormAct``.
     """
@@ -57,8 +69,8 @@ class DoubleConv(nn.Sequential):
     ) -> None:
         check_dims("DoubleConv", dims)
         super().__init__(
-            ConvNormAct(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
-            ConvNormAct(out_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
+            conv_norm_act(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
+            conv_norm_act(out_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
         )
 
 
