@@ -26,8 +26,8 @@ class ConvNormAct(nn.Module):
     """3x3(x3) convolution of padding 1, then ``norm_act``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
 
     Kept for backward: the input, and what ``norm_act`` keeps: ``Sequential(BatchNorm2d, LeakyReLU)`` keeps two tensors.
-    In the blocks below, ``ConvABN2d`` or ``ConvABN3d``, of the same children, stands in its place for ``InPlaceABN``: it
-    keeps one, which is the next convolution's input as well.
+    In the blocks below, ``ConvABN2d`` or ``ConvABN3d``, of the same children, stands in its place for ``InPlaceABN``:
+    it keeps one, which is the next convolution's input as well.
 
     Args:
         in_channels, out_channels: of the convolution.
@@ -135,7 +135,7 @@ class Up(nn.Module):
         self.mode = mode
         self.interpolation = LINEAR[dims]
         if mode == "linear":
-            self.up = CONV[dims](in_channels, skip_channels, kernel_size=1)
+            self.up: nn.Module = CONV[dims](in_channels, skip_channels, kernel_size=1)
         else:
             self.up = CONV_TRANSPOSE[dims](in_channels, skip_channels, kernel_size=2, stride=2)
         self.conv = DoubleConv(2 * skip_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act)
