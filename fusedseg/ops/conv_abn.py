@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _backend
 from ..activation import Activation
 from . import conv_choice, inplace_abn
 from .check import check_batch_norm
@@ -66,11 +65,11 @@ def _forward(settings, x, w, conv_bias, weight, bias, running_mean, running_var)
     geometry, conv_backend = settings.geometry, settings.conv_backend
     shape = geometry.output_shape(x.shape, w.shape)
     name = "aten"
-    if conv_backend != "aten" and shape.numel() and (conv_backend == "triton" or _backend.use_triton(x)):
+    if shape.numel():
         # what is measured moves no running statistics
         unmoved = (None, None) if settings.training else (running_mean, running_var)
         name = conv_choice.choose(
-            OP, conv_backend, x, dense(x)[1], w, geometry, settings.training, shape.numel() // shape[1],
+            OP, conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
             lambda name: _forward_with(name, settings, x, w, conv_bias, weight, bias, *unmoved)[0],
         )  # fmt: skip
     return _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, running_var)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
 from .convolution import Geometry
-from .layout import Layout
+from .layout import Layout, layout_of
 
 NAMES = ("auto", "triton", "aten")
 HALF = (torch.float16, torch.bfloat16)
@@ -97,9 +98,11 @@ def unfit(x: Tensor, positions: int) -> str:
     return ""
 
 
-def could_win(x: Tensor, layout: Layout, w: Tensor, geometry: Geometry) -> bool:
+def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
     """The rule: tensor cores; no groups; as many channels as they take; rows of channels, or planes with one tap, which
     load in wide vectors; and one tap, or few enough channels that memory's share of the time is worth saving."""
+    if layout is None:
+        return False
     pointwise = w[0, 0].numel() == 1
     aligned = pointwise and set(geometry.stride) == {1} and set(geometry.padding) == {0} and layout.S % 16 == 0
     return (
@@ -112,10 +115,10 @@ def could_win(x: Tensor, layout: Layout, w: Tensor, geometry: Geometry) -> bool:
     )
 
 
-def key_of(x: Tensor, layout: Layout, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
+def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
     kind = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
     return Key(
-        kind, str(x.dtype).removeprefix("torch."), training, layout.rows, w.shape[1] * geometry.groups, w.shape[0],
+        kind, str(x.dtype).removeprefix("torch."), training, layout is not None and layout.rows, w.shape[1] * geometry.groups, w.shape[0],
         tuple(w.shape[2:]), *geometry, math.ceil(math.log2(positions)),
     )  # fmt: skip
 
@@ -124,7 +127,6 @@ def choose(
     op: str,
     conv_backend: str,
     x: Tensor,
-    layout: Layout,
     w: Tensor,
     geometry: Geometry,
     training: bool,
@@ -136,14 +138,18 @@ def choose(
     Raises:
         RuntimeError: ``conv_backend="triton"`` where it cannot serve, or was found to be wrong on this device.
     """
-    if conv_backend == "aten":
+    if conv_backend == "aten" or isinstance(x, FakeTensor):
         return "aten"
-    reason = unfit(x, positions) if conv_backend == "triton" or _backend.use_triton(x) else "another device"
-    if conv_backend == "triton" and reason:
-        raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    if reason or (conv_backend == "auto" and not could_win(x, layout, w, geometry)):
-        return "aten"
-    if conv_backend == "auto" and torch.are_deterministic_algorithms_enabled():
+    layout = layout_of(x)
+    if conv_backend == "triton":
+        if reason := unfit(x, positions):
+            raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
+    elif (
+        not _backend.use_triton(x)
+        or unfit(x, positions)
+        or not could_win(x, layout, w, geometry)
+        or torch.are_deterministic_algorithms_enabled()
+    ):
         return "aten"
     key = key_of(x, layout, w, geometry, training, positions)
     record = _records.get(key)
