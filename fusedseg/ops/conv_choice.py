@@ -116,11 +116,20 @@ def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -
 
 
 def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
-    kind = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
     return Key(
-        kind, str(x.dtype).removeprefix("torch."), training, layout is not None and layout.rows, w.shape[1] * geometry.groups, w.shape[0],
-        tuple(w.shape[2:]), *geometry, math.ceil(math.log2(positions)),
-    )  # fmt: skip
+        device=torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type,
+        dtype=str(x.dtype).removeprefix("torch."),
+        training=training,
+        channels_last=layout is not None and layout.rows,
+        in_channels=x.shape[1],
+        out_channels=w.shape[0],
+        kernel=tuple(w.shape[2:]),
+        stride=geometry.stride,
+        padding=geometry.padding,
+        dilation=geometry.dilation,
+        groups=geometry.groups,
+        log2_positions=math.ceil(math.log2(positions)),
+    )
 
 
 def choose(
