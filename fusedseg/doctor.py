@@ -20,6 +20,9 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 TARGETS = ("sm_80", "sm_90")
 # fp32 against fp64 over 32768 values a channel: sums lose a few of the 24 bits
 TOLERANCE = 1e-5
+SLOPE = 0.01
+# stride, padding, dilation and groups
+CONVOLUTION = ((1, 1), (1, 1), (1, 1), 1)
 
 
 def versions() -> Iterator[str]:
@@ -53,23 +56,34 @@ def describe(device: torch.device) -> str:
     return f"{device} ({properties.name}, {arch})"
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor) -> dict[str, torch.Tensor]:
+def _launch(
+    x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Forward and backward straight from the launchers; ``x`` is left alone."""
+    from .kernels.conv_abn import conv_abn_fwd
     from .kernels.inplace_abn import inplace_abn_bwd, inplace_abn_fwd
 
-    act, z = ("leaky_relu", 0.01), torch.empty_like(x)
-    layout = layout_of(x)
-    _, rstd, kept = inplace_abn_fwd(x, z, layout, weight, bias, None, None, True, 0.1, 1e-5, act, None)
+    act, z, of_conv = ("leaky_relu", SLOPE), torch.empty_like(x), torch.empty_like(x)
+    layout, running = layout_of(x), (None, None, True, 0.1, 1e-5, act, None)
+    _, rstd, kept = inplace_abn_fwd(x, z, layout, weight, bias, *running)
     dx, dweight, dbias = inplace_abn_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, act, torch.float32)
-    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias}
+    conv_abn_fwd(x, w, of_conv, layout, layout, CONVOLUTION, None, weight, bias, *running, False)
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "z of a convolution": of_conv}
 
 
-def _eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor) -> dict[str, torch.Tensor]:
-    x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
-    y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=1e-5)
-    z = torch.nn.functional.leaky_relu(y, 0.01)
+def _eager(
+    x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    x, w, weight, bias = (t.double().requires_grad_() for t in (x, w, weight, bias))
+
+    def norm_act(y: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.batch_norm(y, None, None, weight, bias, training=True, eps=1e-5)
+        return torch.nn.functional.leaky_relu(y, SLOPE)
+
+    z = norm_act(x)
     dx, dweight, dbias = torch.autograd.grad(z, (x, weight, bias), dz.double())
-    return {"z": z.detach(), "dx": dx, "dweight": dweight, "dbias": dbias}
+    of_conv = norm_act(torch.nn.functional.conv2d(x, w, padding=1)).detach()
+    return {"z": z.detach(), "dx": dx, "dweight": dweight, "dbias": dbias, "z of a convolution": of_conv}
 
 
 def _inputs(shape: tuple[int, ...], memory_format: torch.memory_format, device: torch.device) -> tuple:
@@ -77,7 +91,8 @@ def _inputs(shape: tuple[int, ...], memory_format: torch.memory_format, device: 
     x, dz = (torch.randn(shape, generator=generator).to(device, memory_format=memory_format) for _ in range(2))
     weight = torch.linspace(0.5, 1.5, shape[1], device=device)
     bias = torch.linspace(-0.5, 0.5, shape[1], device=device)
-    return x, weight, bias, dz
+    w = torch.randn(shape[1], shape[1], 3, 3, generator=generator).to(device)
+    return x, w, weight, bias, dz
 
 
 def run_kernels(device: torch.device) -> str:
