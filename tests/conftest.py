@@ -51,13 +51,13 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter(device):
-    """Without a GPU: an interpreter that rounds as a GPU does, and faster."""
+    """Without a GPU: an interpreter that computes in bf16 as a GPU does, and faster."""
     if device.type != "cpu" or not HAS_TRITON:
         yield
         return
-    from tests.tools.interpreter import patch_language_once, round_to_nearest_bfloat16
+    from tests.tools.interpreter import patch_language_once, true_bfloat16
 
-    with round_to_nearest_bfloat16(), patch_language_once():
+    with true_bfloat16(), patch_language_once():
         yield
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
 # roundoff u; what comes before is exact to fp32, or fp64, over the lengths tested here.
@@ -56,6 +57,20 @@ def activate(y: Tensor, activation: str, param: float) -> Tensor:
         # the exponential of the branch that is not taken must not overflow: inf * 0 in its gradient
         return torch.where(y > 0, y, param * torch.expm1(y.clamp(max=0)))
     raise ValueError(f"reference: unknown activation {activation!r}")
+
+
+def convolve(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    stride: tuple[int, ...] | int = 1,
+    padding: tuple[int, ...] | int = 0,
+    dilation: tuple[int, ...] | int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """The convolution in as many dimensions as ``x`` has beyond (N, C)."""
+    conv = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}[x.dim()]
+    return conv(x.double(), w.double(), _double(bias), stride, padding, dilation, groups)
 
 
 def batch_norm_act(

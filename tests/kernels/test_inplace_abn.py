@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.interpreter import backwards
+from tests.tools.tensors import channels_last, slots_of
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -46,10 +48,6 @@ PATHS = [
 ]
 
 
-def channels_last(x):
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
 def inputs(shape, memory_format, dtype, device, affine=True):
     """x, dz, weight, bias; weights of both signs around 1 and biases around 0, whose rounding no channel magnifies."""
     C = shape[1]
@@ -65,13 +63,6 @@ def inputs(shape, memory_format, dtype, device, affine=True):
     weight = torch.linspace(0.6, 1.4, C, device=device, dtype=parameters)
     weight[1::2] *= -1
     return x, dz, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
-
-
-def slots_of(channels, C, device):
-    """What launchers take for the kept channels: the slot of each, and how many there are."""
-    slots = torch.full((C,), -1, dtype=torch.int32, device=device)
-    slots[channels] = torch.arange(len(channels), dtype=torch.int32, device=device)
-    return slots, len(channels)
 
 
 def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
@@ -184,15 +175,6 @@ def test_the_order_of_programs_does_not_matter(shape, memory_format, device):
     with backwards() if device.type == "cpu" else contextlib.nullcontext():
         again = launch(x, dz, weight, bias)
     assert all(torch.equal(again[name], value) for name, value in forward.items())
-
-
-def backwards():
-    from tests.tools.interpreter import only_programs
-
-    def last_first(kernel, grid):
-        return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
-
-    return only_programs(last_first)
 
 
 @pytest.mark.parametrize(("shape", "memory_format"), PATHS)

@@ -10,6 +10,7 @@ from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.interpreter import only_programs
+from tests.tools.tensors import empty
 from tests.tools.traffic import Moved, traffic
 
 LEAKY = ("leaky_relu", 0.01)
@@ -19,13 +20,6 @@ LEAKY = ("leaky_relu", 0.01)
 def only_in_the_interpreter(device):
     if device.type != "cpu":
         pytest.skip("counts in the interpreter")
-
-
-def empty(shape, dtype, rows):
-    """Memory that no one has touched yet: pages that the kernels leave alone are never committed."""
-    if not rows:
-        return torch.empty(shape, dtype=dtype)
-    return torch.empty(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
 
 
 class Step:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to round as GPUs do, to take half the time, and to run a few programs of a large grid."""
+"""Triton's interpreter, made to compute bf16 as GPUs do, to take half the time, and to run a few programs of many."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,10 +14,11 @@ Program = tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def round_to_nearest_bfloat16() -> Iterator[None]:
-    """The interpreter cuts fp32 off to bf16, and takes an fp64 for an integer: errors twice as large and all of one
-    sign, which no GPU makes.  Inside, both are rounded to nearest even, as a GPU's ``cvt.rn`` does."""
-    cast = InterpreterBuilder.cast_impl
+def true_bfloat16() -> Iterator[None]:
+    """The interpreter holds bf16 as the integers of its bits.  It cuts fp32 off, and takes an fp64 for an integer:
+    errors twice as large and all of one sign, which no GPU makes; and its dot multiplies those integers.  Inside, both
+    are rounded to nearest even, as a GPU's ``cvt.rn`` does, and the dot multiplies values."""
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounding_cast(self, src, dst_type):
         wide = src.dtype.scalar in (tl.float32, tl.float64)
@@ -27,11 +28,20 @@ def round_to_nearest_bfloat16() -> Iterator[None]:
         value = torch.from_numpy(np.array(src.data, dtype=np.float32))
         return TensorHandle(value.bfloat16().view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
-    InterpreterBuilder.cast_impl = rounding_cast
+    def widened(operand):
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        # exact: a bf16 is the upper half of an fp32
+        return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def widening_dot(self, a, b, *args, **kwargs):
+        return dot(self, widened(a), widened(b), *args, **kwargs)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, widening_dot
     try:
         yield
     finally:
-        InterpreterBuilder.cast_impl = cast
+        InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
 
 
 @contextlib.contextmanager
@@ -98,3 +108,12 @@ def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[N
         GridExecutor.__call__ = call
         InterpreterBuilder.create_get_program_id = program_id
         InterpreterBuilder.create_get_num_programs = num_programs
+
+
+def backwards() -> contextlib.AbstractContextManager[None]:
+    """Runs the programs of every launch from the last to the first."""
+
+    def last_first(kernel: str, grid: Program) -> list[Program]:
+        return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
+
+    return only_programs(last_first)

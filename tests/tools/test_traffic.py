@@ -78,3 +78,19 @@ def test_bfloat16_is_rounded_to_nearest():
 def copy_cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
+
+
+def test_a_dot_of_bfloat16_multiplies_values():
+    """The interpreter itself multiplies the integers of their bits."""
+    a, b = torch.randn(2, 16, 16).bfloat16()
+    out = torch.ones(16, 16)
+    dot_kernel[(1,)](a, b, out, BLOCK=16)
+    # exact products, summed in fp32
+    torch.testing.assert_close(out, 1 + a.float() @ b.float().T, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    product = tl.dot(tl.load(a_ptr + offs), tl.trans(tl.load(b_ptr + offs)), tl.load(out_ptr + offs))
+    tl.store(out_ptr + offs, product)

@@ -1,0 +1,25 @@
+"""Tensors that the tests of several kernels are made of."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """A copy whose channels are adjacent in memory, for any number of dimensions."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, rows: bool) -> Tensor:
+    """Memory that no one has touched yet: pages that the kernels leave alone are never committed."""
+    if not rows:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.empty(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
+
+
+def slots_of(channels: Sequence[int], C: int, device: torch.device) -> tuple[Tensor, int]:
+    """What launchers take for the kept channels: the slot of each, and how many there are."""
+    slots = torch.full((C,), -1, dtype=torch.int32, device=device)
+    slots[channels] = torch.arange(len(channels), dtype=torch.int32, device=device)
+    return slots, len(channels)
