@@ -1,0 +1,122 @@
+"""Convolutions that the tests of ``conv_abn_fwd`` launch, and their comparison with float64."""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedseg.ops.layout import layout_of
+from tests import reference
+from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.tensors import channels_last
+
+LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
+EPS = 1e-5
+# tf32 keeps 10 bits of what is multiplied, as fp16 does: u = 2**-11.  The interpreter computes in fp32.
+TF32_TOLERANCE = 1e-3
+
+
+class Conv(NamedTuple):
+    """Shapes of x and w, and what ``torch.nn.functional.conv2d`` takes."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    stride: tuple[int, ...] | int = 1
+    padding: tuple[int, ...] | int = 0
+    dilation: tuple[int, ...] | int = 1
+    groups: int = 1
+
+    @property
+    def geometry(self) -> tuple:
+        """As launchers take it."""
+        values = (self.stride, self.padding, self.dilation)
+        return *((v,) * (len(self.x) - 2) if isinstance(v, int) else v for v in values), self.groups
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    w: Tensor
+    conv_bias: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
+    """y has a variance of about 1, and a mean that differs between channels; weights have both signs."""
+    K = conv.w[0]
+    x, w = torch.randn(conv.x, dtype=torch.float64) + 0.5, torch.randn(conv.w, dtype=torch.float64)
+    w /= w[0].numel() ** 0.5
+    x, w = (t.to(device, dtype) for t in (x, w))
+    conv_bias, weight, bias = (torch.linspace(*ends, K, device=device) for ends in ((1, -1), (0.6, 1.4), (-0.5, 0.5)))
+    weight[1::2] *= -1
+    return Inputs(channels_last(x) if rows else x, w, conv_bias, weight, bias)
+
+
+def output(conv: Conv, dtype, device, rows=True) -> Tensor:
+    """NaN, so that an element that nobody writes shows."""
+    shape = reference.convolve(torch.empty(conv.x), torch.empty(conv.w), None, *conv[2:]).shape
+    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    return channels_last(out) if rows else out
+
+
+def running_statistics(conv: Conv, device) -> tuple[Tensor, Tensor]:
+    K = conv.w[0]
+    return torch.linspace(-1, 1, K, device=device), torch.linspace(0.5, 2, K, device=device)
+
+
+def checked(device):
+    """In the interpreter every access must lie inside its argument."""
+    if device.type != "cpu":
+        return contextlib.nullcontext()
+    from tests.tools.traffic import traffic
+
+    return traffic()
+
+
+def launch(conv, given, out, act=LEAKY, training=True, running=(None, None), kept=None, tf32=False):
+    """Writes ``out``; returns mean, rstd and xhat of the kept channels."""
+    from fusedseg.kernels.conv_abn import conv_abn_fwd
+
+    layouts = layout_of(given.x), layout_of(out)
+    with checked(out.device):
+        return conv_abn_fwd(
+            given.x, given.w, out, *layouts, conv.geometry, given.conv_bias, given.weight, given.bias, *running,
+            training, 0.1, EPS, act, kept, tf32,
+        )  # fmt: skip
+
+
+def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept=None, tf32=False) -> None:
+    """Compares everything that ``launch`` writes and returns with float64."""
+    before = [None if r is None else r.clone() for r in running]
+    strides = out.stride()
+    mean, rstd, xhat = launch(conv, given, out, act, training, running, kept, tf32)
+
+    x, w, conv_bias, weight, bias = (None if t is None else t.cpu() for t in given)
+    before = [None if r is None else r.cpu() for r in before]
+    y = reference.convolve(x, w, None if training else conv_bias, *conv[2:])
+    if training or kept is not None:
+        # what is normalised is what was stored
+        y = y.to(out.dtype).double()
+    options = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
+    expected = reference.batch_norm_act(y, weight, bias, *before, **options)
+    tolerance = TF32_TOLERANCE if tf32 and out.device.type == "cuda" else FORWARD_TOLERANCE[out.dtype]
+    assert out.stride() == strides
+    assert relative_error(out, expected.out) <= tolerance
+    # what lies between two values of the dtype may be stored as either, hence no smaller tolerance for fp16 and bf16
+    axes = [d for d in range(y.dim()) if d != 1]
+    variance = y.var(axes, correction=0) if training else before[1].double()
+    assert relative_error(rstd, (variance + EPS).rsqrt()) <= tolerance
+    if training:
+        assert relative_error(mean, y.mean(axes)) <= tolerance
+    if running[0] is not None:
+        assert relative_error(running[0], expected.running_mean) <= tolerance
+        assert relative_error(running[1], expected.running_var) <= tolerance
+    if kept is not None:
+        slots, count = kept
+        normalised = reference.batch_norm_act(y, None, None, *before, **options | {"activation": "identity"}).out
+        normalised = normalised[:, slots.cpu() >= 0]
+        if layout_of(out).rows:
+            normalised = normalised.movedim(1, -1)
+        assert xhat.numel() == normalised.numel() == out.numel() // out.shape[1] * count
+        assert relative_error(xhat, normalised.flatten()) <= 2 * tolerance

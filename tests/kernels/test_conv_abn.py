@@ -1,0 +1,232 @@
+"""Convolution with BatchNorm in its epilogue, against float64: in the interpreter, or on a GPU (``--device cuda``)."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+from tests.kernels.conv_abn_cases import (
+    ELU,
+    EPS,
+    IDENTITY,
+    Conv,
+    Inputs,
+    check,
+    checked,
+    inputs,
+    launch,
+    output,
+    running_statistics,
+)
+from tests.reference import relative_error
+from tests.tools.interpreter import backwards
+from tests.tools.tensors import channels_last, slots_of
+
+# Without a GPU tiles are 64 positions, and 16, 32, 64 or (tensor cores) 128 channels; in fp32 32 input channels a step.
+CONVS = {
+    "3x3": Conv((2, 5, 9, 7), (6, 5, 3, 3), padding=1),
+    "1x1-aligned": Conv((2, 40, 8, 6), (20, 40, 1, 1)),
+    "1x1-one-sample": Conv((1, 64, 9, 9), (64, 64, 1, 1)),
+    "1x1-odd-plane": Conv((3, 9, 5, 7), (35, 9, 1, 1)),
+    "1x1-stride-2": Conv((2, 17, 7, 8), (5, 17, 1, 1), stride=2),
+    "1x1-padded": Conv((2, 4, 5, 5), (5, 4, 1, 1), padding=1),
+    "5x5": Conv((1, 3, 8, 9), (6, 3, 5, 5), padding=2),
+    "7x7-stride-2": Conv((1, 3, 15, 13), (8, 3, 7, 7), stride=2, padding=3),
+    "3x3-strided-dilated-grouped": Conv((2, 6, 9, 8), (8, 3, 3, 3), stride=2, padding=1, dilation=2, groups=2),
+    "3x5-asymmetric": Conv((2, 4, 11, 8), (7, 4, 3, 5), stride=(2, 1), padding=(0, 2), dilation=(1, 2)),
+    "1x3-padded-beyond-the-kernel": Conv((3, 4, 2, 3), (5, 4, 1, 3), padding=(2, 3)),
+    "one-output-position": Conv((5, 3, 3, 3), (7, 3, 3, 3)),
+    "one-input-position": Conv((5, 3, 1, 1), (7, 3, 3, 3), padding=1),
+    "one-channel": Conv((2, 1, 6, 5), (1, 1, 3, 3), padding=1),
+    "groups-over-the-block": Conv((1, 36, 5, 6), (66, 18, 1, 3), groups=2),
+    "depthwise": Conv((2, 7, 6, 5), (7, 1, 3, 3), padding=1, groups=7),
+    "3x3x3": Conv((1, 3, 3, 5, 4), (4, 3, 3, 3, 3), padding=1),
+    "1x1x1": Conv((2, 33, 2, 3, 8), (5, 33, 1, 1, 1)),
+    "3x1x2-asymmetric": Conv((2, 4, 5, 6, 7), (6, 4, 3, 1, 2), stride=(1, 2, 2), padding=(1, 0, 1), dilation=(2, 1, 1)),
+}
+FORMATS = {
+    "planes": (False, False),
+    "planes-to-rows": (False, True),
+    "rows-to-planes": (True, False),
+    "rows": (True, True),
+}
+# one tap and several, aligned and not
+PATHS = [pytest.param(CONVS[name], id=name) for name in ("3x3", "1x1-aligned", "1x1-odd-plane", "3x1x2-asymmetric")]
+TO = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+
+
+@pytest.mark.parametrize(("rows_in", "rows_out"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_training(conv, rows_in, rows_out, device):
+    given, out = inputs(conv, torch.float32, device, rows_in), output(conv, torch.float32, device, rows_out)
+    check(conv, given, out, running=running_statistics(conv, device))
+
+
+@TO
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_running_statistics_in_eval(conv, rows, device):
+    """One launch, with the convolution's bias."""
+    given, out = inputs(conv, torch.float32, device, rows), output(conv, torch.float32, device, rows)
+    running = running_statistics(conv, device)
+    check(conv, given, out, training=False, running=running)
+    assert all(map(torch.equal, running, running_statistics(conv, device)))
+
+
+@TO
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("conv", PATHS)
+def test_half_precision(conv, dtype, training, rows, device):
+    given, out = inputs(conv, dtype, device, rows), output(conv, dtype, device, rows)
+    check(conv, given, out, training=training, running=running_statistics(conv, device))
+
+
+@TO
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kept_channels(dtype, training, rows, device):
+    """Weight 0, and one too small beside its bias; in eval y is stored, with the convolution's bias, and normalised."""
+    conv = CONVS["3x3"]
+    given, out = inputs(conv, dtype, device, rows), output(conv, dtype, device, rows)
+    given.weight[0], given.weight[2], given.bias[2] = 0.0, 1e-4, -0.5
+    kept = slots_of([0, 2], conv.w[0], device)
+    check(conv, given, out, training=training, running=running_statistics(conv, device), kept=kept)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
+def test_activations(act, training, device):
+    conv = CONVS["3x3"]
+    given, out = inputs(conv, torch.float32, device), output(conv, torch.float32, device)
+    check(conv, given, out, act, training, running_statistics(conv, device))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_without_biases_and_affine(training, device):
+    conv = CONVS["3x3"]
+    x, w, *_ = inputs(conv, torch.float32, device)
+    # in training the running statistics may be absent too
+    running = (None, None) if training else running_statistics(conv, device)
+    given = Inputs(x, w, None, None, None)
+    check(conv, given, output(conv, torch.float32, device), training=training, running=running)
+
+
+@pytest.mark.parametrize("name", ["3x3", "1x1-aligned", "3x3-strided-dilated-grouped"])
+def test_a_channels_last_weight_gives_the_same(name, device):
+    conv = CONVS[name]
+    given, out, again = inputs(conv, torch.float32, device), *(output(conv, torch.float32, device) for _ in range(2))
+    launch(conv, given, out)
+    launch(conv, given._replace(w=channels_last(given.w)), again)
+    assert torch.equal(again, out)
+
+
+@TO
+@pytest.mark.parametrize("shape", [(1, 5, 1, 7), (1, 5, 6, 1), (3, 1, 4, 5), (4, 5, 1, 1)], ids=str)
+def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
+    conv = Conv(shape, (6, shape[1], 3, 3), padding=1)
+
+    def oddly_strided(t):
+        return t.as_strided(
+            t.shape, [77 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+        )
+
+    given, out = inputs(conv, torch.float32, device, rows), output(conv, torch.float32, device, rows)
+    x, out = oddly_strided(given.x), oddly_strided(out)
+    check(conv, given._replace(x=x, w=oddly_strided(given.w)), out, running=running_statistics(conv, device))
+
+
+@pytest.fixture
+def small_grid(monkeypatch):
+    """Few programs, each of several tiles, and few partial results a merge: what large tensors lead to."""
+    from fusedseg.kernels import conv, inplace_abn
+
+    monkeypatch.setattr(conv, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 1)
+    monkeypatch.setattr(inplace_abn, "MAX_PARTIALS", 1)
+    monkeypatch.setattr(inplace_abn, "MAX_SPLITS", 2)
+
+
+# 13 tiles of 64 positions, the last one cut short, in 7 splits: merged by launches that leave 4, 2 and 1
+SPLIT = Conv((2, 3, 43, 9), (5, 3, 1, 1))
+
+
+@pytest.mark.usefixtures("small_grid")
+@pytest.mark.parametrize(("rows_in", "rows_out"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_tiles_a_split_and_several_merges(dtype, rows_in, rows_out, device):
+    from fusedseg.kernels.conv import conv_blocks
+
+    blocks = conv_blocks(2 * 43 * 9, 3, 5, 1, dtype, True, device)
+    assert (blocks.splits, blocks.tiles_per_split, blocks.meta["BLOCK_M"]) == (7, 2, 64)
+    given, out = inputs(SPLIT, dtype, device, rows_in), output(SPLIT, dtype, device, rows_out)
+    check(SPLIT, given, out, running=running_statistics(SPLIT, device))
+
+
+@pytest.mark.usefixtures("small_grid")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@TO
+def test_the_order_of_programs_does_not_matter(rows, training, device):
+    """No program reads what another of its launch writes, and partial results merge in a fixed order: the same bits."""
+    conv = SPLIT._replace(w=(40, 3, 3, 1), padding=(1, 0))
+    given = inputs(conv, torch.float32, device, rows)
+    found = []
+    for order in contextlib.nullcontext, backwards if device.type == "cpu" else contextlib.nullcontext:
+        out, running = output(conv, torch.float32, device, rows), running_statistics(conv, device)
+        with order():
+            mean, rstd, _ = launch(conv, given, out, training=training, running=running)
+        found.append((out, mean, rstd, *running))
+    assert all(map(torch.equal, *found))
+
+
+def partial_statistics(x, w, out):
+    """Count, mean and M2 of all that the convolution stored, from the partial results that it left."""
+    from fusedseg.kernels.conv_abn import launch_conv
+
+    with checked(x.device):
+        partial = launch_conv(x, w, out, layout_of(x), layout_of(out), ((1, 1), (0, 0), (1, 1), 1), "stats", False)
+    n, mean, m2 = partial.double()
+    total = (n * mean).sum(0) / n.sum(0)
+    return n.sum(0), total, (m2 + n * (mean - total).square()).sum(0)
+
+
+# two adjacent fp16 values, and two adjacent bf16 values, and how often the upper one: variance 0.01
+AROUND_300 = {torch.float16: (300.25, 0.2), torch.bfloat16: (302.0, 0.0025)}
+
+
+@pytest.mark.usefixtures("small_grid")
+@TO
+@pytest.mark.parametrize("dtype", AROUND_300, ids=str)
+def test_mean_300_and_variance_a_hundredth(dtype, rows, device):
+    """E[y^2] - E[y]^2 gives 0 or less here in fp32; so may a mean that is rounded before it is subtracted."""
+    upper, share = AROUND_300[dtype]
+    conv = Conv((2, 16, 40, 40), (16, 16, 1, 1))
+    x = torch.where(torch.rand(conv.x) < share, upper, 300.0).to(device, dtype)
+    if rows:
+        x = channels_last(x)
+    w, out = torch.eye(16, device=device, dtype=dtype).view(conv.w), output(conv, dtype, device, rows)
+    n, mean, m2 = partial_statistics(x, w, out)
+    assert torch.equal(out, x)
+    stored = out.double()
+    axes = (0, 2, 3)
+    assert n.tolist() == [2 * 40 * 40] * 16
+    assert relative_error(mean, stored.mean(axes)) <= 1e-6
+    assert ((m2 / n) / stored.var(axes, correction=0) - 1).abs().max() <= 1e-3
+    # and as the launches after it leave it
+    given = Inputs(x, w, None, None, None)
+    _, rstd, _ = launch(conv, given, out)
+    assert (rstd.double() ** -2 / (stored.var(axes, correction=0) + EPS) - 1).abs().max() <= 1e-3
+
+
+def test_statistics_are_of_what_was_stored(device):
+    """Sums between 299.5 and 300.5, all stored as 300 in bf16, have no variance; those of the accumulator had one."""
+    conv = Conv((2, 2, 8, 9), (2, 2, 1, 1))
+    x = torch.rand(conv.x, device=device).bfloat16()
+    x[:, 0] = 300
+    w = torch.tensor([[1, 0.5], [1, -0.5]], device=device, dtype=torch.bfloat16).view(conv.w)
+    n, mean, m2 = partial_statistics(channels_last(x), w, output(conv, torch.bfloat16, device))
+    assert n.tolist() == [2 * 8 * 9] * 2
+    assert mean.tolist() == [300, 300]
+    assert m2.tolist() == [0, 0]

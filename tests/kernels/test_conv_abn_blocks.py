@@ -1,0 +1,93 @@
+"""Every configuration of the convolution kernel that ``conv_blocks`` can choose, against float64.
+
+Flattened loops over taps and channels with 8 warps have come out wrong on GPUs, for some block sizes only.  The
+interpreter knows no warps: run this with ``--device cuda`` after a change of Triton.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.conv_abn_cases import Conv, check, inputs, output, running_statistics
+
+# dtype, tf32; half precision has tensor cores in any case
+KINDS = {
+    "fp32": (torch.float32, False),
+    "tf32": (torch.float32, True),
+    "fp16": (torch.float16, False),
+    "bf16": (torch.bfloat16, False),
+}
+# multiprocessors to fill, which 2 tiles of 128 positions do or do not
+PROCESSORS = {128: 1, 64: 100}
+# output channels by the block they lead to, which most of them leave unfilled
+CHANNELS_OUT = {16: 7, 32: 32, 64: 60, 128: 120}
+# input channels by the block they lead to: the last step is cut off, or whole
+CHANNELS_IN = {16: (3, 16), 32: (20, 32), 64: (72, 128)}
+CHANNELS_IN_FP32 = {16: (3, 16), 32: (36, 64)}
+
+
+class Case(NamedTuple):
+    kind: str
+    block_m: int
+    C: int
+    K: int
+
+    @property
+    def conv(self):
+        return Conv((2, self.C, 8, 9), (self.K, self.C, 2, 2), padding=(1, 0))
+
+
+def cases():
+    for kind, (dtype, tf32) in KINDS.items():
+        tensor_cores = tf32 or dtype != torch.float32
+        channels_in = CHANNELS_IN_FP32 if dtype == torch.float32 else CHANNELS_IN
+        channels_out = [K for block, K in CHANNELS_OUT.items() if tensor_cores or block <= 64]
+        for block_m, C, K in itertools.product(PROCESSORS, sum(channels_in.values(), ()), channels_out):
+            yield Case(kind, block_m, C, K)
+
+
+def chosen(kind, M, C, K, device):
+    """What tells one compiled kernel from another, as ``conv_blocks`` chooses it."""
+    from fusedseg.kernels.conv import conv_blocks
+
+    dtype, tf32 = KINDS[kind]
+    meta = conv_blocks(M, C, K, 1, dtype, tf32 or dtype != torch.float32, device).meta
+    return kind, *(meta[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_C", "num_warps"))
+
+
+@pytest.fixture
+def processors(monkeypatch):
+    """Sets how many multiprocessors there are; one program takes all tiles of a column."""
+    from fusedseg.kernels import conv
+
+    monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 0)
+    return lambda count: monkeypatch.setattr(conv, "multiprocessors", lambda device: count)
+
+
+def test_the_cases_below_reach_every_configuration(processors, device):
+    reached, possible = set(), set()
+    channels = sorted({n for power in range(10) for n in (2**power - 1, 2**power, 2**power + 1)} - {0})
+    for block_m, count in PROCESSORS.items():
+        processors(count)
+        reached |= {chosen(of.kind, 144, of.C, of.K, device) for of in cases() if of.block_m == block_m}
+        for kind, C, K in itertools.product(KINDS, channels, range(1, 400)):
+            possible.add(chosen(kind, 144, C, K, device))
+    # 2 of positions; 4 (without tensor cores 3) of output channels; 3 (in fp32 2) of input channels
+    assert len(possible) == 2 * (3 * 2 + 4 * 2 + 4 * 3 + 4 * 3)
+    assert reached == possible
+
+
+# what eval computes otherwise, the interpreter has seen in test_conv_abn.py
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
+@pytest.mark.parametrize("case", list(cases()), ids=lambda of: f"{of.kind}-{of.block_m}-{of.C}-to-{of.K}")
+def test_configuration(case, training, processors, device):
+    processors(PROCESSORS[case.block_m])
+    dtype, tf32 = KINDS[case.kind]
+    conv = case.conv
+    # training leaves rows of channels, eval planes, so that neither layout escapes
+    given, out = inputs(conv, dtype, device), output(conv, dtype, device, rows=training)
+    check(conv, given, out, training=training, running=running_statistics(conv, device), tf32=tf32)
