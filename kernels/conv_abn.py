@@ -35,11 +35,11 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
                         SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr,
                         PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-                        ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
-                        PARAM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-                        BLOCK_C: tl.constexpr):  # fmt: skip
-    """C and K count the channels of one group.  ALIGNED: 16 adjacent positions lie in one sample, and in memory side
-    by side, in x and in out."""
+                        INDEX: tl.constexpr, ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr,
+                        ACT: tl.constexpr, PARAM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """C and K count the channels of one group.  INDEX: int64 where positions, or offsets in one sample, pass 2**31.
+    ALIGNED: 16 adjacent positions lie in one sample, and in memory side by side, in x and in out."""
     # neighbours in the grid share rows of x, and differ in the channels that they make of them
     column = tl.program_id(0)
     split = tl.program_id(1)
@@ -69,10 +69,11 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, (M - 1) // BLOCK_M + 1)
     for tile in range(first, last):
-        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.cast(tile, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
         in_m = m < M
-        n = (m // (OD * OH * OW)).to(tl.int64)
-        s = m % (OD * OH * OW)
+        plane = tl.cast(OH, INDEX) * OW
+        n = (m // (OD * plane)).to(tl.int64)
+        s = m % (OD * plane)
         if ALIGNED:
             s = tl.max_contiguous(tl.multiple_of(s, 16), 16)
         if KD * KH * KW == 1 and SD * SH * SW == 1 and PD + PH + PW == 0:
@@ -80,7 +81,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             d0, h0, w0 = s, s, s
             x_row = n * stride_xn + s.to(tl.int64) * stride_xw
         else:
-            d0 = (s // (OH * OW)) * SD - PD
+            d0 = (s // plane) * SD - PD
             h0 = (s // OW % OH) * SH - PH
             w0 = (s % OW) * SW - PW
             x_row = n * stride_xn + d0.to(tl.int64) * stride_xd + h0.to(tl.int64) * stride_xh
@@ -94,9 +95,10 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         for i in range(steps):
             tap = i // blocks_c
             ci = (i % blocks_c) * BLOCK_C + c
-            kd = tap // (KH * KW) * DD
-            kh = tap // KW % KH * DH
-            kw = tap % KW * DW
+            offs_c = ci.to(INDEX) * stride_xc
+            kd = tl.cast(tap // (KH * KW) * DD, INDEX)
+            kh = tl.cast(tap // KW % KH * DH, INDEX)
+            kw = tl.cast(tap % KW * DW, INDEX)
             mask = in_m
             if PD > 0:
                 mask = mask & (d0 + kd >= 0) & (d0 + kd < D)
@@ -106,11 +108,11 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                 mask = mask & (w0 + kw >= 0) & (w0 + kw < W)
             shifted = x_row + (kd * stride_xd + kh * stride_xh + kw * stride_xw)
             if C % BLOCK_C == 0:
-                a = tl.load(x_ptr + shifted[:, None] + ci[None, :] * stride_xc, mask=mask[:, None], other=0.0)
+                a = tl.load(x_ptr + shifted[:, None] + offs_c[None, :], mask=mask[:, None], other=0.0)
                 b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None], other=0.0)
             else:
                 in_c = ci < C
-                a = tl.load(x_ptr + shifted[:, None] + ci[None, :] * stride_xc, mask=mask[:, None] & in_c[None, :],
+                a = tl.load(x_ptr + shifted[:, None] + offs_c[None, :], mask=mask[:, None] & in_c[None, :],
                             other=0.0)  # fmt: skip
                 b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None] & in_c[None, :],
                             other=0.0)  # fmt: skip
@@ -168,6 +170,9 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
     w = w.movedim(1, -1).contiguous()
     C = w.shape[-1]
     size, out_size = three(tuple(x.shape[2:]), 1), three(tuple(out.shape[2:]), 1)
+    x_strides = strides(x_layout, size)
+    reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))
+    index = tl.int64 if max(M, C * x_strides[1], sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
     blocks = conv_blocks(M, C, K // groups, groups, x.dtype, tf32 or x.dtype != torch.float32, x.device)
     partial = None
@@ -182,10 +187,11 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
     ):
         constants.update(zip(names, values, strict=True))
     conv_abn_fwd_kernel[(blocks.channel_tiles, blocks.splits)](
-        x, w, out, partial, conv_bias, *norm, M, *size, *out_size, *strides(x_layout, size),
+        x, w, out, partial, conv_bias, *norm, M, *size, *out_size, *x_strides,
         stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel), blocks.tiles_per_split, blocks.splits,
-        C=C, K=K // groups, GROUPS=groups, ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0, EPILOGUE=epilogue,
-        EPS=eps, ACT=act[0], PARAM=act[1], PRECISION="tf32" if tf32 else "ieee", **constants, **blocks.meta,
+        C=C, K=K // groups, GROUPS=groups, INDEX=index, ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0,
+        EPILOGUE=epilogue, EPS=eps, ACT=act[0], PARAM=act[1], PRECISION="tf32" if tf32 else "ieee",
+        **constants, **blocks.meta,
     )  # fmt: skip
     return partial
 

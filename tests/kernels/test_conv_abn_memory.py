@@ -1,0 +1,151 @@
+"""How the convolution with BatchNorm touches memory: how often, and beyond 2**31 elements, in the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+from tests import reference
+from tests.kernels.conv_abn_cases import Conv
+from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.interpreter import only_programs
+from tests.tools.tensors import empty
+from tests.tools.traffic import traffic
+
+LEAKY = ("leaky_relu", 0.01)
+CONV = "conv_abn_fwd_kernel"
+
+
+@pytest.fixture(autouse=True)
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("counts in the interpreter")
+
+
+class Forward:
+    """A launcher's run of a few programs of each launch, and what they moved."""
+
+    def __init__(self, conv, x, w, out, choose, training) -> None:
+        from fusedseg.kernels.conv_abn import conv_abn_fwd
+
+        self.out, K = out, w.shape[0]
+        self.weight, self.bias = torch.linspace(0.6, 1.4, K), torch.linspace(-0.5, 0.5, K)
+        self.running = torch.linspace(-1, 1, K), torch.linspace(0.5, 2, K)
+        self.grids: dict[str, tuple[int, int]] = {}
+
+        def chosen(kernel, grid):
+            programs = choose(grid)
+            self.grids[kernel] = grid[0] * grid[1], len(programs)
+            return programs
+
+        # programs that were not run leave partial results as they were, whatever that is
+        with only_programs(chosen), np.errstate(all="ignore"), traffic() as self.moved:
+            conv_abn_fwd(
+                x, w, out, layout_of(x), layout_of(out), conv.geometry, None, self.weight, self.bias, *self.running,
+                training, 0.1, 1e-5, LEAKY, None, False,
+            )  # fmt: skip
+
+    def passes(self, nbytes, kernel) -> float:
+        """Bytes in units of ``out``; the programs that were run stand for the others."""
+        programs, run = self.grids[kernel]
+        return nbytes * programs / run / self.out.nbytes
+
+
+def first_middle_last(grid):
+    programs = [(i, j, 0) for i in range(grid[0]) for j in range(grid[1])]
+    return [programs[0], programs[len(programs) // 2], programs[-1]]
+
+
+def first_and_last(grid):
+    return [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)]
+
+
+@pytest.fixture(params=[True, False], ids=["rows", "planes"])
+def stage(request):
+    """A stage of a U-Net, 64 MiB in fp16: its convolution reads x and writes y once."""
+    conv = Conv((8, 64, 256, 256), (64, 64, 1, 1))
+    x, out = (empty(conv.x, torch.float16, request.param).zero_() for _ in range(2))
+    return conv, x, torch.zeros(conv.w, dtype=torch.float16), out, first_middle_last
+
+
+def test_training_reads_and_writes_y_once_more(stage, record_property):
+    """The convolution writes y beside partial results; one launch merges these, one reads y and writes z over it."""
+    step = Forward(*stage, training=True)
+    moved = step.moved
+    assert moved.launches == [CONV, "inplace_abn_fwd_merge_kernel", "inplace_abn_fwd_apply_kernel"]
+    assert step.passes(moved.loaded(CONV, "x_ptr"), CONV) == 1
+    assert step.passes(moved.stored(CONV, "out_ptr"), CONV) == 1
+    more = step.passes(moved.loaded(CONV, "partial_ptr") + moved.stored(CONV, "partial_ptr"), CONV)
+    for kernel in moved.launches[1:]:
+        more += step.passes(moved.loaded(kernel) + moved.stored(kernel), kernel)
+    record_property("passes beyond the convolution", more)
+    # beside y: 768 bytes of partial results a program (1024 of them for rows, 4 tiles each) written, read by the launch
+    # that merges them, and what it leaves by all programs that normalise
+    assert 2 <= more <= 2.04
+
+
+def test_inference_is_the_convolution_alone(stage, record_property):
+    step = Forward(*stage, training=False)
+    moved = step.moved
+    assert moved.launches == [CONV]
+    assert step.passes(moved.loaded(CONV, "x_ptr"), CONV) == 1
+    assert step.passes(moved.stored(CONV, "out_ptr"), CONV) == 1
+    more = step.passes(moved.total, CONV) - step.passes(moved.loaded(CONV, "w_ptr"), CONV) - 2
+    record_property("passes beyond the convolution", more)
+    # 0.02: 5 parameters a channel, which every program loads
+    assert 0 < more <= 0.02
+
+
+# bf16, over 2**31 elements each
+LARGE = {
+    # x and out, by there being many groups
+    "rows-groups": (Conv((9, 1048576, 16, 16), (1048576, 16, 1, 3), padding=(0, 1), groups=65536), True),
+    "planes-groups": (Conv((9, 1048576, 16, 16), (1048576, 16, 1, 1), groups=65536), False),
+    # out alone
+    "rows-out": (Conv((9, 3, 16, 16), (1048576, 3, 1, 1)), True),
+    # channels of one sample
+    "planes-one-sample": (Conv((1, 33, 8192, 8200), (33, 33, 1, 1)), False),
+    "planes-one-sample-3x3": (Conv((1, 33, 8192, 8200), (3, 33, 3, 3), padding=1), False),
+    # taps of one position
+    "rows-taps": (Conv((1, 64, 5, 4096, 4104), (3, 64, 3, 1, 1), dilation=(2, 1, 1)), True),
+    # positions: these fit in 32 bits, but not when they are rounded up to a tile
+    "positions-just-below": (Conv((1, 1, 2**31 - 5, 1), (1, 1, 1, 1)), False),
+    "positions-just-below-3x1": (Conv((1, 1, 2**31 - 5, 1), (1, 1, 3, 1), padding=(1, 0)), True),
+    "positions": (Conv((2, 1, 2**30 + 4096, 1), (1, 1, 1, 1)), False),
+    "positions-3x1": (Conv((2, 1, 2**30 + 4096, 1), (1, 1, 3, 1), padding=(1, 0)), True),
+    "positions-one-sample": (Conv((1, 1, 2**31 + 4096, 1), (1, 1, 1, 1)), True),
+    "positions-one-sample-3x1": (Conv((1, 1, 2**31 + 4096, 1), (1, 1, 3, 1), padding=(1, 0)), False),
+}
+
+
+@pytest.mark.parametrize(("conv", "rows"), LARGE.values(), ids=LARGE)
+def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch):
+    """The first and the last program: the first and last channel come out right, and no access leaves the tensors."""
+    from fusedseg.kernels import conv as blocks
+
+    # a tile a program
+    monkeypatch.setattr(blocks, "PROGRAMS_PER_SM", 2**20)
+    K, C, *_ = conv.w
+    height, width = conv.x[-2:]
+    # so many rows of an image hold 64 positions, and their neighbours, all of which lie in one tile
+    height = min(height, max(16, 128 // width))
+    x, w = empty(conv.x, torch.bfloat16, rows), empty(conv.w, torch.bfloat16, True)
+    out_shape = reference.convolve(torch.empty(conv.x, device="meta"), w.to("meta"), None, *conv[2:]).shape
+    out = empty(out_shape, torch.bfloat16, rows)
+    assert max(x.numel(), out.numel()) > 2**31 - 128
+    ends = [
+        (x[:1, :C, ..., :height, :], w[:1], out[0, 0].flatten()[:64], slice(0, 1)),
+        (x[-1:, -C:, ..., -height:, :], w[-1:], out[-1, -1].flatten()[-64:], slice(K - 1, K)),
+    ]
+    for part, taps, *_ in ends:
+        part.copy_(torch.randn(part.shape))
+        taps.copy_(torch.randn(taps.shape))
+    step = Forward(conv, x, w, out, first_and_last, training=False)
+
+    for (part, taps, found, k), position in zip(ends, (slice(64), slice(-64, None)), strict=True):
+        y = reference.convolve(part, taps, None, *conv[2:5])
+        affine = (v[k] for v in (step.weight, step.bias, *step.running))
+        expected = reference.batch_norm_act(y, *affine, training=False).out.flatten()[position]
+        assert relative_error(found, expected) <= FORWARD_TOLERANCE[out.dtype]
