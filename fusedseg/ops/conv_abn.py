@@ -1,8 +1,8 @@
 """Convolution, BatchNorm and activation as one op: z = phi(weight * xhat + bias), xhat = (y - mean) * rstd,
 y = conv(x, conv_weight).
 
-Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is gone.  Backward rebuilds
-dy from z as ``ops/inplace_abn.py`` does, and hands it to ``aten.convolution_backward``.
+Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is gone.  Backward is that of
+``ops/inplace_abn.py``, which rebuilds dy from z, and ``aten.convolution_backward``.
 
 In training the mean takes a convolution's bias along: it is left out of y, moves running_mean by momentum * conv_bias,
 and its gradient is exactly zero.
@@ -17,8 +17,7 @@ from ..activation import Activation
 from . import conv_choice, inplace_abn
 from .check import check_batch_norm
 from .convolution import Geometry, check_convolution, convolve, convolve_backward, output_format
-from .double_backward import differentiated_once
-from .inplace_abn import dparam_dtype_of, inplace_abn_backward_op, move_running, stats_dtype
+from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
 from .kept import Kept
 from .layout import dense, layout_of
 
@@ -75,55 +74,29 @@ def _forward(settings, x, w, conv_bias, weight, bias, running_mean, running_var)
     return _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, running_var)
 
 
-def _backward(dz, x, w, z, layout, weight, bias, rstd, xhat_kept, settings, dparam_dtype, conv_wanted):
-    """dx, dw, dconv_bias, dweight, dbias."""
-    dy, dweight, dbias = inplace_abn.backward(
-        dz, z, layout, weight, bias, rstd, xhat_kept, settings.kept, settings.training, settings.act, dparam_dtype
-    )
-    return *convolve_backward(dy, x, w, settings.geometry, conv_wanted), dweight, dbias
+class _Convolution(torch.autograd.Function):
+    """All of the forward, but only the convolution's part of the graph: ``InPlaceABNFunction``, called next on what
+    this returns, has the rest.  One node for both would hold dz, dy and dx at once in backward, two hold two each.
+    """
 
-
-class ConvABNFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, conv_bias, weight, bias, running_mean, running_var, settings):
-        z, _, rstd, xhat_kept = _forward(settings, x, w, conv_bias, weight, bias, running_mean, running_var)
+    def forward(ctx, x, w, conv_bias, settings, norm, done):
+        z, _, *done[:] = _forward(settings, x, w, conv_bias, *norm)
+        running_mean = norm[2]
         if settings.training and conv_bias is not None and running_mean is not None:
             running_mean.add_(conv_bias, alpha=settings.momentum)
-        ctx.settings, ctx.layout = settings, layout_of(z)
-        # None, or what its zero gradient in training is like
-        ctx.conv_bias = None if conv_bias is None else (conv_bias.shape, conv_bias.dtype)
-        ctx.save_for_backward(x, w, z, weight, bias, rstd, xhat_kept)
+        ctx.geometry, ctx.training = settings.geometry, settings.training
+        ctx.save_for_backward(x, w)
         return z
 
     @staticmethod
-    def backward(ctx, dz):
-        x, w, z, weight, bias, rstd, xhat_kept = ctx.saved_tensors
-        need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
-        training = ctx.settings.training
-        dparam_dtype = dparam_dtype_of(weight, bias, need_weight or need_bias)
-        conv_wanted = (need_x, need_w, need_conv_bias and not training)
-        dx, dw, dconv_bias, dweight, dbias = differentiated_once(
-            OP,
-            _backward,
-            dz,
-            x,
-            w,
-            z,
-            ctx.layout,
-            weight,
-            bias,
-            rstd,
-            xhat_kept,
-            ctx.settings,
-            dparam_dtype,
-            conv_wanted,
-        )
-        if need_conv_bias and training:
-            shape, dtype = ctx.conv_bias
-            dconv_bias = torch.zeros(shape, dtype=dtype, device=dz.device)
-        return (
-            dx, dw, dconv_bias, dweight if need_weight else None, dbias if need_bias else None, None, None, None,
-        )  # fmt: skip
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dx, dw, dbias = convolve_backward(dy, x, w, ctx.geometry, (need_x, need_w, need_bias and not ctx.training))
+        if need_bias and ctx.training:
+            dbias = dy.new_zeros(w.shape[0])
+        return dx, dw, dbias, None, None, None
 
 
 @torch.library.custom_op("fusedseg::conv_abn", mutates_args=())
@@ -236,9 +209,13 @@ def conv_abn(
     settings: Settings,
 ) -> Tensor:
     """The op on checked arguments."""
-    if not torch.compiler.is_compiling():
-        return ConvABNFunction.apply(x, w, conv_bias, weight, bias, running_mean, running_var, settings)
     geometry, training, momentum, eps, act, kept, conv_backend = settings
+    if not torch.compiler.is_compiling():
+        norm = (weight, bias, running_mean, running_var)
+        # rstd, and xhat of the kept channels: what the second node keeps beside z
+        done: list[Tensor | None] = []
+        z = _Convolution.apply(x, w, conv_bias, settings, tuple(None if t is None else t.detach() for t in norm), done)
+        return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
     stride, padding, dilation, groups = geometry
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     mean, var = (None, None) if training else (running_mean, running_var)

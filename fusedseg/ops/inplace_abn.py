@@ -61,14 +61,20 @@ def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) ->
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """Keeps z (the output), rstd, weight, bias and xhat of the kept channels."""
+    """Keeps z (the output), rstd, weight, bias and xhat of the kept channels.
+
+    ``done``: rstd and that xhat, where x is the output already, as a convolution has left it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
+    def forward(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, done=None):
         out, layout = dense(x)
-        _, rstd, xhat_kept = forward(
-            out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
-        )
+        if done is not None:
+            rstd, xhat_kept = done
+        else:
+            _, rstd, xhat_kept = forward(
+                out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
+            )
         if out is x:
             ctx.mark_dirty(x)
         ctx.layout, ctx.training, ctx.act, ctx.kept = layout, training, act, kept
@@ -83,7 +89,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         dx, dweight, dbias = differentiated_once(OP, backward, *args)
         dweight = dweight if ctx.needs_input_grad[1] else None
         dbias = dbias if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, *(None,) * 7
+        return dx, dweight, dbias, *(None,) * 8
 
 
 @torch.library.custom_op("fusedseg::inplace_abn", mutates_args=())
