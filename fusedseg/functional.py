@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from .activation import parse_invertible
 from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
+from .ops import join_conv as _join_conv
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
 from .ops.convolution import parse_geometry
 from .ops.kept import find
+from .ops.sources import Interpolated, Source, concatenated, parse_sources
 
-__all__ = ["conv_abn", "inplace_abn", "load_conv_choices", "save_conv_choices"]
+__all__ = ["Interpolated", "conv_abn", "inplace_abn", "join_conv", "load_conv_choices", "save_conv_choices"]
 
 
 def inplace_abn(
@@ -72,7 +75,7 @@ def inplace_abn(
 
 
 def conv_abn(
-    x: Tensor,
+    x: Source | Sequence[Source],
     conv_weight: Tensor,
     conv_bias: Tensor | None,
     running_mean: Tensor | None,
@@ -98,7 +101,9 @@ def conv_abn(
         leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
 
     Args:
-        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64.  Left alone.
+        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; or a sequence of such
+            tensors, for their concatenation along the channels, which is never formed; any of them may be an
+            ``Interpolated``.  Left alone.
         conv_weight: (K, C / groups, *kernel); conv_bias: (K,) or None; both in the dtype of ``x``.
         running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 beside half precision.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
@@ -121,18 +126,56 @@ def conv_abn(
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)
     check_conv_backend(_conv_abn.OP, conv_backend)
-    for name, t in (("x", x), ("conv_weight", conv_weight)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{_conv_abn.OP}: {name} must be a tensor, got {type(t).__name__}")
-    if conv_weight.dim() not in (4, 5):
-        raise ValueError(
-            f"{_conv_abn.OP}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
-            f"got {tuple(conv_weight.shape)}"
-        )
-    x, geometry = parse_geometry(_conv_abn.OP, x, conv_weight.shape[2:], stride, padding, dilation, groups)
-    x, conv_weight, conv_bias = _conv_abn.autocast(x, conv_weight, conv_bias)
+    sources, conv_weight, conv_bias, geometry = _joined(
+        _conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups
+    )
     norms = (running_mean, running_var, weight, bias)
-    _conv_abn.check(x, conv_weight, conv_bias, *norms, geometry, training)
-    kept = find(weight, bias, act, x.dtype)
+    _conv_abn.check(sources, conv_weight, conv_bias, *norms, geometry, training, conv_backend)
+    kept = find(weight, bias, act, conv_weight.dtype)
     settings = _conv_abn.Settings(geometry, training, momentum, eps, act, kept, conv_backend)
-    return _conv_abn.conv_abn(x, conv_weight, conv_bias, *norms, settings)
+    return _conv_abn.conv_abn(sources, conv_weight, conv_bias, *norms, settings)
+
+
+def _joined(op, x, weight, bias, stride, padding, dilation, groups):
+    """Sources, weight and bias as they are convolved, and the geometry."""
+    sources = parse_sources(op, x)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: conv_weight must be a tensor, got {type(weight).__name__}")
+    if weight.dim() not in (4, 5):
+        raise ValueError(
+            f"{op}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
+            f"got {tuple(weight.shape)}"
+        )
+    geometry, uneven = parse_geometry(op, weight.shape[2:], stride, padding, dilation, groups)
+    if uneven:
+        sources = (F.pad(concatenated(sources), uneven),)
+    return *_join_conv.autocast(sources, weight, bias), geometry
+
+
+def join_conv(
+    x: Source | Sequence[Source],
+    conv_weight: Tensor,
+    conv_bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolution of a concatenation that is never formed, in two or three dimensions.
+
+    Equals ``conv2d(cat(x, dim=1), conv_weight, conv_bias, stride, padding, dilation, groups)``, where an
+    ``Interpolated`` in ``x`` stands for ``interpolate`` of its tensor.
+
+    Args:
+        x: a tensor (N, C, *spatial), an ``Interpolated``, or a sequence of these, alike in all but their channels.
+        conv_weight, conv_bias, stride, padding, dilation, groups: as in ``conv_abn``.
+
+    Kept for backward: conv_weight and each source's tensor; of an ``Interpolated`` the small one.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, as in ``conv_abn``.
+        RuntimeError: in backward, when it is differentiated itself.
+    """
+    arguments = _joined(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
+    _join_conv.check(_join_conv.OP, *arguments)
+    return _join_conv.join_conv(*arguments)

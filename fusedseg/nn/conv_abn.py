@@ -10,6 +10,8 @@ from ..activation import Activation
 from ..ops import conv_abn as op
 from ..ops.conv_choice import check_conv_backend
 from ..ops.convolution import parse_geometry
+from ..ops.join_conv import autocast
+from ..ops.sources import Source, concatenated, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -69,26 +71,30 @@ class _ConvABN(nn.Module):
     def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: str) -> None:
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
-    def forward(self, x: Tensor) -> Tensor:
-        conv, norm = self.conv, self.norm
-        if not isinstance(x, Tensor) or x.dim() != self.dims + 2:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    def forward(self, x: Source | Sequence[Source]) -> Tensor:
+        name, conv, norm = self._name(), self.conv, self.norm
+        sources = parse_sources(name, x)
+        shape = shape_of(sources)
+        if len(shape) != self.dims + 2:
             raise ValueError(
-                f"{self._name()}: input must have shape (N, C) with {self.dims} spatial dimensions after it, got {came}"
+                f"{name}: input must have shape (N, C) with {self.dims} spatial dimensions after it, got {tuple(shape)}"
             )
         if not self._is_fused():
-            return norm(conv(x))
+            return norm(conv(concatenated(sources)))
         padding: int | str | Sequence[int] = conv.padding
         if conv.padding_mode != "zeros":
-            x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-        x, geometry = parse_geometry(op.OP, x, conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
-        x, weight, bias = op.autocast(x, conv.weight, conv.bias)
+            pads = conv._reversed_padding_repeated_twice
+            sources, padding = (F.pad(concatenated(sources), pads, mode=conv.padding_mode),), 0
+        geometry, uneven = parse_geometry(name, conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
+        if uneven:
+            sources = (F.pad(concatenated(sources), uneven),)
+        sources, weight, bias = autocast(sources, conv.weight, conv.bias)
         batch_stats, running_mean, running_var, momentum = norm._statistics()
         norms = (running_mean, running_var, norm.weight, norm.bias)
-        op.check(x, weight, bias, *norms, geometry, batch_stats)
-        kept = norm._kept_now(x.dtype)
+        op.check(sources, weight, bias, *norms, geometry, batch_stats, self.conv_backend)
+        kept = norm._kept_now(weight.dtype)
         settings = op.Settings(geometry, batch_stats, momentum, norm.eps, norm._act, kept, self.conv_backend)
-        z = op.conv_abn(x, weight, bias, *norms, settings)
+        z = op.conv_abn(sources, weight, bias, *norms, settings)
         norm._count_batch()
         return z
 
@@ -159,7 +165,9 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
     the convolution's output once less; in eval mode it normalises and activates before it stores anything.
 
     Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64; channels_last where the input or the
-    weight is.
+    weight is.  The input may be a sequence of tensors, which stands for their concatenation along the channels, and any
+    of them an ``functional.Interpolated``: neither the concatenation nor the enlarged tensor is kept, and the first is
+    never formed; each is convolved with its part of the weight.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
@@ -177,7 +185,8 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
     ``InPlaceABN`` keeps of channels with a tiny weight.
 
     Falls back to ``norm(conv(x))``, which keeps the same bytes: a child that was replaced by a module of another class,
-    or has hooks.  A padding mode other than zeros pads in a step of its own, as the stock module does.
+    or has hooks.  A padding mode other than zeros pads in a step of its own, as the stock module does, and "same" with
+    an even kernel likewise: there a concatenation is formed, and the padded tensor is kept.
 
     Raises:
         ValueError: an input of another number of channels or dimensions, or too small for the kernel; groups that do

@@ -8,18 +8,30 @@ In training the mean takes a convolution's bias along: it is left out of y, move
 and its gradient is exactly zero.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..activation import Activation
-from . import conv_choice, inplace_abn
+from . import conv_choice, inplace_abn, join_conv
 from .check import check_batch_norm
-from .convolution import Geometry, check_convolution, convolve, convolve_backward, output_format
+from .convolution import Geometry, convolve_backward, output_format
 from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
 from .kept import Kept
 from .layout import dense, layout_of
+from .sources import (
+    Interpolated,
+    Source,
+    convolve_sources,
+    convolve_sources_backward,
+    enlarges_of,
+    shape_of,
+    sources_of,
+    tensors_of,
+)
 
 OP = "fusedseg.conv_abn"
 
@@ -36,19 +48,19 @@ class Settings(NamedTuple):
     conv_backend: str
 
 
-def _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, running_var):
+def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
     """z, mean, rstd, and xhat of the kept channels, the convolution being done by ``name``."""
     geometry, training, momentum, eps, act, kept, _ = settings
     if training:
         conv_bias = None
     if name == "aten":
-        z, layout = dense(convolve(x, w, conv_bias, geometry))
+        z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
         return z, *inplace_abn.forward(
             z, z, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
         )
     from ..kernels.conv_abn import conv_abn_fwd
 
-    x, x_layout = dense(x)
+    x, x_layout = dense(*sources)
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     slots = None if kept is None else (kept.slots, kept.count)
@@ -60,18 +72,20 @@ def _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, r
         )  # fmt: skip
 
 
-def _forward(settings, x, w, conv_bias, weight, bias, running_mean, running_var):
+def _forward(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
+    """As ``_forward_with``, by whom ``conv_choice`` says."""
     geometry, conv_backend = settings.geometry, settings.conv_backend
-    shape = geometry.output_shape(x.shape, w.shape)
+    shape = geometry.output_shape(shape_of(sources), w.shape)
     name = "aten"
-    if shape.numel():
+    x = sources[0]
+    if shape.numel() and len(sources) == 1 and isinstance(x, Tensor):
         # what is measured moves no running statistics
         unmoved = (None, None) if settings.training else (running_mean, running_var)
         name = conv_choice.choose(
             OP, conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
-            lambda name: _forward_with(name, settings, x, w, conv_bias, weight, bias, *unmoved)[0],
+            lambda name: _forward_with(name, settings, sources, w, conv_bias, weight, bias, *unmoved)[0],
         )  # fmt: skip
-    return _forward_with(name, settings, x, w, conv_bias, weight, bias, running_mean, running_var)
+    return _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
 
 
 class _Convolution(torch.autograd.Function):
@@ -80,23 +94,27 @@ class _Convolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, conv_bias, settings, norm, done):
-        z, _, *done[:] = _forward(settings, x, w, conv_bias, *norm)
+    def forward(ctx, settings, norm, done, enlarges, w, conv_bias, *tensors):
+        sources = sources_of(tensors, enlarges)
+        z, _, *done[:] = _forward(settings, sources, w, conv_bias, *norm)
         running_mean = norm[2]
         if settings.training and conv_bias is not None and running_mean is not None:
             running_mean.add_(conv_bias, alpha=settings.momentum)
-        ctx.geometry, ctx.training = settings.geometry, settings.training
-        ctx.save_for_backward(x, w)
+        ctx.geometry, ctx.training, ctx.enlarges = settings.geometry, settings.training, enlarges
+        ctx.save_for_backward(w, *tensors)
         return z
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dx, dw, dbias = convolve_backward(dy, x, w, ctx.geometry, (need_x, need_w, need_bias and not ctx.training))
+        w, *tensors = ctx.saved_tensors
+        need_w, need_bias, *needs = ctx.needs_input_grad[4:]
+        wanted = (*needs, need_w, need_bias and not ctx.training)
+        sources = sources_of(tensors, ctx.enlarges)
+        dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, ctx.geometry, wanted)
         if need_bias and ctx.training:
             dbias = dy.new_zeros(w.shape[0])
-        return dx, dw, dbias, None, None, None
+        return None, None, None, None, dw, dbias, *dtensors
 
 
 @torch.library.custom_op("fusedseg::conv_abn", mutates_args=())
@@ -126,7 +144,7 @@ def conv_abn_op(
     kept = None if slots is None else Kept(slots, kept_count)
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     settings = Settings(geometry, mean is None, 0.0, eps, Activation(activation, activation_param), kept, conv_backend)
-    z, used, rstd, xhat_kept = _forward(settings, x, w, conv_bias, weight, bias, mean, var)
+    z, used, rstd, xhat_kept = _forward(settings, (x,), w, conv_bias, weight, bias, mean, var)
     if mean is not None:
         used = mean.to(rstd.dtype)
     return z, torch.stack([used, rstd]), x.new_empty(0) if xhat_kept is None else xhat_kept
@@ -172,7 +190,7 @@ conv_abn_op.register_autograd(_op_backward, setup_context=_op_setup_context)
 
 
 def check(
-    x: Tensor,
+    sources: Sequence[Source],
     w: Tensor,
     conv_bias: Tensor | None,
     running_mean: Tensor | None,
@@ -181,25 +199,23 @@ def check(
     bias: Tensor | None,
     geometry: Geometry,
     training: bool,
+    conv_backend: str,
 ) -> None:
     """Raises ValueError or TypeError for arguments that the op cannot take."""
-    check_convolution(OP, x, w, conv_bias, geometry)
+    first = tensors_of(sources)[0]
+    shape, dtype, device = shape_of(sources), first.dtype, first.device
+    join_conv.check(OP, sources, w, conv_bias, geometry)
+    if conv_backend == "triton" and not (len(sources) == 1 and isinstance(sources[0], Tensor)):
+        raise ValueError(
+            f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
+        )
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    shape = geometry.output_shape(x.shape, w.shape)
-    check_batch_norm(OP, vectors, training, shape, x.dtype, x.device, "the convolution's output")
-
-
-def autocast(x: Tensor, w: Tensor, conv_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As a stock convolution would take them."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in (x.dtype, w.dtype):
-        return x, w, conv_bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), w.to(dtype), None if conv_bias is None else conv_bias.to(dtype)
+    shape = geometry.output_shape(shape, w.shape)
+    check_batch_norm(OP, vectors, training, shape, dtype, device, "the convolution's output")
 
 
 def conv_abn(
-    x: Tensor,
+    sources: tuple[Source, ...],
     w: Tensor,
     conv_bias: Tensor | None,
     running_mean: Tensor | None,
@@ -210,22 +226,31 @@ def conv_abn(
 ) -> Tensor:
     """The op on checked arguments."""
     geometry, training, momentum, eps, act, kept, conv_backend = settings
+    norm = (weight, bias, running_mean, running_var)
     if not torch.compiler.is_compiling():
-        norm = (weight, bias, running_mean, running_var)
         # rstd, and xhat of the kept channels: what the second node keeps beside z
         done: list[Tensor | None] = []
-        z = _Convolution.apply(x, w, conv_bias, settings, tuple(None if t is None else t.detach() for t in norm), done)
+        values = tuple(None if t is None else t.detach() for t in norm)
+        z = _Convolution.apply(
+            settings, values, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources)
+        )  # fmt: skip
         return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
-    stride, padding, dilation, groups = geometry
-    slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
-    mean, var = (None, None) if training else (running_mean, running_var)
-    z, stats, _ = conv_abn_op(
-        x, w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, act.name, act.param,
-        slots, count, conv_backend,
-    )  # fmt: skip
-    if training and running_mean is not None and running_var is not None:
-        move_running(stats, z.numel() // z.shape[1], running_mean, running_var, momentum, eps)
-        if conv_bias is not None:
-            with torch.no_grad():
-                running_mean.add_(conv_bias, alpha=momentum)
+    moved = conv_bias if training and running_mean is not None else None
+    if len(sources) > 1 or isinstance(sources[0], Interpolated):
+        # the compiler sees through a join, and forms as little of it as it finds fit
+        y = convolve_sources(sources, w, None if training else conv_bias, geometry)
+        z = inplace_abn.inplace_abn(y, *norm, training, momentum, eps, act, kept)
+    else:
+        stride, padding, dilation, groups = geometry
+        slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
+        mean, var = (None, None) if training else (running_mean, running_var)
+        z, stats, _ = conv_abn_op(
+            sources[0], w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, act.name,
+            act.param, slots, count, conv_backend,
+        )  # fmt: skip
+        if training and running_mean is not None and running_var is not None:
+            move_running(stats, z.numel() // z.shape[1], running_mean, running_var, momentum, eps)
+    if moved is not None and running_mean is not None:
+        with torch.no_grad():
+            running_mean.add_(moved, alpha=momentum)
     return z

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch.nn import functional as F
 
 from .check import check_dtype
 
@@ -40,20 +39,20 @@ def per_dimension(op: str, name: str, value: int | Sequence[int], dims: int, lea
 
 def parse_geometry(
     op: str,
-    x: Tensor,
     kernel: Sequence[int],
     stride: int | Sequence[int],
     padding: int | str | Sequence[int],
     dilation: int | Sequence[int],
     groups: int,
-) -> tuple[Tensor, Geometry]:
-    """The geometry; and ``x``, with a zero more at the end of those dimensions where "same" cannot be the same on both
-    sides."""
+) -> tuple[Geometry, list[int]]:
+    """The geometry; and what ``torch.nn.functional.pad`` is to add before, empty but where "same" cannot be the same on
+    both sides."""
     dims = len(kernel)
     stride = per_dimension(op, "stride", stride, dims, 1)
     dilation = per_dimension(op, "dilation", dilation, dims, 1)
     if not isinstance(groups, int) or groups < 1:
         raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
+    uneven: list[int] = []
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
             raise ValueError(f"{op}: padding must be integers, 'same' or 'valid', got {padding!r}")
@@ -63,39 +62,44 @@ def parse_geometry(
                 raise ValueError(f"{op}: padding='same' needs a stride of 1, got {stride}")
             total = tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
         if any(t % 2 for t in total):
-            x = F.pad(x, [zeros for t in reversed(total) for zeros in (0, t % 2)])
+            uneven = [zeros for t in reversed(total) for zeros in (0, t % 2)]
         padding = tuple(t // 2 for t in total)
-    return x, Geometry(stride, per_dimension(op, "padding", padding, dims, 0), dilation, groups)
+    return Geometry(stride, per_dimension(op, "padding", padding, dims, 0), dilation, groups), uneven
 
 
-def check_convolution(op: str, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
-    """Raises ValueError or TypeError for a convolution that does not fit; ``w`` has the right rank."""
+def check_convolution(
+    op: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    w: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+) -> None:
+    """Raises ValueError or TypeError for a convolution that does not fit x, of that shape, dtype and device."""
     dims = w.dim() - 2
-    if x.dim() != w.dim():
-        raise ValueError(
-            f"{op}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(x.shape)}"
-        )
-    check_dtype(op, "x", x.dtype)
+    if len(shape) != w.dim():
+        raise ValueError(f"{op}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}")
+    check_dtype(op, "x", dtype)
     groups = geometry.groups
     if w.shape[0] % groups:
         raise ValueError(f"{op}: groups={groups} must divide the output channels, got {w.shape[0]}")
-    if x.shape[1] != w.shape[1] * groups:
+    if shape[1] != w.shape[1] * groups:
         raise ValueError(
             f"{op}: x must have {w.shape[1] * groups} channels for a weight of shape {tuple(w.shape)} and "
-            f"groups={groups}, got {x.shape[1]} in {tuple(x.shape)}"
+            f"groups={groups}, got {shape[1]} in {tuple(shape)}"
         )
     for name, t in (("conv_weight", w), ("conv_bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must be {x.dtype}, the dtype of x, got {t.dtype}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device}, the device of x, got {t.device}")
+        if t is not None and t.dtype != dtype:
+            raise TypeError(f"{op}: {name} must be {dtype}, the dtype of x, got {t.dtype}")
+        if t is not None and t.device != device:
+            raise ValueError(f"{op}: {name} must be on {device}, the device of x, got {t.device}")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"{op}: conv_bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
-    shape = geometry.output_shape(x.shape, w.shape)
-    if min(shape[2:]) < 1:
+    if min(geometry.output_shape(shape, w.shape)[2:]) < 1:
         raise ValueError(
             f"{op}: the kernel, {tuple(w.shape[2:])} with dilation {geometry.dilation}, does not fit in x "
-            f"{tuple(x.shape)} with padding {geometry.padding}"
+            f"{tuple(shape)} with padding {geometry.padding}"
         )
 
 

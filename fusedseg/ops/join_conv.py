@@ -1,0 +1,70 @@
+"""A plain convolution of sources (``ops/sources.py``): what they stand for is neither formed whole nor kept."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .convolution import Geometry, check_convolution
+from .sources import (
+    Source,
+    cast_sources,
+    check_agree,
+    convolve_sources,
+    convolve_sources_backward,
+    enlarges_of,
+    shape_of,
+    sources_of,
+    tensors_of,
+)
+
+OP = "fusedseg.join_conv"
+
+
+class JoinConvFunction(torch.autograd.Function):
+    """Keeps w and the sources' tensors, small ones where they are to be enlarged."""
+
+    @staticmethod
+    def forward(ctx, geometry, enlarges, w, bias, *tensors):
+        ctx.geometry, ctx.enlarges = geometry, enlarges
+        ctx.save_for_backward(w, *tensors)
+        return convolve_sources(sources_of(tensors, enlarges), w, bias, geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        w, *tensors = ctx.saved_tensors
+        need_w, need_bias, *needs = ctx.needs_input_grad[2:]
+        sources = sources_of(tensors, ctx.enlarges)
+        dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, ctx.geometry, (*needs, need_w, need_bias))
+        return None, None, dw, dbias, *dtensors
+
+
+def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
+    """Raises ValueError or TypeError for arguments that a convolution of sources cannot take."""
+    check_agree(op, sources)
+    first = tensors_of(sources)[0]
+    check_convolution(op, shape_of(sources), first.dtype, first.device, w, bias, geometry)
+    if len(sources) > 1 and geometry.groups > 1:
+        raise ValueError(f"{op}: groups must be 1 for several sources, got {geometry.groups}")
+
+
+def autocast(
+    sources: tuple[Source, ...], w: Tensor, bias: Tensor | None
+) -> tuple[tuple[Source, ...], Tensor, Tensor | None]:
+    """As a stock convolution would take them."""
+    tensors = tensors_of(sources)
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or torch.float64 in (w.dtype, *(t.dtype for t in tensors)):
+        return sources, w, bias
+    dtype = torch.get_autocast_dtype(device)
+    return cast_sources(sources, dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def join_conv(sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The op on checked arguments."""
+    if torch.compiler.is_compiling():
+        # the compiler sees through it, and forms as little as it finds fit
+        return convolve_sources(sources, w, bias, geometry)
+    return JoinConvFunction.apply(geometry, enlarges_of(sources), w, bias, *tensors_of(sources))

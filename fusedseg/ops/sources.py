@@ -1,0 +1,197 @@
+"""Convolutions of a concatenation that is never formed: conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:]).
+
+A source may be ``Interpolated``: what is kept is its small tensor, and the enlarged one exists only while its part of
+the convolution, forward or backward, is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .convolution import Geometry, convolve, convolve_backward
+
+MODES = {
+    4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
+    5: ("nearest", "nearest-exact", "trilinear", "area"),
+}
+# those that take align_corners
+ALIGNABLE = ("bilinear", "trilinear", "bicubic")
+
+
+class Enlarge(NamedTuple):
+    """Arguments of ``torch.nn.functional.interpolate``."""
+
+    size: tuple[int, ...]
+    mode: str
+    align_corners: bool | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, size=self.size, mode=self.mode, align_corners=self.align_corners)
+
+
+class Interpolated:
+    """``torch.nn.functional.interpolate(x, size, mode=mode, align_corners=align_corners)``, not yet computed.
+
+    A source of ``functional.conv_abn``, ``functional.join_conv`` and the modules over them, which keep ``x`` for
+    backward and not the enlarged tensor.
+
+    Args:
+        x: (N, C, *spatial), with two or three spatial dimensions.
+        size: the spatial size to come.
+        mode: "nearest", "nearest-exact", "bilinear" (2D), "trilinear" (3D), "bicubic" (2D) or "area".
+        align_corners: as in ``interpolate``, for bilinear, trilinear and bicubic.
+
+    Raises:
+        ValueError: a mode that does not fit the dimensions, a size of another length or not positive.
+        TypeError: ``x`` is no tensor.
+    """
+
+    def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
+        op = "fusedseg.Interpolated"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+        if x.dim() not in MODES:
+            raise ValueError(f"{op}: x must have two or three spatial dimensions, got {tuple(x.shape)}")
+        if mode not in MODES[x.dim()]:
+            raise ValueError(
+                f"{op}: mode must be one of {', '.join(MODES[x.dim()])} for x {tuple(x.shape)}, got {mode!r}"
+            )
+        if align_corners is not None and mode not in ALIGNABLE:
+            raise ValueError(f"{op}: align_corners goes with {', '.join(ALIGNABLE)}, got it with {mode!r}")
+        size = tuple(size)
+        if len(size) != x.dim() - 2 or min(size) < 1:
+            raise ValueError(f"{op}: size must be {x.dim() - 2} positive integers for x {tuple(x.shape)}, got {size}")
+        self.x = x
+        self.enlarge = Enlarge(size, mode, align_corners)
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the enlarged tensor."""
+        return torch.Size([*self.x.shape[:2], *self.enlarge.size])
+
+    def formed(self) -> Tensor:
+        return self.enlarge(self.x)
+
+
+Source = Tensor | Interpolated
+
+
+def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
+    """One source or several, of one batch and spatial size."""
+    sources = (x,) if isinstance(x, (Tensor, Interpolated)) else tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    if not sources or not all(isinstance(source, (Tensor, Interpolated)) for source in sources):
+        came = [type(source).__name__ for source in sources]
+        raise TypeError(f"{op}: x must be a tensor, an Interpolated, or a sequence of these, got {came}")
+    first = sources[0]
+    for source in sources[1:]:
+        if (source.shape[0], *source.shape[2:]) != (first.shape[0], *first.shape[2:]):
+            raise ValueError(
+                f"{op}: sources must agree in all but their channels, got {[tuple(source.shape) for source in sources]}"
+            )
+    return sources
+
+
+def check_agree(op: str, sources: Sequence[Source]) -> None:
+    """Raises ValueError for sources of several dtypes or devices."""
+    tensors = tensors_of(sources)
+    for name in ("dtype", "device"):
+        if len({getattr(t, name) for t in tensors}) > 1:
+            raise ValueError(f"{op}: sources must have one {name}, got {[str(getattr(t, name)) for t in tensors]}")
+
+
+def tensors_of(sources: Sequence[Source]) -> list[Tensor]:
+    """What is kept of them."""
+    return [source.x if isinstance(source, Interpolated) else source for source in sources]
+
+
+def enlarges_of(sources: Sequence[Source]) -> tuple[Enlarge | None, ...]:
+    return tuple(source.enlarge if isinstance(source, Interpolated) else None for source in sources)
+
+
+def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) -> tuple[Source, ...]:
+    """From what ``tensors_of`` and ``enlarges_of`` gave."""
+    pairs = zip(tensors, enlarges, strict=True)
+    return tuple(tensor if enlarge is None else Interpolated(tensor, *enlarge) for tensor, enlarge in pairs)
+
+
+def cast_sources(sources: Sequence[Source], dtype: torch.dtype) -> tuple[Source, ...]:
+    return sources_of([tensor.to(dtype) for tensor in tensors_of(sources)], enlarges_of(sources))
+
+
+def formed(source: Source) -> Tensor:
+    return source.formed() if isinstance(source, Interpolated) else source
+
+
+def concatenated(sources: Sequence[Source]) -> Tensor:
+    """What the sources stand for, in one tensor."""
+    tensors = [formed(source) for source in sources]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+
+
+def shape_of(sources: Sequence[Source]) -> torch.Size:
+    """That of the concatenation."""
+    N, _, *size = sources[0].shape
+    return torch.Size([N, sum(source.shape[1] for source in sources), *size])
+
+
+def _parts(sources: Sequence[Source], w: Tensor) -> list[tuple[int, Source, Tensor]]:
+    """(index, source, its part of the weight), those that are to be enlarged first: that needs memory for a while, and
+    is done before there is more."""
+    # the one part of one source is the weight, in groups or not
+    weights = (w,) if len(sources) == 1 else w.split([source.shape[1] for source in sources], dim=1)
+    parts = list(zip(range(len(sources)), sources, weights, strict=True))
+    return sorted(parts, key=lambda part: not isinstance(part[1], Interpolated))
+
+
+def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The vendor's convolution of what the sources stand for."""
+    if len(sources) == 1:
+        return convolve(formed(sources[0]), w, bias, geometry)
+    y = None
+    for _, source, part in _parts(sources, w):
+        if y is None:
+            y = convolve(formed(source), part, bias, geometry)
+        else:
+            y += convolve(formed(source), part, None, geometry)
+    assert y is not None
+    return y
+
+
+def convolve_sources_backward(
+    dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """Gradients of the sources' tensors, of w and of the bias; ``wanted`` is in that order."""
+    *needs, need_w, need_bias = wanted
+    dsources: list[Tensor | None] = [None] * len(sources)
+    dws: list[Tensor | None] = [None] * len(sources)
+    dbias = None
+    for i, source, part in _parts(sources, w):
+        # the bias's gradient comes with the first
+        asked = (needs[i], need_w, need_bias and dbias is None)
+        if isinstance(source, Interpolated):
+            dsources[i], dws[i], db = _interpolated_backward(dy, source, part, geometry, asked)
+        else:
+            dsources[i], dws[i], db = convolve_backward(dy, source, part, geometry, asked)
+        dbias = db if dbias is None else dbias
+    dw = None
+    if need_w:
+        dw = dws[0] if len(dws) == 1 else torch.cat(dws, dim=1)  # type: ignore[arg-type]
+    return dsources, dw, dbias
+
+
+def _interpolated_backward(
+    dy: Tensor, source: Interpolated, w: Tensor, geometry: Geometry, asked: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    with torch.enable_grad():
+        small = source.x.detach().requires_grad_(asked[0])
+        enlarged = source.enlarge(small)
+    # interpolation is linear: its graph keeps sizes, no tensor
+    dlarge, dw, dbias = convolve_backward(dy, enlarged.detach(), w, geometry, asked)
+    if not asked[0]:
+        return None, dw, dbias
+    node: Any = enlarged.grad_fn
+    del enlarged
+    return node(dlarge), dw, dbias
