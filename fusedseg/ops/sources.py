@@ -5,7 +5,7 @@ the convolution, forward or backward, is computed.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
     5: ("nearest", "nearest-exact", "trilinear", "area"),
 }
+aten = torch.ops.aten
 # those that take align_corners
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
@@ -30,6 +31,17 @@ class Enlarge(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.interpolate(x, size=self.size, mode=self.mode, align_corners=self.align_corners)
+
+    def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x, whose values matter to none of them."""
+        dims = x.dim() - 2
+        if self.mode == "area":
+            return getattr(aten, f"_adaptive_avg_pool{dims}d_backward")(dlarge, x)
+        if self.mode in ALIGNABLE:
+            align = bool(self.align_corners)
+            return getattr(aten, f"upsample_{self.mode}{dims}d_backward")(dlarge, self.size, x.shape, align)
+        name = {"nearest": "upsample_nearest", "nearest-exact": "_upsample_nearest_exact"}[self.mode]
+        return getattr(aten, f"{name}{dims}d_backward")(dlarge, self.size, x.shape)
 
 
 class Interpolated:
@@ -185,13 +197,5 @@ def convolve_sources_backward(
 def _interpolated_backward(
     dy: Tensor, source: Interpolated, w: Tensor, geometry: Geometry, asked: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    with torch.enable_grad():
-        small = source.x.detach().requires_grad_(asked[0])
-        enlarged = source.enlarge(small)
-    # interpolation is linear: its graph keeps sizes, no tensor
-    dlarge, dw, dbias = convolve_backward(dy, enlarged.detach(), w, geometry, asked)
-    if not asked[0]:
-        return None, dw, dbias
-    node: Any = enlarged.grad_fn
-    del enlarged
-    return node(dlarge), dw, dbias
+    dlarge, dw, dbias = convolve_backward(dy, source.formed(), w, geometry, asked)
+    return None if dlarge is None else source.enlarge.backward(dlarge, source.x), dw, dbias
