@@ -33,6 +33,12 @@ class Conv(NamedTuple):
         values = (self.stride, self.padding, self.dilation)
         return *((v,) * (len(self.x) - 2) if isinstance(v, int) else v for v in values), self.groups
 
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Shape of the output."""
+        x, w = (torch.empty(shape, device="meta") for shape in self[:2])
+        return reference.convolve(x, w, None, *self[2:]).shape
+
 
 class Inputs(NamedTuple):
     x: Tensor
@@ -55,8 +61,7 @@ def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
 
 def output(conv: Conv, dtype, device, rows=True) -> Tensor:
     """NaN, so that an element that nobody writes shows."""
-    shape = reference.convolve(torch.empty(conv.x), torch.empty(conv.w), None, *conv[2:]).shape
-    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    out = torch.full(conv.out, float("nan"), dtype=dtype, device=device)
     return channels_last(out) if rows else out
 
 

@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, for GPUs that are not there: no spills, 16-byte loads and stores."""
+"""What compilers make of the kernels, for GPUs that are not there: spills, widths of accesses, tensor cores."""
 
 import functools
 import os
@@ -12,29 +12,42 @@ pytest.importorskip("triton")
 from tests.tools.codegen import compile_launches
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# launches: a module of this folder, and the name of a dict in it
+SUITES = {
+    "inplace_abn": ("inplace_abn_launches", "CASES"),
+    "conv_abn": ("conv_abn_launches", "CASES"),
+    "conv_abn-more": ("conv_abn_launches", "MORE"),
+}
+CONV_SUITES = ["conv_abn", pytest.param("conv_abn-more", marks=pytest.mark.slow)]
+# shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
+SHARED = {"gfx942": 64 * 1024}
+LEAST_SHARED = 99 * 1024
+MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 # arguments as large as the activation tensor
 ACTIVATIONS = {"x_ptr", "out_ptr", "z_ptr", "dz_ptr", "dx_ptr"}
 
 
 @functools.cache
-def compilations() -> dict[str, Future]:
+def compilations(suite) -> dict[str, Future]:
     """One process a target, as many at a time as there are cores."""
+    module, cases = SUITES[suite]
     pool = ThreadPoolExecutor(os.cpu_count())
-    return {target: pool.submit(compile_launches, target, "tests.kernels.inplace_abn_launches") for target in TARGETS}
+    return {target: pool.submit(compile_launches, target, f"tests.kernels.{module}", cases) for target in TARGETS}
 
 
-def launches(target):
-    return compilations()[target].result()
+def launches(target, suite="inplace_abn"):
+    return compilations(suite)[target].result()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_spills(target, record_property):
-    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target)}
+@pytest.mark.parametrize("suite", ["inplace_abn", *CONV_SUITES])
+def test_no_spills(suite, target, record_property):
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target, suite)}
     record_property("registers", registers)
     print(f"\nregisters a thread, {target}")
     for name, count in registers.items():
         print(f"{count:5d}  {name}")
-    assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches(target) if of["spilled"]} == {}
+    assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches(target, suite) if of["spilled"]} == {}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -59,3 +72,48 @@ def test_every_path_was_compiled(target):
         *("fwd_stats", "fwd_merge", "fwd_apply", "fwd_onchip"),
         *("bwd_reduce", "bwd_merge", "bwd_apply", "bwd_onchip"),
     }
+
+
+def whole_vectors(case, target) -> set[tuple[str, str]]:
+    """What a convolution loads and stores 16 bytes at a time, read off the case's name: taps-C-K-dtype-layout."""
+    taps, C, K, dtype, *options = case.split("-")
+    planes = "planes" in options
+    vectors = set()
+    # taps of planes begin anywhere
+    if "3" not in taps if planes else int(C) % 8 == 0:
+        vectors.add(("x_ptr", "load"))
+    # a thread of gfx942's wider blocks loads 8 bytes of 16 rows
+    if int(C) % 8 == 0 and (int(K) > 16 or target != "gfx942"):
+        vectors.add(("w_ptr", "load"))
+    # on gfx942 a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, planes singly
+    if (planes or int(K) % 8 == 0) if target != "gfx942" else (not planes and int(K) % 8 == 0 and dtype == "fp32"):
+        vectors.add(("out_ptr", "store"))
+    return vectors
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("suite", CONV_SUITES)
+def test_convolutions_load_and_store_16_bytes(suite, target):
+    narrow = []
+    for of in launches(target, suite):
+        for argument, kind in whole_vectors(of["case"], target):
+            widths = of["accesses"][argument][kind]
+            if set(widths) != {"16"}:
+                narrow.append(f"{of['case']} {argument}: {kind} of {widths} bytes")
+    assert not narrow
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("suite", CONV_SUITES)
+def test_convolutions_run_on_tensor_cores(suite, target):
+    """All but fp32 itself, which AMD's have too."""
+    for of in launches(target, suite):
+        without = "fp32" in of["case"] and target != "gfx942"
+        assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("suite", CONV_SUITES)
+def test_convolutions_fit_in_shared_memory(suite, target):
+    most = max(launches(target, suite), key=lambda of: of["shared"])
+    assert most["shared"] <= SHARED.get(target, LEAST_SHARED), most["case"]

@@ -2,10 +2,10 @@
 
     report = compile_launches("sm_90", "tests.kernels.inplace_abn_launches")
     report[0]  ->  {"case": "planes-fp16", "kernel": "inplace_abn_fwd_stats_kernel", "registers": 40, "spilled": 0,
-                    "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, ...}
+                    "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
 Kernels are compiled in a process of their own, since this one may have imported them for the interpreter.  The module
-that is named holds CASES, a dict of functions that call launchers with CPU tensors.
+that is named holds CASES (or another dict that is named) of functions that call launchers with CPU tensors.
 """
 
 import json
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
-def compile_launches(target: str, module: str) -> list[dict]:
+def compile_launches(target: str, module: str, cases: str = "CASES") -> list[dict]:
     """Every launch of every case of ``module``, compiled for ``target`` ("sm_90", "gfx942")."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # whether multiplications and additions may be fused: what released versions do, and a warning when left open
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    command = [sys.executable, "-m", "tests.tools.codegen", target, module]
+    command = [sys.executable, "-m", "tests.tools.codegen", target, module, cases]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"compiling {module} for {target} failed:\n{run.stdout}{run.stderr}")
@@ -58,15 +58,20 @@ def type_bytes(text: str) -> int:
 
 
 NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
+# into shared memory
+ASYNC_COPY = r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x(\w+).*ptr addrspace\(1\) (%[\w.]+)"
 AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]+)"
 
 
 def access(line: str) -> tuple[str, int, str] | None:
-    """("load" or "store", bytes, address) of an LLVM instruction on global memory, None for any other."""
+    """("load" or "store", bytes, address) of an LLVM instruction on global memory, None for any other.  An asynchronous
+    copy to shared memory is a load."""
     # inline assembly, so that a mask can be a predicate
     if found := re.search(NVIDIA_ACCESS, line):
         kind, vector, bits, address = found.groups()
         return {"ld": "load", "st": "store"}[kind], int(vector or 1) * int(bits) // 8, address
+    if found := re.search(ASYNC_COPY, line):
+        return "load", int(found[1], 16), found[2]
     # buffers below 2 GiB, whose bounds check serves as the mask
     if found := re.search(AMD_ACCESS, line):
         return found[1], type_bytes(found[2]), found[3]
@@ -103,13 +108,19 @@ def accesses(compiled) -> dict[str, dict[str, Counter]]:
     for line in body[1:]:
         touched = access(line)
         if touched is None:
-            if re.search(r"\b(load|store|ld|st)\b.*ptr addrspace\([18]\)", line):
+            if re.search(r"\b(load|store|ld|st|cp)\b.*ptr addrspace\([18]\)", line):
                 raise ValueError(f"an access to global memory that this tool cannot read: {line.strip()}")
             continue
         kind, width, address = touched
         (name,) = origins[address]
         found[name][kind][width] += 1
     return found
+
+
+def matrix_instructions(compiled) -> list[str]:
+    """Those of tensor cores that the code holds: ``wgmma.mma_async``, ``mma.sync``, ``tcgen05.mma``, ``v_mfma``."""
+    code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)(?=[._])", code)))
 
 
 def describe(case: str, launch) -> dict:
@@ -120,16 +131,17 @@ def describe(case: str, launch) -> dict:
         "warps": launch.compiled.metadata.num_warps,
         **resources(launch.compiled),
         "accesses": accesses(launch.compiled),
+        "matrix": matrix_instructions(launch.compiled),
     }
 
 
-def main(target: str, module: str) -> None:
+def main(target: str, module: str, cases: str) -> None:
     import importlib
 
     from fusedseg.kernels.dry_run import dry_run
 
     report = []
-    for case, launch_case in importlib.import_module(module).CASES.items():
+    for case, launch_case in getattr(importlib.import_module(module), cases).items():
         with dry_run(target) as launches:
             launch_case()
         report += [describe(case, launch) for launch in launches]

@@ -35,6 +35,11 @@ def test_type_bytes(text, nbytes):
             "tail call void @llvm.amdgcn.raw.ptr.buffer.store.f32(float %65, ptr addrspace(8) %93, i32 %92, i32 0)",
             ("store", 4, "%93"),
         ),
+        (
+            'tail call void asm sideeffect "cp.async.cg.shared.global [ $0 + 0 ], [ $1 + 0 ], 0x10, $2;", "r,l,r"'
+            "(ptr addrspace(3) %257, ptr addrspace(1) %251, i32 %258) #4, !dbg !53",
+            ("load", 16, "%251"),
+        ),
         ("%34 = load <8 x half>, ptr addrspace(1) %33, align 16", ("load", 16, "%33")),
         ("store <4 x float> %110, ptr addrspace(1) %9, align 16", ("store", 16, "%9")),
         # shared memory, and implicit arguments
