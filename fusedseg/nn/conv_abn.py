@@ -13,6 +13,7 @@ from ..ops.convolution import parse_geometry
 from ..ops.join_conv import autocast
 from ..ops.sources import Source, concatenated, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
+from .join_conv import JoinConv2d, JoinConv3d
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -26,6 +27,8 @@ def activation_module(act: Activation) -> nn.Module:
 class _ConvABN(nn.Module):
     # nn.Conv2d or nn.Conv3d, whose signatures differ in the lengths of tuples
     conv_class: Any
+    # convolves as conv_class does
+    join_class: Any
     dims: int
     conv: nn.Conv2d | nn.Conv3d
     norm: InPlaceABN
@@ -100,7 +103,7 @@ class _ConvABN(nn.Module):
 
     def _is_fused(self) -> bool:
         """Not where a child was replaced, or has hooks that want to see it called."""
-        if type(self.conv) is not self.conv_class or type(self.norm) is not InPlaceABN:
+        if type(self.conv) not in (self.conv_class, self.join_class) or type(self.norm) is not InPlaceABN:
             return False
         return not any(getattr(child, hooks) for child in (self.conv, self.norm) for hooks in HOOKS)
 
@@ -202,10 +205,12 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
 class ConvABN2d(_ConvABN):
     __doc__ = DOC.format(dims=2, sizes="H, W", out_sizes="OH, OW")
     conv_class = nn.Conv2d
+    join_class = JoinConv2d
     dims = 2
 
 
 class ConvABN3d(_ConvABN):
     __doc__ = DOC.format(dims=3, sizes="D, H, W", out_sizes="OD, OH, OW")
     conv_class = nn.Conv3d
+    join_class = JoinConv3d
     dims = 3

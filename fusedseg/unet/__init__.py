@@ -1,6 +1,17 @@
-"""U-Nets and the blocks they are made of, in two and three dimensions."""
+"""Segmentation networks over the modules."""
 
 from .blocks import ConvNormAct, DoubleConv, Down, Up
-from .unet import UNet
+from .presets import lidar_optical_unet, unet3d_large, unet3d_small
+from .unet import MultiEncoderUNet, UNet
 
-__all__ = ["ConvNormAct", "DoubleConv", "Down", "UNet", "Up"]
+__all__ = [
+    "ConvNormAct",
+    "DoubleConv",
+    "Down",
+    "MultiEncoderUNet",
+    "UNet",
+    "Up",
+    "lidar_optical_unet",
+    "unet3d_large",
+    "unet3d_small",
+]

@@ -1,25 +1,40 @@
 """The blocks of a U-Net.  Every norm overwrites a convolution's output, which nobody else reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn import ConvABN2d, ConvABN3d, InPlaceABN
+from ..nn import ConvABN2d, ConvABN3d, InPlaceABN, Interpolated, JoinConv2d, JoinConv3d
 
 NormAct = Callable[[int], nn.Module]
 
 CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
+JOIN_CONV: dict[int, type[JoinConv2d | JoinConv3d]] = {2: JoinConv2d, 3: JoinConv3d}
 CONV_ABN = {2: ConvABN2d, 3: ConvABN3d}
 CONV_TRANSPOSE: dict[int, type[nn.Module]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+BATCH_NORM: dict[int, type[nn.Module]] = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
 LINEAR = {2: "bilinear", 3: "trilinear"}
+MODES = ("linear", "transposed")
+FITS = ("resize", "pad")
 
 
 def check_dims(block: str, dims: int) -> None:
     if dims not in (2, 3):
         raise ValueError(f"fusedseg.unet.{block}: dims must be 2 or 3, got {dims!r}")
+
+
+def check_choice(block: str, name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"fusedseg.unet.{block}: {name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def plain_norm_act(dims: int) -> NormAct:
+    """The stock modules that ``InPlaceABN`` replaces."""
+    return lambda channels: nn.Sequential(BATCH_NORM[dims](channels), nn.LeakyReLU(0.01, inplace=True))
 
 
 class ConvNormAct(nn.Module):
@@ -34,28 +49,39 @@ class ConvNormAct(nn.Module):
         dims: 2 or 3, the number of spatial dimensions.
         bias: of the convolution.  Off, as the mean that the norm subtracts takes any bias along.
         norm_act: called with ``out_channels``, returns the module after the convolution.  It may overwrite its input.
+            None: ``InPlaceABN``, or BatchNorm and LeakyReLU where ``plain``.
+        plain: of stock modules alone, as a twin to compare with; else the input may be several sources, see
+            ``JoinConv2d``.
     """
 
     conv: nn.Conv2d | nn.Conv3d
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, dims: int = 2, bias: bool = False, norm_act: NormAct = InPlaceABN
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        dims: int = 2,
+        bias: bool = False,
+        norm_act: NormAct | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
         check_dims("ConvNormAct", dims)
-        self.conv = CONV[dims](in_channels, out_channels, kernel_size=3, padding=1, bias=bias)
-        self.norm = norm_act(out_channels)
+        conv = CONV if plain else JOIN_CONV
+        self.conv = conv[dims](in_channels, out_channels, kernel_size=3, padding=1, bias=bias)
+        self.norm = (norm_act or (plain_norm_act(dims) if plain else InPlaceABN))(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))
 
 
-def conv_norm_act(in_channels: int, out_channels: int, *, dims: int, bias: bool, norm_act: NormAct) -> nn.Module:
-    """``ConvNormAct``, as one op where ``norm_act`` makes an ``InPlaceABN``."""
-    module = ConvNormAct(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act)
-    if type(module.norm) is InPlaceABN:
-        return CONV_ABN[dims]._of(module.conv, module.norm)
-    return module
+def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:
+    """``ConvNormAct``, as one op where its norm is an ``InPlaceABN``."""
+    module = ConvNormAct(in_channels, out_channels, **options)
+    if options["plain"] or type(module.norm) is not InPlaceABN:
+        return module
+    return CONV_ABN[options["dims"]]._of(module.conv, module.norm)
 
 
 class DoubleConv(nn.Sequential):
@@ -65,54 +91,72 @@ class DoubleConv(nn.Sequential):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, dims: int = 2, bias: bool = False, norm_act: NormAct = InPlaceABN
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        dims: int = 2,
+        bias: bool = False,
+        norm_act: NormAct | None = None,
+        plain: bool = False,
     ) -> None:
         check_dims("DoubleConv", dims)
+        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
         super().__init__(
-            conv_norm_act(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
-            conv_norm_act(out_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act),
+            conv_norm_act(in_channels, out_channels, **options), conv_norm_act(out_channels, out_channels, **options)
         )
 
 
 class Down(nn.Sequential):
-    """``MaxPool(2)``, then ``DoubleConv``: every spatial size s becomes s // 2.
+    """Max-pooling by 2, then ``DoubleConv``: every spatial size s becomes s // 2.
 
-    Kept for backward: the input (a skip connection reads it too), the pool's output and int64 indices, and what
-    ``DoubleConv`` keeps.
+    Kept for backward: the pool's output and a byte for each of its elements (stock: the pool's input, and eight bytes),
+    and what ``DoubleConv`` keeps.  Arguments: see ``ConvNormAct``.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, dims: int = 2, bias: bool = False, norm_act: NormAct = InPlaceABN
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        dims: int = 2,
+        bias: bool = False,
+        norm_act: NormAct | None = None,
+        plain: bool = False,
     ) -> None:
         check_dims("Down", dims)
-        super().__init__(
-            MAX_POOL[dims](2), DoubleConv(in_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act)
-        )
+        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
+        super().__init__(MAX_POOL[dims](2), DoubleConv(in_channels, out_channels, **options))
 
 
 class Up(nn.Module):
-    """Enlarges x to the size of the skip, concatenates the skip and it, and applies ``DoubleConv``.
+    """Enlarges x to the size of the skips, joins the skips and it, and applies ``DoubleConv``.
 
-    x: (N, in_channels, *small), skip: (N, skip_channels, *spatial); returns (N, out_channels, *spatial).  Before the
-    concatenation x has ``skip_channels`` channels, by one of
+    x: (N, in_channels, *small), or several tensors of ``in_channels`` together; skips: (N, skip_channels, *spatial), in
+    one tensor or several; returns (N, out_channels, *spatial).  x is enlarged by one of
 
-    * "linear": a 1x1 convolution, then bi- or trilinear interpolation to the skip's size, whatever that is.  Equals
-      interpolating first, since the interpolation's weights sum to one, at a quarter (an eighth in 3D) of the
-      arithmetic.
+    * "linear": bi- or trilinear interpolation, to the skip's size whatever that is (``fit="resize"``), or by 2 and with
+      zeros around it to the skip's size (``fit="pad"``); where ``reduce``, after a 1x1 convolution to ``up_channels``,
+      which equals one after the interpolation, as its weights sum to one, at a quarter (an eighth in 3D) of the cost.
     * "transposed": a transposed 2x2 convolution of stride 2, for a skip of size 2 s or 2 s + 1 where x has size s; the
       odd last row holds the bias.
 
-    Kept for backward: x, the concatenation, and what ``DoubleConv`` keeps.
+    Kept for backward: x, the skips (each already kept by who made it), and what ``DoubleConv`` keeps; neither the
+    concatenation nor the interpolated map, but where ``fit="pad"`` has to pad.
 
     Args:
-        in_channels, skip_channels, out_channels: of x, of the skip and of the result.
+        in_channels, skip_channels, out_channels: of x, of all skips together and of the result.
         dims: 2 or 3, the number of spatial dimensions.
         mode: "linear" or "transposed".
-        bias: of the convolutions in front of a norm; the one that enlarges has a bias always.
-        norm_act: see ``ConvNormAct``.
+        reduce: whether "linear" has a 1x1 convolution.
+        up_channels: of the enlarged map, ``skip_channels`` unless given; ``in_channels`` without ``reduce``.
+        fit: "resize" or "pad".
+        align_corners: of the interpolation.
+        bias, norm_act, plain: see ``ConvNormAct``; the convolution that enlarges has a bias always.
 
     Raises:
-        ValueError: an unknown mode, or dims not 2 or 3; in forward, a skip that a transposed convolution cannot reach.
+        ValueError: an unknown mode or fit, or dims not 2 or 3; in forward, a skip that a transposed convolution, or
+            padding, cannot reach.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015 (the transposed convolution, their "up-convolution").
     """
@@ -125,32 +169,62 @@ class Up(nn.Module):
         *,
         dims: int = 2,
         mode: str = "linear",
+        reduce: bool = True,
+        up_channels: int | None = None,
+        fit: str = "resize",
+        align_corners: bool = False,
         bias: bool = False,
-        norm_act: NormAct = InPlaceABN,
+        norm_act: NormAct | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
         check_dims("Up", dims)
-        if mode not in ("linear", "transposed"):
-            raise ValueError(f"fusedseg.unet.Up: mode must be 'linear' or 'transposed', got {mode!r}")
-        self.mode = mode
-        self.interpolation = LINEAR[dims]
-        if mode == "linear":
-            self.up: nn.Module = CONV[dims](in_channels, skip_channels, kernel_size=1)
+        check_choice("Up", "mode", mode, MODES)
+        check_choice("Up", "fit", fit, FITS)
+        self.mode, self.fit, self.plain = mode, fit, plain
+        self.interpolation, self.align_corners = LINEAR[dims], align_corners
+        up_channels = skip_channels if up_channels is None else up_channels
+        if mode == "transposed":
+            self.up: nn.Module = CONV_TRANSPOSE[dims](in_channels, up_channels, kernel_size=2, stride=2)
+        elif reduce:
+            conv = CONV if plain else JOIN_CONV
+            self.up = conv[dims](in_channels, up_channels, kernel_size=1)
         else:
-            self.up = CONV_TRANSPOSE[dims](in_channels, skip_channels, kernel_size=2, stride=2)
-        self.conv = DoubleConv(2 * skip_channels, out_channels, dims=dims, bias=bias, norm_act=norm_act)
+            self.up, up_channels = nn.Identity(), in_channels
+        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
+        self.conv = DoubleConv(skip_channels + up_channels, out_channels, **options)
 
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        size = skip.shape[2:]
-        if self.mode == "linear":
-            x = F.interpolate(self.up(x), size=size, mode=self.interpolation)
-        elif any(big // 2 != small for big, small in zip(size, x.shape[2:], strict=True)):
-            raise ValueError(
-                f"fusedseg.unet.Up: a transposed convolution doubles a size s to 2 s or 2 s + 1; x {tuple(x.shape)} "
-                f"cannot reach the skip {tuple(skip.shape)}"
-            )
-        else:
-            x = self.up(x, output_size=size)
+    def forward(self, x: Tensor | Sequence[Tensor], skips: Tensor | Sequence[Tensor]) -> Tensor:
+        skips = (skips,) if isinstance(skips, Tensor) else tuple(skips)
+        sources = [*skips, self._enlarged(x, skips[0].shape[2:])]
         # rebound, so that the enlarged map is gone before the convolutions allocate
-        x = torch.cat([skip, x], dim=1)
-        return self.conv(x)
+        joined = torch.cat(sources, dim=1) if self.plain else sources  # type: ignore[arg-type]
+        del sources
+        return self.conv(joined)
+
+    def _enlarged(self, x: Tensor | Sequence[Tensor], size: torch.Size) -> Tensor | Interpolated:
+        xs = (x,) if isinstance(x, Tensor) else tuple(x)
+        small = xs[0].shape[2:]
+        takes_several = isinstance(self.up, (JoinConv2d, JoinConv3d))
+        source = xs if takes_several else xs[0] if len(xs) == 1 else torch.cat(xs, dim=1)
+        if self.mode == "transposed":
+            if any(big // 2 != s for big, s in zip(size, small, strict=True)):
+                raise ValueError(
+                    f"fusedseg.unet.Up: a transposed convolution doubles a size s to 2 s or 2 s + 1; x of size "
+                    f"{tuple(small)} cannot reach the skip of size {tuple(size)}"
+                )
+            return self.up(source, output_size=size)
+        reached = size if self.fit == "resize" else torch.Size(2 * s for s in small)
+        missing = [big - up for big, up in zip(size, reached, strict=True)]
+        if min(missing) < 0:
+            raise ValueError(
+                f"fusedseg.unet.Up: x of size {tuple(small)}, enlarged by 2, is larger than the skip of size "
+                f"{tuple(size)}, to which it would be padded"
+            )
+        reduced = self.up(source)
+        if not self.plain and not any(missing):
+            return Interpolated(reduced, reached, self.interpolation, self.align_corners)
+        enlarged = F.interpolate(reduced, size=reached, mode=self.interpolation, align_corners=self.align_corners)
+        if any(missing):
+            return F.pad(enlarged, [n for more in reversed(missing) for n in (more // 2, more - more // 2)])
+        return enlarged

@@ -1,40 +1,56 @@
-"""The U-Net: an encoder that halves the spatial size at every level and a decoder that restores it through skips."""
+"""U-Nets: encoders that halve the spatial size at every level and a decoder that restores it through skips."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn import InPlaceABN
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 
-class UNet(nn.Module):
-    """Maps images (N, in_channels, *spatial) to logits (N, num_classes, *spatial), in two or three dimensions.
+def check_positive(net: str, name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"fusedseg.unet.{net}: {name} must be a positive integer, got {value!r}")
 
-    ``widths[0]`` channels at full size; each further width is one level, at half the size, down and up again.  Any
-    spatial size of at least ``2 ** (len(widths) - 1)`` works, odd ones too: pooling floors, and the way up restores the
-    size.
 
-    With plain PyTorch modules the same function, with the same number of parameters in the same order, is::
+def check_widths(net: str, name: str, widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:
+    widths = tuple(widths)
+    enough = len(widths) >= 2 if count is None else len(widths) == count
+    if not enough or not all(isinstance(width, int) and width > 0 for width in widths):
+        wanted = "two or more" if count is None else count
+        raise ValueError(f"fusedseg.unet.{net}: {name} must be {wanted} positive integers, got {widths}")
+    return widths
 
-        UNet(..., norm_act=lambda c: nn.Sequential(nn.BatchNorm2d(c), nn.LeakyReLU(0.01, inplace=True)))
 
-    Kept for backward, per level: one tensor for each convolution and ``InPlaceABN`` (two with plain modules), the
-    pooled map and its indices, and on the way up the concatenation.
+class MultiEncoderUNet(nn.Module):
+    """A U-Net with an encoder for each of several images, whose bottoms and skips one decoder joins.
+
+    Maps images (N, in_channels[i], *spatial), of one spatial size, to logits (N, num_classes, *spatial), in two or
+    three dimensions.  ``widths[0]`` channels at full size in each encoder; each further width is one level, at half the
+    size, down and up again.  Any spatial size of at least ``2 ** (len(widths) - 1)`` works, odd ones too: pooling
+    floors, and the way up restores the size.
+
+    Kept for backward: one tensor for each convolution and its norm, and a byte for each element that pooling leaves.
+    The concatenations, of the bottoms and of the skips with the enlarged map, are neither kept nor formed, nor is the
+    enlarged map kept; ``plain=True`` is the twin that keeps them all.
 
     Args:
-        in_channels: of the images.
+        in_channels: of each image.
         num_classes: channels of the result.
         dims: 2 or 3, the number of spatial dimensions.
-        widths: channels at each level, from full size to the bottom, at least two.
-        mode: how the way up enlarges: "linear" or "transposed", see ``Up``.
+        widths: channels of each encoder at each level, from full size to the bottom, at least two.
+        up_widths: channels of the decoder's levels, from the lowest to full size; by default those of all skips there.
+        mode, reduce, fit, align_corners: how the way up enlarges, see ``Up``.
         bias: of the convolutions in front of a norm.  Off, as the mean that the norm subtracts takes any bias along.
         norm_act: called with a number of channels, returns the module after a convolution.  It may overwrite its input.
+            None: ``InPlaceABN``.
+        plain: of stock modules alone (BatchNorm and LeakyReLU unless ``norm_act`` says otherwise): the same function,
+            with the same parameters in the same order, to compare with.
 
     Raises:
-        ValueError: dims, widths, mode or channels outside the above; in forward, an input of another number of channels
-            or dimensions, or too small to be halved that often.
+        ValueError: dims, widths, mode or channels outside the above; in forward, images of another number, of other
+            channels or dimensions, or too small to be halved that often.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015; Çiçek et al., "3D U-Net", MICCAI 2016.  Unlike theirs,
     convolutions are padded, so that the logits have the size of the image.
@@ -42,55 +58,114 @@ class UNet(nn.Module):
 
     def __init__(
         self,
-        in_channels: int,
+        in_channels: Sequence[int],
         num_classes: int,
         *,
         dims: int = 2,
         widths: Sequence[int] = (64, 128, 256, 512, 1024),
+        up_widths: Sequence[int] | None = None,
         mode: str = "linear",
+        reduce: bool = True,
+        fit: str = "resize",
+        align_corners: bool = False,
         bias: bool = False,
-        norm_act: NormAct = InPlaceABN,
+        norm_act: NormAct | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
-        check_dims("UNet", dims)
-        widths = tuple(widths)
-        if len(widths) < 2 or not all(isinstance(width, int) and width > 0 for width in widths):
-            raise ValueError(f"fusedseg.unet.UNet: widths must be two or more positive integers, got {widths}")
-        for name, value in (("in_channels", in_channels), ("num_classes", num_classes)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"fusedseg.unet.UNet: {name} must be a positive integer, got {value!r}")
-        self.in_channels = in_channels
-        self.dims = dims
-        self.inc = DoubleConv(in_channels, widths[0], dims=dims, bias=bias, norm_act=norm_act)
-        levels = list(pairwise(widths))
+        name = type(self).__name__
+        check_dims(name, dims)
+        widths = check_widths(name, "widths", widths)
+        in_channels = tuple(in_channels)
+        if not in_channels:
+            raise ValueError(f"fusedseg.unet.{name}: in_channels must name at least one image, got none")
+        for channels in in_channels:
+            check_positive(name, "in_channels", channels)
+        check_positive(name, "num_classes", num_classes)
+        encoders = len(in_channels)
+        skip_widths = [encoders * width for width in reversed(widths[:-1])]
+        up_widths = skip_widths if up_widths is None else check_widths(name, "up_widths", up_widths, len(widths) - 1)
+        self.in_channels, self.dims = in_channels, dims
+        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
+        self.incs = nn.ModuleList(DoubleConv(channels, widths[0], **options) for channels in in_channels)
         self.downs = nn.ModuleList(
-            Down(upper, lower, dims=dims, bias=bias, norm_act=norm_act) for upper, lower in levels
+            nn.ModuleList(Down(upper, lower, **options) for upper, lower in pairwise(widths)) for _ in in_channels
         )
         self.ups = nn.ModuleList(
-            Up(lower, upper, upper, dims=dims, mode=mode, bias=bias, norm_act=norm_act)
-            for upper, lower in reversed(levels)
+            Up(lower, skip, up, mode=mode, reduce=reduce, fit=fit, align_corners=align_corners, **options)
+            for lower, skip, up in zip([encoders * widths[-1], *up_widths], skip_widths, up_widths, strict=False)
         )
-        self.out = CONV[dims](widths[0], num_classes, kernel_size=1)
+        self.out = CONV[dims](up_widths[-1], num_classes, kernel_size=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._check(x)
-        skips = [self.inc(x)]
-        for down in self.downs:
-            skips.append(down(skips[-1]))
-        x = skips.pop()
+    def forward(self, *images: Tensor) -> Tensor:
+        self._check(images)
+        # (level, encoder)
+        levels = [[inc(x) for inc, x in zip(self.incs, images, strict=True)]]
+        for downs in zip(*self.downs, strict=True):
+            levels.append([down(x) for down, x in zip(downs, levels[-1], strict=True)])
+        x: Tensor | list[Tensor] = levels.pop()
         for up in self.ups:
-            x = up(x, skips.pop())
+            x = up(x, levels.pop())
         return self.out(x)
 
-    def _check(self, x: Tensor) -> None:
-        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+    def _check(self, images: Sequence[Tensor]) -> None:
+        name = type(self).__name__
+        if len(images) != len(self.in_channels):
+            raise ValueError(f"fusedseg.unet.{name}: expected {len(self.in_channels)} images, got {len(images)}")
+        for x, channels in zip(images, self.in_channels, strict=True):
+            if x.dim() != self.dims + 2 or x.shape[1] != channels:
+                raise ValueError(
+                    f"fusedseg.unet.{name}: input must have shape (N, {channels}) with {self.dims} spatial "
+                    f"dimensions after it, got {tuple(x.shape)}"
+                )
+            if x.shape[0] != images[0].shape[0] or x.shape[2:] != images[0].shape[2:]:
+                raise ValueError(
+                    f"fusedseg.unet.{name}: images must have one batch and spatial size, got "
+                    f"{[tuple(image.shape) for image in images]}"
+                )
+        levels = len(self.ups)
+        if min(images[0].shape[2:]) < 2**levels:
             raise ValueError(
-                f"fusedseg.unet.UNet: input must have shape (N, {self.in_channels}) with {self.dims} spatial "
-                f"dimensions after it, got {tuple(x.shape)}"
+                f"fusedseg.unet.{name}: every spatial size must be at least {2**levels} to be halved {levels} "
+                f"times, got {tuple(images[0].shape)}"
             )
-        smallest = 2 ** len(self.downs)
-        if min(x.shape[2:]) < smallest:
-            raise ValueError(
-                f"fusedseg.unet.UNet: every spatial size must be at least {smallest} to be halved {len(self.downs)} "
-                f"times, got {tuple(x.shape)}"
-            )
+
+    def load_stock_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the weights of a network of stock modules and the same structure, whatever its modules are called.
+
+        Tensors are matched in order: convolution, BatchNorm, convolution, BatchNorm, ... from the encoders through the
+        decoder to the last convolution.
+
+        Raises:
+            ValueError: another number of tensors, or of another shape; nothing is loaded then.
+        """
+        where = f"fusedseg.unet.{type(self).__name__}.load_stock_state_dict"
+        own = self.state_dict()
+        if len(own) != len(state):
+            raise ValueError(f"{where}: expected {len(own)} tensors, got {len(state)}")
+        matched = {}
+        for (name, mine), (other, value) in zip(own.items(), state.items(), strict=True):
+            if mine.shape != value.shape:
+                raise ValueError(
+                    f"{where}: {other} for {name} must have shape {tuple(mine.shape)}, got {tuple(value.shape)}"
+                )
+            matched[name] = value
+        self.load_state_dict(matched)
+
+
+class UNet(MultiEncoderUNet):
+    """The U-Net of one image: maps (N, in_channels, *spatial) to logits (N, num_classes, *spatial).
+
+    ``widths[0]`` channels at full size; each further width is one level, at half the size, down and up again.
+    Arguments, what is kept for backward and what is raised: see ``MultiEncoderUNet``; ``in_channels`` is a number here.
+
+    With plain PyTorch modules the same function, with the same parameters in the same order, is
+    ``UNet(..., plain=True)``.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, **options) -> None:
+        check_positive("UNet", "in_channels", in_channels)
+        super().__init__((in_channels,), num_classes, **options)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)

@@ -1,0 +1,63 @@
+"""Convolutions that take several sources for their concatenation."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops import join_conv as op
+from ..ops.convolution import parse_geometry
+from ..ops.sources import Source, concatenated, parse_sources, shape_of
+
+
+def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
+    name = f"fusedseg.JoinConv{dims}d"
+    sources = parse_sources(name, x)
+    shape = shape_of(sources)
+    if len(shape) != dims + 2:
+        raise ValueError(
+            f"{name}: input must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
+        )
+    padding: int | str | Sequence[int] = module.padding
+    if module.padding_mode != "zeros":
+        pads = module._reversed_padding_repeated_twice
+        sources, padding = (F.pad(concatenated(sources), pads, mode=module.padding_mode),), 0
+    geometry, uneven = parse_geometry(name, module.kernel_size, module.stride, padding, module.dilation, module.groups)
+    if uneven:
+        sources = (F.pad(concatenated(sources), uneven),)
+    sources, weight, bias = op.autocast(sources, module.weight, module.bias)
+    op.check(name, sources, weight, bias, geometry)
+    return op.join_conv(sources, weight, bias, geometry)
+
+
+DOC = """``nn.Conv{dims}d`` of a concatenation that is never formed.
+
+    Equals ``nn.Conv{dims}d(C, K, ...)(torch.cat(x, dim=1))`` for a sequence ``x`` of tensors, of C channels together;
+    any of them may be an ``functional.Interpolated``, of which the enlarged tensor is not kept.  One tensor is a
+    sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.
+
+    Kept for backward: the weight and the sources' tensors, small where they are to be enlarged.
+
+    Falls back: with a padding mode other than zeros, or "same" and an even kernel, the concatenation is formed, padded,
+    and kept, as the stock module keeps it.
+
+    Raises:
+        ValueError: sources that differ in more than their channels, or whose channels do not add up to C; groups with
+            several sources.
+        TypeError: an input that is no tensor, or of another dtype than the weight.
+        RuntimeError: in backward, when it is differentiated itself.
+    """
+
+
+class JoinConv2d(nn.Conv2d):
+    __doc__ = DOC.format(dims=2)
+
+    def forward(self, x: Source | Sequence[Source]) -> Tensor:
+        return _forward(self, 2, x)
+
+
+class JoinConv3d(nn.Conv3d):
+    __doc__ = DOC.format(dims=3)
+
+    def forward(self, x: Source | Sequence[Source]) -> Tensor:
+        return _forward(self, 3, x)
