@@ -165,7 +165,11 @@ def choose(
     if record is None:
         if not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return "triton" if conv_backend == "triton" else "aten"
-        record = _records[key] = measure(x.dtype, forward, cuda_seconds)
+        record = measure(x.dtype, forward, cuda_seconds)
+        if math.isnan(record.difference):
+            # a batch without a finite result says nothing about the next
+            return "triton" if conv_backend == "triton" else "aten"
+        _records[key] = record
     if conv_backend == "auto":
         return record.choice
     if not record.agree:
@@ -179,12 +183,16 @@ def choose(
 def measure(
     dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
 ) -> Record:
-    """Runs both in turn; medians."""
+    """Runs both in turn; medians.  The difference is NaN where the vendor's result is not finite."""
     expected = forward("aten").float()
-    difference = (
-        torch.linalg.vector_norm(forward("triton").float() - expected) / torch.linalg.vector_norm(expected)
-    ).item()
+    norm = torch.linalg.vector_norm(expected).item()
+    difference = torch.linalg.vector_norm(forward("triton").float() - expected).item()
     del expected
+    if math.isfinite(norm):
+        # zeros, as of a norm's zero weight, differ absolutely
+        difference = math.inf if math.isnan(difference) else difference / (norm or 1.0)
+    else:
+        difference = math.nan
     times: dict[str, list[float]] = {"triton": [], "aten": []}
     for round_ in range(WARMUP + ROUNDS):
         for name, taken in times.items():
@@ -192,7 +200,6 @@ def measure(
             if round_ >= WARMUP:
                 taken.append(spent)
     triton, aten = (statistics.median(times[name]) for name in ("triton", "aten"))
-    # not >, so that NaN is no agreement
     return Record(triton, aten, difference, difference <= AGREEMENT[dtype])
 
 
@@ -207,12 +214,23 @@ def cuda_seconds(run: Callable[[], Any]) -> float:
 
 def _versions() -> dict[str, str]:
     """What decides how fast each is, beside the device."""
-    return {name: importlib.metadata.version(name) for name in ("fusedseg", "torch", "triton")}
+    versions = {}
+    for name in ("fusedseg", "torch", "triton"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return versions
 
 
 def _key_from_json(fields: dict[str, Any]) -> Key:
     plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return Key(**plain)
+
+
+def _record_from_json(fields: dict[str, Any]) -> Record:
+    record = Record(**fields)
+    return Record(float(record.triton), float(record.aten), float(record.difference), bool(record.agree))
 
 
 def save(path: str | Path, overwrite: bool = False) -> int:
@@ -229,12 +247,16 @@ def save(path: str | Path, overwrite: bool = False) -> int:
 
 def load(path: str | Path) -> int:
     """Takes measured choices from a file, in place of those of the same convolutions; how many it took."""
+
+    def malformed(error: Exception) -> ValueError:
+        return ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}")
+
     try:
         content = json.loads(Path(path).read_text())
-        versions = content["versions"]
-        records = {_key_from_json(of["convolution"]): Record(**of["measured"]) for of in content["choices"]}
+        versions, choices = content["versions"], content["choices"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}") from error
+        raise malformed(error) from error
+    # first, as other versions may have other fields
     if versions != _versions():
         warnings.warn(
             f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {_versions()}: "
@@ -242,6 +264,10 @@ def load(path: str | Path) -> int:
             stacklevel=2,
         )
         return 0
+    try:
+        records = {_key_from_json(of["convolution"]): _record_from_json(of["measured"]) for of in choices}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise malformed(error) from error
     _records.update(records)
     return len(records)
 

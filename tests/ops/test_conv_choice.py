@@ -1,0 +1,389 @@
+"""Which convolution "auto" takes: the rule, the measurement, and the file that keeps what was found."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedseg
+from fusedseg.functional import conv_abn, load_conv_choices, save_conv_choices
+from fusedseg.ops import conv_choice
+from fusedseg.ops.conv_choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
+from fusedseg.ops.convolution import Geometry
+from fusedseg.ops.layout import layout_of
+
+OP = "fusedseg.conv_abn"
+
+
+@pytest.fixture(autouse=True)
+def no_records():
+    conv_choice.clear()
+    yield
+    conv_choice.clear()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What serves tensors on a GPU serves those on the CPU."""
+    monkeypatch.setattr(conv_choice, "unfit", lambda x, positions: "")
+    monkeypatch.setattr(conv_choice._backend, "use_triton", lambda x: True)
+
+
+@pytest.fixture
+def gpu_tensors(monkeypatch):
+    """Tensors that say they are on a GPU, on which everything takes a second."""
+    monkeypatch.setattr(conv_choice, "cuda_seconds", lambda run: run() is None or 1.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def geometry(dims=2, stride=1, padding=0, dilation=1, groups=1):
+    return Geometry((stride,) * dims, (padding,) * dims, (dilation,) * dims, groups)
+
+
+def convolution(C=32, K=32, kernel=3, size=16, dims=2, dtype=torch.bfloat16, channels_last=True, **options):
+    """x, w and the geometry; of no values."""
+    groups = options.get("groups", 1)
+    x = torch.empty(2, C, *(size,) * dims, dtype=dtype)
+    if channels_last:
+        x = x.to(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[dims])
+    w = torch.empty(K, C // groups, *(kernel,) * dims, dtype=dtype)
+    return x, w, geometry(dims, padding=options.pop("padding", kernel // 2), **options)
+
+
+@contextlib.contextmanager
+def tf32(value):
+    cudnn = torch.backends.cudnn
+    before = cudnn.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    cudnn.conv.fp32_precision = value
+    try:
+        yield
+    finally:
+        cudnn.fp32_precision = before[0]
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before[1:]
+
+
+RULE = {
+    "channels_last": ({}, True),
+    "fp16": ({"dtype": torch.float16}, True),
+    "3d": ({"dims": 3, "size": 4}, True),
+    "stride and dilation": ({"stride": 2, "dilation": 2}, True),
+    "float64": ({"dtype": torch.float64}, False),
+    "contiguous, several taps": ({"channels_last": False}, False),
+    "contiguous 1x1": ({"channels_last": False, "kernel": 1}, True),
+    "contiguous 1x1 of planes of 15 x 15": ({"channels_last": False, "kernel": 1, "size": 15}, False),
+    "contiguous 1x1 with a stride": ({"channels_last": False, "kernel": 1, "stride": 2}, False),
+    "contiguous 1x1 with padding": ({"channels_last": False, "kernel": 1, "padding": 1}, False),
+    "channels_last 1x1 with a stride": ({"kernel": 1, "stride": 2}, True),
+    "groups": ({"groups": 2}, False),
+    "8 channels": ({"C": 8}, False),
+    "16 channels": ({"C": 16}, True),
+    "rows of 36 bytes": ({"C": 18}, False),
+    "128 channels": ({"C": 128}, True),
+    "136 channels": ({"C": 136}, False),
+    "136 channels 1x1": ({"C": 136, "kernel": 1}, True),
+}
+
+
+@pytest.mark.parametrize(("of", "expected"), RULE.values(), ids=RULE)
+def test_rule(of, expected):
+    x, w, g = convolution(**of)
+    assert could_win(x, layout_of(x), w, g) is expected
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", True), ("ieee", False)])
+def test_rule_for_fp32_asks_for_tf32(precision, expected):
+    x, w, g = convolution(dtype=torch.float32)
+    with tf32(precision):
+        assert tf32_allowed() is expected
+        assert could_win(x, layout_of(x), w, g) is expected
+
+
+def test_rule_for_strides_of_neither_layout():
+    x, w, g = convolution(size=16)
+    assert not could_win(x[:, :, ::2], layout_of(x[:, :, ::2]), w, g)
+
+
+class Clock:
+    """Runs what it times, and says that it took ``seconds[name]``, and ten times as long when warming up."""
+
+    def __init__(self, outputs, seconds):
+        self.outputs, self.seconds, self.ran = outputs, seconds, []
+
+    def forward(self, name):
+        self.ran.append(name)
+        return self.outputs[name]
+
+    def __call__(self, run):
+        run()
+        name = self.ran[-1]
+        # the first run of each was for its result
+        return self.seconds[name] * (10 if self.ran.count(name) - 1 <= WARMUP else 1)
+
+
+def clock(triton, aten, error=0.0):
+    z = torch.randn(1000)
+    off = torch.randn(1000) * error
+    return Clock({"aten": z, "triton": z + off}, {"triton": triton, "aten": aten})
+
+
+@pytest.mark.parametrize(
+    ("triton", "expected"),
+    [(0.5, "triton"), (MARGIN, "triton"), (MARGIN + 0.005, "aten"), (2.0, "aten")],
+)
+def test_measure_takes_triton_where_it_is_faster_by_a_margin(triton, expected):
+    timer = clock(triton, 1.0)
+    record = measure(torch.bfloat16, timer.forward, timer)
+    assert record == Record(triton, 1.0, 0.0, True)
+    assert record.choice == expected
+    # in turn, so that a clock that drifts is fair to both
+    assert timer.ran == ["aten", "triton"] + ["triton", "aten"] * (WARMUP + ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "agree"),
+    [
+        (torch.bfloat16, 1e-2, True),
+        (torch.bfloat16, 5e-2, False),
+        (torch.float16, 1e-3, True),
+        (torch.float16, 1e-2, False),
+        (torch.float32, 1e-2, False),
+        (torch.float32, math.nan, False),
+    ],
+    ids=str,
+)
+def test_measure_compares_results(dtype, error, agree):
+    timer = clock(0.1, 1.0, error)
+    record = measure(dtype, timer.forward, timer)
+    assert record.agree is agree
+    assert record.choice == ("triton" if agree else "aten")
+    if agree:
+        assert record.difference == pytest.approx(error, rel=0.2)
+
+
+def test_measure_of_zeros():
+    """A norm of weight 0, or a first call with zeros: 0 / 0 was no agreement, and kept Triton out for good."""
+    timer = Clock({"aten": torch.zeros(9), "triton": torch.zeros(9)}, {"triton": 0.1, "aten": 1.0})
+    assert measure(torch.bfloat16, timer.forward, timer) == Record(0.1, 1.0, 0.0, True)
+    timer.outputs["triton"] = torch.ones(9)
+    assert not measure(torch.bfloat16, timer.forward, timer).agree
+
+
+def test_a_batch_without_a_finite_result_is_not_remembered(on_a_gpu, gpu_tensors, monkeypatch):
+    """A first call that overflowed kept Triton out for good, and was an error with "triton"."""
+    names = []
+
+    def overflown(name):
+        names.append(name)
+        return torch.tensor([1.0, math.nan])
+
+    assert chosen(forward=overflown) == "aten"
+    assert chosen("triton", forward=overflown) == "triton"
+    assert names
+    assert not conv_choice._records
+    # NaN in Triton's alone is a disagreement
+    assert chosen(forward=lambda name: torch.ones(2) / (0 if name == "triton" else 1) * 0) == "aten"
+    assert [record.agree for record in conv_choice._records.values()] == [False]
+
+
+def chosen(conv_backend="auto", forward=None, training=True, **of):
+    x, w, g = convolution(**of)
+    positions = g.output_shape(x.shape, w.shape).numel() // w.shape[0]
+    return choose(OP, conv_backend, x, w, g, training, positions, forward)
+
+
+def remember(record, **of):
+    """As if it had been measured."""
+    x, w, g = convolution(**of)
+    positions = g.output_shape(x.shape, w.shape).numel() // w.shape[0]
+    key = key_of(x, layout_of(x), w, g, True, positions)
+    conv_choice._records[key] = record
+    return key
+
+
+FASTER, SLOWER, WRONG = (
+    Record(0.5, 1.0, 1e-3, True),
+    Record(1.0, 1.0, 1e-3, True),
+    Record(0.5, 1.0, 0.7, False),
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "auto", "explicit"), [(FASTER, "triton", "triton"), (SLOWER, "aten", "triton"), (WRONG, "aten", None)]
+)
+def test_choice_follows_the_record(on_a_gpu, record, auto, explicit):
+    remember(record)
+    assert chosen() == auto
+    assert chosen("aten") == "aten"
+    if explicit:
+        assert chosen("triton") == explicit
+        return
+    with pytest.raises(RuntimeError, match=r"fusedseg.conv_abn: conv_backend is 'triton', but .* a relative 7.0e-01"):
+        chosen("triton")
+
+
+def test_deterministic_algorithms_take_aten(on_a_gpu, poison):
+    remember(FASTER)
+    assert chosen() == "aten"
+    assert chosen("triton") == "triton"
+
+
+def test_a_record_does_not_overrule_the_rule(on_a_gpu):
+    remember(FASTER, groups=2)
+    assert chosen(groups=2) == "aten"
+
+
+def test_fake_tensors_take_aten(on_a_gpu):
+    remember(FASTER)
+    with FakeTensorMode():
+        assert chosen() == "aten"
+        assert chosen("triton") == "aten"
+
+
+def test_measured_once_for_each_kind(on_a_gpu, gpu_tensors, monkeypatch):
+    """Kinds as ``Key`` tells them apart; sizes are of one kind to a power of two positions."""
+    seen = []
+
+    def forward(name):
+        seen.append(name)
+        return torch.ones(4)
+
+    for of, runs in (
+        ({}, 2 * (1 + WARMUP + ROUNDS)),
+        ({}, 0),
+        ({"conv_backend": "triton"}, 0),
+        ({"size": 15}, 0),
+        ({"size": 17}, 2 * (1 + WARMUP + ROUNDS)),
+        ({"training": False}, 2 * (1 + WARMUP + ROUNDS)),
+        ({"K": 48}, 2 * (1 + WARMUP + ROUNDS)),
+        ({"dtype": torch.float16}, 2 * (1 + WARMUP + ROUNDS)),
+        ({"conv_backend": "aten", "K": 80}, 0),
+        ({"groups": 4}, 0),
+    ):
+        seen.clear()
+        chosen(forward=forward, **of)
+        assert len(seen) == runs, of
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    seen.clear()
+    assert chosen(forward=forward, K=96) == "aten"
+    assert chosen("triton", forward=forward, K=96) == "triton"
+    assert not seen
+
+
+def test_a_cpu_takes_aten_and_measures_nothing(backend, device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("on a GPU it is measured")
+    names = []
+    forward_with = fusedseg.ops.conv_abn._forward_with
+    monkeypatch.setattr(
+        fusedseg.ops.conv_abn, "_forward_with", lambda name, *args: names.append(name) or forward_with(name, *args)
+    )
+    x = torch.randn(2, 16, 6, 6, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    conv_abn(x, torch.randn(16, 16, 3, 3, dtype=torch.bfloat16), None, None, None, training=True)
+    assert names == ["aten"]
+    assert not conv_choice._records
+
+
+def test_save_and_load(tmp_path, on_a_gpu):
+    keys = {remember(FASTER): FASTER, remember(SLOWER, K=48): SLOWER, remember(WRONG, dims=3, size=4): WRONG}
+    path = tmp_path / "choices.json"
+    assert save_conv_choices(path) == 3
+    conv_choice.clear()
+    assert chosen() == "aten"
+    assert load_conv_choices(str(path)) == 3
+    assert conv_choice._records == keys
+    assert chosen() == "triton"
+    # what a file holds replaces what was measured
+    remember(SLOWER)
+    load_conv_choices(path)
+    assert chosen() == "triton"
+
+
+def test_save_does_not_overwrite_unasked(tmp_path):
+    path = tmp_path / "choices.json"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"save_conv_choices: .*choices.json exists; pass overwrite=True"):
+        save_conv_choices(path)
+    assert path.read_text() == "mine"
+    assert save_conv_choices(path, overwrite=True) == 0
+    assert load_conv_choices(path) == 0
+
+
+def test_load_of_a_file_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_conv_choices(tmp_path / "none.json")
+
+
+def saved(tmp_path, change):
+    """A file of one record, changed."""
+    remember(FASTER)
+    path = tmp_path / "choices.json"
+    save_conv_choices(path)
+    conv_choice.clear()
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+MALFORMED = {
+    "no versions": lambda content: content.pop("versions"),
+    "no choices": lambda content: content.pop("choices"),
+    "no measurement": lambda content: content["choices"][0].pop("measured"),
+    "a field too few": lambda content: content["choices"][0]["convolution"].pop("kernel"),
+    "a field too many": lambda content: content["choices"][0]["convolution"].update(color="red"),
+    "a list for a convolution": lambda content: content["choices"][0].update(convolution=[1, 2]),
+    "a list in a list": lambda content: content["choices"][0]["convolution"].update(kernel=[[3], [3]]),
+    "a word for seconds": lambda content: content["choices"][0]["measured"].update(triton="fast"),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_load_of_a_malformed_file(tmp_path, change):
+    path = saved(tmp_path, change)
+    with pytest.raises(ValueError, match=r"load_conv_choices: .*choices.json holds no choices"):
+        load_conv_choices(path)
+    assert not conv_choice._records
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00\xff"])
+def test_load_of_another_file(tmp_path, text):
+    path = tmp_path / "choices.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=r"holds no choices"):
+        load_conv_choices(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["versions"].update(torch="1.0"),
+        # fields may differ from version to version: this used to be an error
+        lambda content: (content["versions"].update(fusedseg="0.0"), content["choices"][0].update(convolution={})),
+    ],
+    ids=["torch", "fields of another fusedseg"],
+)
+def test_load_from_other_versions_takes_nothing(tmp_path, change):
+    path = saved(tmp_path, change)
+    with pytest.warns(UserWarning, match=r"was measured with .*, here is .* nothing taken"):
+        assert load_conv_choices(path) == 0
+    assert not conv_choice._records
+
+
+def test_without_triton_choices_can_be_saved(tmp_path, monkeypatch):
+    """On another system than Linux there is no triton to have a version: this used to raise PackageNotFoundError."""
+    version = conv_choice.importlib.metadata.version
+
+    def no_triton(name):
+        if name == "triton":
+            raise conv_choice.importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(conv_choice.importlib.metadata, "version", no_triton)
+    path = tmp_path / "choices.json"
+    assert save_conv_choices(path) == 0
+    assert load_conv_choices(path) == 0
