@@ -47,14 +47,22 @@ class ConvBlocks(NamedTuple):
 
 
 def conv_blocks(
-    M: int, C: int, K: int, groups: int, dtype: torch.dtype, tensor_cores: bool, device: torch.device
+    M: int,
+    C: int,
+    K: int,
+    groups: int,
+    dtype: torch.dtype,
+    tensor_cores: bool,
+    device: torch.device,
+    affine: bool = False,
 ) -> ConvBlocks:
-    """For M output positions, and C input and K output channels a group."""
+    """For M output positions, and C input and K output channels a group.  ``affine``: with scale and shift."""
     # 128 bytes of channels a row: what one swizzled row of shared memory holds
-    block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize)
+    # without tensor cores both operands lie in registers, and those of 32 channels spill
+    block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize if tensor_cores else MIN_REDUCED)
     # the tile that wastes the fewest channels, the larger one of equals
-    # without tensor cores both operands lie in registers
-    candidates = (128, 64, 32, 16) if tensor_cores else (64, 32, 16)
+    # scale and shift of 128 channels take 128 registers a thread beside the product on sm_100: hundreds of bytes spill
+    candidates = (128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16)
     block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
     channel_tiles = triton.cdiv(K, block_k) * groups
     processors = multiprocessors(device)
@@ -62,8 +70,8 @@ def conv_blocks(
     tiles = triton.cdiv(M, block_m)
     splits = min(tiles, max(1, PROGRAMS_PER_SM * processors // channel_tiles))
     tiles_per_split = triton.cdiv(tiles, splits)
-    # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100
-    num_warps = 8 if block_m * block_k >= 128 * 64 else 4
+    # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and in fp32 that of 128 x 16
+    num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
     meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
     return ConvBlocks(
         channel_tiles, triton.cdiv(C, block_c), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta

@@ -174,7 +174,8 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
     reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))
     index = tl.int64 if max(M, C * x_strides[1], sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
-    blocks = conv_blocks(M, C, K // groups, groups, x.dtype, tf32 or x.dtype != torch.float32, x.device)
+    tensor_cores = tf32 or x.dtype != torch.float32
+    blocks = conv_blocks(M, C, K // groups, groups, x.dtype, tensor_cores, x.device, epilogue == "norm")
     partial = None
     if epilogue == "stats":
         partial = torch.empty(3, blocks.splits, K, dtype=torch.float32, device=x.device)

@@ -28,6 +28,8 @@ CHANNELS_OUT = {16: 7, 32: 32, 64: 60, 128: 120}
 # input channels by the block they lead to: the last step is cut off, or whole
 CHANNELS_IN = {16: (3, 16), 32: (20, 32), 64: (72, 128)}
 CHANNELS_IN_FP32 = {16: (3, 16), 32: (36, 64)}
+# without tensor cores a step sums 16
+CHANNELS_IN_IEEE = {16: (3, 16, 36)}
 
 
 class Case(NamedTuple):
@@ -44,18 +46,18 @@ class Case(NamedTuple):
 def cases():
     for kind, (dtype, tf32) in KINDS.items():
         tensor_cores = tf32 or dtype != torch.float32
-        channels_in = CHANNELS_IN_FP32 if dtype == torch.float32 else CHANNELS_IN
+        channels_in = (CHANNELS_IN_FP32 if tf32 else CHANNELS_IN_IEEE) if dtype == torch.float32 else CHANNELS_IN
         channels_out = [K for block, K in CHANNELS_OUT.items() if tensor_cores or block <= 64]
         for block_m, C, K in itertools.product(PROCESSORS, sum(channels_in.values(), ()), channels_out):
             yield Case(kind, block_m, C, K)
 
 
-def chosen(kind, M, C, K, device):
+def chosen(kind, M, C, K, device, affine=False):
     """What tells one compiled kernel from another, as ``conv_blocks`` chooses it."""
     from fusedseg.kernels.conv import conv_blocks
 
     dtype, tf32 = KINDS[kind]
-    meta = conv_blocks(M, C, K, 1, dtype, tf32 or dtype != torch.float32, device).meta
+    meta = conv_blocks(M, C, K, 1, dtype, tf32 or dtype != torch.float32, device, affine).meta
     return kind, *(meta[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_C", "num_warps"))
 
 
@@ -69,16 +71,20 @@ def processors(monkeypatch):
 
 
 def test_the_cases_below_reach_every_configuration(processors, device):
-    reached, possible = set(), set()
-    channels = sorted({n for power in range(10) for n in (2**power - 1, 2**power, 2**power + 1)} - {0})
+    reached, possible, reached_affine, possible_affine = set(), set(), set(), set()
+    channels = sorted({n for power in range(3, 8) for n in (2**power - 1, 2**power, 2**power + 1)} - {0})
     for block_m, count in PROCESSORS.items():
         processors(count)
         reached |= {chosen(of.kind, 144, of.C, of.K, device) for of in cases() if of.block_m == block_m}
-        for kind, C, K in itertools.product(KINDS, channels, range(1, 400)):
+        reached_affine |= {chosen(of.kind, 144, of.C, of.K, device, True) for of in cases() if of.block_m == block_m}
+        for kind, C, K in itertools.product(KINDS, channels, range(1, 132)):
             possible.add(chosen(kind, 144, C, K, device))
-    # 2 of positions; 4 (without tensor cores 3) of output channels; 3 (in fp32 2) of input channels
-    assert len(possible) == 2 * (3 * 2 + 4 * 2 + 4 * 3 + 4 * 3)
+            possible_affine.add(chosen(kind, 144, C, K, device, affine=True))
+    # 2 of positions; 4 (without tensor cores 3) of output channels; 3 (in tf32 2, in fp32 1) of input channels
+    assert len(possible) == 2 * (3 * 1 + 4 * 2 + 4 * 3 + 4 * 3)
     assert reached == possible
+    # in eval 64 output channels at most
+    assert reached_affine == possible_affine == {of for of in possible if of[2] <= 64}
 
 
 # what eval computes otherwise, the interpreter has seen in test_conv_abn.py
