@@ -4,10 +4,21 @@ import sys
 import types
 
 from . import _backend, functional, memory, unet
-from .nn import ConvABN2d, ConvABN3d, InPlaceABN
+from .nn import BranchSum, ConvABN2d, ConvABN3d, ConvBank2d, ConvBank3d, InPlaceABN
 
 __version__ = "0.1.0"
-__all__ = ["ConvABN2d", "ConvABN3d", "InPlaceABN", "backend", "functional", "memory", "unet"]
+__all__ = [
+    "BranchSum",
+    "ConvABN2d",
+    "ConvABN3d",
+    "ConvBank2d",
+    "ConvBank3d",
+    "InPlaceABN",
+    "backend",
+    "functional",
+    "memory",
+    "unet",
+]
 
 
 class _Package(types.ModuleType):

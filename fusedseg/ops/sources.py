@@ -18,6 +18,8 @@ MODES = {
     5: ("nearest", "nearest-exact", "trilinear", "area"),
 }
 aten = torch.ops.aten
+# an enlarged tensor beyond this, and wider than the result, exists in parts only; below, they are not worth their while
+ENLARGED_BYTES = 2**26
 # those that take align_corners
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
@@ -87,6 +89,9 @@ class Interpolated:
     def formed(self) -> Tensor:
         return self.enlarge(self.x)
 
+    def channels(self, start: int, stop: int) -> "Interpolated":
+        return Interpolated(self.x[:, start:stop], *self.enlarge)
+
 
 Source = Tensor | Interpolated
 
@@ -149,26 +154,40 @@ def shape_of(sources: Sequence[Source]) -> torch.Size:
     return torch.Size([N, sum(source.shape[1] for source in sources), *size])
 
 
-def _parts(sources: Sequence[Source], w: Tensor) -> list[tuple[int, Source, Tensor]]:
-    """(index, source, its part of the weight), those that are to be enlarged first: that needs memory for a while, and
-    is done before there is more."""
-    # the one part of one source is the weight, in groups or not
-    weights = (w,) if len(sources) == 1 else w.split([source.shape[1] for source in sources], dim=1)
-    parts = list(zip(range(len(sources)), sources, weights, strict=True))
-    return sorted(parts, key=lambda part: not isinstance(part[1], Interpolated))
+class _Part(NamedTuple):
+    """A convolution of one source, or of a range of an Interpolated's channels, and the part of the weight for it."""
+
+    of: int
+    source: Source
+    w: Tensor
+
+
+def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
+    """Those that are to be enlarged come first: that needs memory for a while, and is done before there is more.  A
+    large one of more channels than the result has is enlarged in parts of as many."""
+    if len(sources) == 1 and isinstance(sources[0], Tensor):
+        # the weight is its part, in groups or not
+        return [_Part(0, sources[0], w)]
+    parts, start = [], 0
+    for of, source in enumerate(sources):
+        C, K = source.shape[1], w.shape[0]
+        ranges: list[Source]
+        if isinstance(source, Interpolated) and source.shape.numel() * source.x.element_size() > ENLARGED_BYTES:
+            ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
+        else:
+            ranges = [source]
+        for part in ranges:
+            parts.append(_Part(of, part, w[:, start : start + part.shape[1]]))
+            start += part.shape[1]
+    return sorted(parts, key=lambda part: not isinstance(part.source, Interpolated))
 
 
 def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution of what the sources stand for."""
-    if len(sources) == 1:
-        return convolve(formed(sources[0]), w, bias, geometry)
-    y = None
-    for _, source, part in _parts(sources, w):
-        if y is None:
-            y = convolve(formed(source), part, bias, geometry)
-        else:
-            y += convolve(formed(source), part, None, geometry)
-    assert y is not None
+    first, *others = _parts(sources, w)
+    y = convolve(formed(first.source), first.w, bias, geometry)
+    for part in others:
+        y += convolve(formed(part.source), part.w, None, geometry)
     return y
 
 
@@ -177,21 +196,27 @@ def convolve_sources_backward(
 ) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
     """Gradients of the sources' tensors, of w and of the bias; ``wanted`` is in that order."""
     *needs, need_w, need_bias = wanted
-    dsources: list[Tensor | None] = [None] * len(sources)
-    dws: list[Tensor | None] = [None] * len(sources)
+    # by source, in the order of their channels
+    dsources: list[list[Tensor | None]] = [[] for _ in sources]
+    dws: list[list[Tensor | None]] = [[] for _ in sources]
     dbias = None
     for i, source, part in _parts(sources, w):
         # the bias's gradient comes with the first
         asked = (needs[i], need_w, need_bias and dbias is None)
         if isinstance(source, Interpolated):
-            dsources[i], dws[i], db = _interpolated_backward(dy, source, part, geometry, asked)
+            dx, dw, db = _interpolated_backward(dy, source, part, geometry, asked)
         else:
-            dsources[i], dws[i], db = convolve_backward(dy, source, part, geometry, asked)
+            dx, dw, db = convolve_backward(dy, source, part, geometry, asked)
+        dsources[i].append(dx)
+        dws[i].append(dw)
         dbias = db if dbias is None else dbias
-    dw = None
-    if need_w:
-        dw = dws[0] if len(dws) == 1 else torch.cat(dws, dim=1)  # type: ignore[arg-type]
-    return dsources, dw, dbias
+    return [_cat(of) for of in dsources], _cat([dw for of in dws for dw in of]), dbias
+
+
+def _cat(gradients: list[Tensor | None]) -> Tensor | None:
+    """Of ranges of channels; all of them are there, or none is."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return torch.cat(given, dim=1) if len(given) > 1 else given[0] if given else None
 
 
 def _interpolated_backward(

@@ -221,10 +221,13 @@ class Up(nn.Module):
                 f"fusedseg.unet.Up: x of size {tuple(small)}, enlarged by 2, is larger than the skip of size "
                 f"{tuple(size)}, to which it would be padded"
             )
-        reduced = self.up(source)
-        if not self.plain and not any(missing):
-            return Interpolated(reduced, reached, self.interpolation, self.align_corners)
-        enlarged = F.interpolate(reduced, size=reached, mode=self.interpolation, align_corners=self.align_corners)
+        options: dict[str, Any] = {"size": reached, "mode": self.interpolation, "align_corners": self.align_corners}
+        if isinstance(source, Tensor) and self.plain:
+            enlarged = self.up(F.interpolate(source, **options))
+        elif not any(missing):
+            return Interpolated(self.up(source), **options)
+        else:
+            enlarged = F.interpolate(self.up(source), **options)
         if any(missing):
             return F.pad(enlarged, [n for more in reversed(missing) for n in (more // 2, more - more // 2)])
         return enlarged
