@@ -147,7 +147,7 @@ def _joined(op, x, weight, bias, stride, padding, dilation, groups):
             f"got {tuple(weight.shape)}"
         )
     geometry, uneven = parse_geometry(op, weight.shape[2:], stride, padding, dilation, groups)
-    if uneven:
+    if uneven and len(sources[0].shape) == weight.dim():
         sources = (F.pad(concatenated(sources), uneven),)
     return *_join_conv.autocast(sources, weight, bias), geometry
 

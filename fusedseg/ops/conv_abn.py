@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..activation import Activation
 from . import conv_choice, inplace_abn, join_conv
 from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
+from .double_backward import differentiated_once
 from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
 from .kept import Kept
 from .layout import dense, layout_of
@@ -98,23 +98,29 @@ class _Convolution(torch.autograd.Function):
         sources = sources_of(tensors, enlarges)
         z, _, *done[:] = _forward(settings, sources, w, conv_bias, *norm)
         running_mean = norm[2]
-        if settings.training and conv_bias is not None and running_mean is not None:
+        # an empty batch moves nothing
+        if settings.training and conv_bias is not None and running_mean is not None and z.numel():
             running_mean.add_(conv_bias, alpha=settings.momentum)
         ctx.geometry, ctx.training, ctx.enlarges = settings.geometry, settings.training, enlarges
         ctx.save_for_backward(w, *tensors)
         return z
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
         need_w, need_bias, *needs = ctx.needs_input_grad[4:]
         wanted = (*needs, need_w, need_bias and not ctx.training)
         sources = sources_of(tensors, ctx.enlarges)
-        dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, ctx.geometry, wanted)
+        dw, dbias, *dtensors = differentiated_once(OP, _convolution_backward, dy, sources, w, ctx.geometry, wanted)
         if need_bias and ctx.training:
             dbias = dy.new_zeros(w.shape[0])
         return None, None, None, None, dw, dbias, *dtensors
+
+
+def _convolution_backward(dy, sources, w, geometry, wanted):
+    """dw, dbias, and gradients of the sources' tensors."""
+    dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, geometry, wanted)
+    return dw, dbias, *dtensors
 
 
 @torch.library.custom_op("fusedseg::conv_abn", mutates_args=())
@@ -235,7 +241,7 @@ def conv_abn(
             settings, values, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources)
         )  # fmt: skip
         return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
-    moved = conv_bias if training and running_mean is not None else None
+    moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if len(sources) > 1 or isinstance(sources[0], Interpolated):
         # the compiler sees through a join, and forms as little of it as it finds fit
         y = convolve_sources(sources, w, None if training else conv_bias, geometry)

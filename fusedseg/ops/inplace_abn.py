@@ -229,7 +229,9 @@ def inplace_abn(
 
 
 def move_running(stats: Tensor, m: int, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> None:
-    """Moves the running statistics towards mean and rstd (2, C) of ``m`` values a channel."""
+    """Moves the running statistics towards mean and rstd (2, C) of ``m`` values a channel; no values move nothing."""
+    if m == 0:
+        return
     with torch.no_grad():
         var = (stats[1] ** -2 - eps).clamp_min(0.0) * (m / (m - 1))
         running_mean.lerp_(stats[0].to(running_mean.dtype), momentum)

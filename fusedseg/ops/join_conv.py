@@ -56,7 +56,14 @@ def autocast(
     """As a stock convolution would take them."""
     tensors = tensors_of(sources)
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in (w.dtype, *(t.dtype for t in tensors)):
+    # meta tensors have no autocast, and asking for it raises
+    if (
+        device == "meta"
+        or not torch.is_autocast_enabled(device)
+        or torch.float64 in (w.dtype, *(t.dtype for t in tensors))
+    ):
+        return sources, w, bias
+    if not all(t.is_floating_point() for t in tensors):
         return sources, w, bias
     dtype = torch.get_autocast_dtype(device)
     return cast_sources(sources, dtype), w.to(dtype), None if bias is None else bias.to(dtype)

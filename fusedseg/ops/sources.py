@@ -103,6 +103,8 @@ def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
         came = [type(source).__name__ for source in sources]
         raise TypeError(f"{op}: x must be a tensor, an Interpolated, or a sequence of these, got {came}")
     first = sources[0]
+    if len(first.shape) < 2:
+        raise ValueError(f"{op}: x must have shape (N, C, *spatial), got {tuple(first.shape)}")
     for source in sources[1:]:
         if (source.shape[0], *source.shape[2:]) != (first.shape[0], *first.shape[2:]):
             raise ValueError(

@@ -1,0 +1,105 @@
+"""Convolutions that the tests of ``functional.conv_abn`` run, and the stock ops that they stand for."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tests.reference import activate
+
+CONV = {4: F.conv2d, 5: F.conv3d}
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Case(NamedTuple):
+    """Shapes of x and conv_weight, and what convolutions take beside them."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    options: dict[str, Any]
+
+
+# small enough for the interpreter and for numerical derivatives, each with something to get wrong
+CASES = {
+    "2d": Case((2, 3, 5, 4), (4, 3, 3, 3), {"padding": 1}),
+    "1x1": Case((2, 3, 3, 4), (4, 3, 1, 1), {}),
+    "1x1, stride 2": Case((2, 3, 5, 4), (3, 3, 1, 1), {"stride": 2}),
+    "one sample": Case((1, 2, 5, 5), (3, 2, 3, 3), {"padding": "valid"}),
+    "one channel each": Case((2, 1, 4, 3), (1, 1, 3, 3), {"padding": 1}),
+    "stride 2": Case((2, 2, 5, 6), (3, 2, 3, 3), {"stride": 2, "padding": 1}),
+    "dilation 2": Case((2, 2, 6, 5), (3, 2, 3, 3), {"padding": 2, "dilation": 2}),
+    "oblong": Case((2, 2, 7, 5), (3, 2, 5, 1), {"stride": (1, 2), "padding": (2, 0), "dilation": (1, 3)}),
+    "groups": Case((2, 4, 4, 3), (6, 2, 3, 3), {"padding": 1, "groups": 2}),
+    "depthwise": Case((2, 3, 4, 3), (3, 1, 3, 3), {"padding": 1, "groups": 3}),
+    "same": Case((2, 2, 4, 3), (3, 2, 3, 5), {"padding": "same"}),
+    "same, even kernel": Case((2, 2, 4, 5), (3, 2, 2, 4), {"padding": "same", "dilation": (3, 1)}),
+    "3d": Case((2, 2, 3, 4, 2), (3, 2, 3, 3, 3), {"padding": 1}),
+    "3d, same, even kernel": Case((2, 2, 2, 3, 3), (3, 2, 1, 2, 3), {"padding": "same"}),
+    "3d, stride 2": Case((2, 2, 4, 3, 5), (3, 2, 3, 1, 3), {"stride": 2, "padding": (1, 0, 1)}),
+}
+
+
+def formatted(t, fmt):
+    return t.contiguous(memory_format=LAST[t.dim()]) if fmt == "channels_last" else t.contiguous()
+
+
+class Inputs(NamedTuple):
+    """In the order of ``conv_abn`` without the running statistics."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    conv_bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        return [t for t in self if t is not None]
+
+    def replaced(self, tensors) -> "Inputs":
+        """The same with others in place of ``given``."""
+        others = iter(tensors)
+        return Inputs(*(None if t is None else next(others) for t in self))
+
+
+def inputs(case, dtype, device, fmt="contiguous", conv_bias=True, affine=True, kept=True, params=None) -> Inputs:
+    """Leaves; the output of the convolution has a variance of about 1, and weights have both signs.
+
+    ``kept``: the last weight is 0.  ``params``: the dtype of weight and bias.
+    """
+    K = case.w[0]
+    x = torch.randn(case.x, dtype=torch.float64) + 0.5
+    w = torch.randn(case.w, dtype=torch.float64)
+    w /= w[0].numel() ** 0.5
+    weight = torch.linspace(0.6, 1.4, K, dtype=torch.float64)
+    weight[1::2] *= -1
+    if kept:
+        weight[-1] = 0.0
+    bias = torch.linspace(-0.3, 0.4, K, dtype=torch.float64)
+    params = params or dtype
+    made = Inputs(
+        formatted(x.to(device, dtype), fmt),
+        w.to(device, dtype),
+        torch.linspace(1, -1, K, dtype=torch.float64).to(device, dtype) if conv_bias else None,
+        weight.to(device, params) if affine else None,
+        bias.to(device, params) if affine else None,
+    )
+    for t in made.given:
+        t.requires_grad_()
+    return made
+
+
+def running(case, dtype, device):
+    K = case.w[0]
+    values = torch.linspace(-1, 1, K, dtype=torch.float64), torch.linspace(0.5, 2, K, dtype=torch.float64)
+    return tuple(v.to(device, dtype) for v in values)
+
+
+def stock(case, given, statistics, training, activation="leaky_relu", param=0.01, momentum=0.1, stored=None):
+    """What ``conv_abn`` stands for.  ``stored``: the dtype in which the convolution's output is stored; rounding to it
+    has a derivative of 1."""
+    x, w, conv_bias, weight, bias = given
+    y = CONV[x.dim()](x, w, conv_bias, **case.options)
+    if stored is not None:
+        y = y + (y.to(stored).to(y.dtype) - y).detach()
+    return activate(F.batch_norm(y, *statistics, weight, bias, training, momentum), activation, param)

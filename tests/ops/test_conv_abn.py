@@ -1,0 +1,111 @@
+"""The op on both convolutions: values, gradients, running statistics, strides and what each setting reaches."""
+
+import pytest
+import torch
+
+from fusedseg.functional import conv_abn
+from tests.ops.conv_abn_cases import CASES, Inputs, inputs, running, stock
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+HALF_AND_FP32 = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch.")
+)
+FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+TRAINING = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+SMALL = CASES["2d"]
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
+
+
+@pytest.fixture
+def dtype_of(backend):
+    """Triton's convolution takes no float64."""
+    return torch.float64 if backend == "aten" else torch.float32
+
+
+def fused(case, given, statistics, training, backend, **options):
+    x, w, conv_bias, weight, bias = given
+    return conv_abn(
+        x, w, conv_bias, *statistics, weight, bias, training=training, conv_backend=backend, **case.options, **options
+    )
+
+
+def check_gradcheck(case, device, training, fmt="contiguous", activation="leaky_relu", param=0.01, **which):
+    given = inputs(case, torch.float64, device, fmt, **which)
+
+    def ours(*tensors):
+        statistics = running(case, torch.float64, device)
+        arguments = given.replaced(tensors)
+        return fused(case, arguments, statistics, training, "aten", activation=activation, activation_param=param)
+
+    # along random directions: numerical derivatives of every element take minutes
+    assert torch.autograd.gradcheck(ours, given.given, fast_mode=True)
+    # dz expanded from a scalar
+    assert torch.autograd.gradcheck(lambda *t: ours(*t).sum() * 2, given.given, fast_mode=True)
+    z, expected = (
+        ours(*given.given),
+        stock(case, given, running(case, torch.float64, device), training, activation, param),
+    )
+    torch.testing.assert_close(z, expected)
+    dz = torch.randn_like(z)
+    torch.testing.assert_close(*(torch.autograd.grad(out, given.given, dz) for out in (z, expected)))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@TRAINING
+def test_gradcheck_geometries(device, case, training):
+    check_gradcheck(case, device, training)
+
+
+@pytest.mark.parametrize("case", ["2d", "3d, same, even kernel"])
+@TRAINING
+def test_gradcheck_channels_last(device, case, training):
+    check_gradcheck(CASES[case], device, training, "channels_last")
+
+
+@pytest.mark.parametrize(("activation", "param"), [("leaky_relu", 0.3), ("elu", 1.3), ("identity", 0.0)])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
+@TRAINING
+def test_gradcheck_activations(device, activation, param, affine, training):
+    check_gradcheck(
+        SMALL, device, training, activation=activation, param=param, affine=affine, conv_bias=affine, kept=False
+    )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@FORMATS
+def test_values_and_running_statistics(backend, device, dtype_of, case, fmt):
+    """Of both backends; running_mean takes the convolution's bias along."""
+    for training in (True, False):
+        given, statistics = inputs(case, dtype_of, device, fmt), running(case, dtype_of, device)
+        with torch.no_grad():
+            z = fused(case, given, statistics, training, backend, momentum=0.3)
+        moved = running(case, torch.float64, device)
+        exact = [None if t is None else t.double() for t in given]
+        expected = stock(case, exact, moved, training, momentum=0.3)
+        assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype_of]
+        for name, a, b in zip(("mean", "var"), statistics, moved, strict=True):
+            assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype_of], name
+
+
+@pytest.mark.parametrize("case", ["2d", "1x1", "stride 2", "groups", "same, even kernel", "3d"])
+@FORMATS
+@HALF_AND_FP32
+def test_gradients(backend, device, dtype, case, fmt):
+    """Against float64, in which y is rounded as it is stored: the sign of a y that rounding moves across zero differs
+    from the sign it had, on any implementation that stores y, and each costs the whole of its gradient."""
+    case = CASES[case]
+    for training in (True, False):
+        given = inputs(case, dtype, device, fmt, params=torch.float32)
+        statistics = running(case, torch.float32, device)
+        z = fused(case, given, statistics, training, backend)
+        dz = torch.randn(z.shape, dtype=torch.float64).to(device, dtype)
+        grads = torch.autograd.grad(z, given, dz)
+
+        exact = Inputs(*(t.detach().double().requires_grad_() for t in given))
+        # in training y is stored without the bias
+        used = exact._replace(conv_bias=None) if training else exact
+        expected = stock(case, used, [s.double() for s in statistics], training, stored=dtype)
+        expected = torch.autograd.grad(expected, exact, dz.double(), materialize_grads=True)
+        for name, t, mine, theirs in zip(given._fields, given, grads, expected, strict=True):
+            assert mine.dtype == t.dtype
+            assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], (training, name)

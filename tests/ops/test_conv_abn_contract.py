@@ -1,0 +1,309 @@
+"""The op's dealings with autograd, memory, dtypes and formats, on both convolutions."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedseg
+from fusedseg.functional import conv_abn
+from fusedseg.memory import measure
+from fusedseg.ops import conv_abn as op
+from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
+from tests.reference import GRADIENT_TOLERANCE, relative_error
+
+SMALL = CASES["2d"]
+FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+STATES = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+
+
+@pytest.fixture
+def dtype(backend):
+    """Triton's convolution takes no float64."""
+    return torch.float64 if backend == "aten" else torch.float32
+
+
+def fused(given, backend, training=True, statistics=(None, None), case=SMALL, **options):
+    x, w, conv_bias, weight, bias = given
+    return conv_abn(
+        x, w, conv_bias, *statistics, weight, bias, training=training, conv_backend=backend, **case.options, **options
+    )
+
+
+def test_bias_of_the_convolution_in_training(backend, device, dtype):
+    """Its gradient is zero, not small; the running mean moves with it, and the output does not."""
+    given = inputs(SMALL, dtype, device)
+    unbiased = given._replace(conv_bias=None)
+    mean, mean_unbiased = (running(SMALL, dtype, device) for _ in range(2))
+    z = fused(given, backend, statistics=mean, momentum=0.25)
+    assert torch.equal(z, fused(unbiased, backend, statistics=mean_unbiased, momentum=0.25))
+    torch.testing.assert_close(mean[0] - mean_unbiased[0], 0.25 * given.conv_bias.detach(), rtol=1e-4, atol=1e-6)
+    assert torch.equal(mean[1], mean_unbiased[1])
+    z.square().sum().backward()
+    assert torch.equal(given.conv_bias.grad, torch.zeros_like(given.conv_bias))
+
+
+@STATES
+@pytest.mark.parametrize("frozen", ["x", "w", "conv_bias", "weight", "bias", "weight and bias", "all but conv_bias"])
+def test_gradients_of_the_others_where_some_are_frozen(backend, device, dtype, frozen, training):
+    """ "all but conv_bias": frozen BN and weights with a bias that trains is how a detector is fine-tuned."""
+    everything = inputs(SMALL, dtype, device)
+    names = {"conv_bias"} if frozen.startswith("all") else set(everything._fields) - set(frozen.split(" and "))
+    statistics = running(SMALL, dtype, device)
+    z = fused(everything, backend, training, statistics)
+    dz = torch.randn_like(z)
+    expected = dict(zip(everything._fields, torch.autograd.grad(z, everything, dz), strict=True))
+
+    given = inputs(SMALL, dtype, device)._replace(**{n: getattr(everything, n).detach() for n in everything._fields})
+    for name in names:
+        getattr(given, name).requires_grad_()
+    fused(given, backend, training, running(SMALL, dtype, device)).backward(dz)
+    for name, t in zip(given._fields, given, strict=True):
+        if name in names:
+            torch.testing.assert_close(t.grad, expected[name])
+        else:
+            assert t.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
+@FORMATS
+def test_saved_bytes(backend, device, dtype, fmt):
+    """One activation tensor for each layer, and the input: eager keeps two for each."""
+    C, layers = 4, 3
+    memory_format = getattr(torch, fmt if fmt == "channels_last" else "contiguous_format")
+    blocks = [fusedseg.ConvABN2d(C, C, 3, padding=1, dtype=dtype, conv_backend=backend) for _ in range(layers)]
+    net = nn.Sequential(*blocks).to(device, memory_format=memory_format)
+    x = torch.randn(2, C, 8, 8, dtype=dtype, device=device).contiguous(memory_format=memory_format)
+    saved = measure(net, x).saved
+    # beside them 1 / sqrt(var + eps) in fp32, a row of two
+    assert saved - x.nbytes * (1 + layers) in (layers * 4 * C, layers * 8 * C)
+
+
+def test_kept_channels_grow_memory_by_just_those(backend, device, dtype):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        given = inputs(SMALL, dtype, device)
+        z = fused(given, backend)
+    K = SMALL.w[0]
+    expected = [given.x.numel(), given.w.numel(), z.numel(), K, K, K, z.numel() // K]
+    assert sorted(t.numel() for t in saved) == sorted(expected)
+
+
+@FORMATS
+def test_variance_of_large_mean(backend, device, fmt):
+    """E[y^2] - E[y]^2 in fp32 gives 0 here; measured against the values as they are stored."""
+    x = formatted((torch.randn(4, 2, 32, 32, dtype=torch.float64) * 0.1 + 300).float(), fmt).to(device)
+    w = torch.eye(2, device=device).view(2, 2, 1, 1)
+    statistics = torch.zeros(2, device=device), torch.zeros(2, device=device)
+    conv_abn(x, w, None, *statistics, training=True, momentum=1.0, conv_backend=backend)
+    torch.testing.assert_close(statistics[0].double(), x.double().mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(statistics[1].double(), x.double().var((0, 2, 3)), rtol=1e-3, atol=0)
+
+
+@FORMATS
+@STATES
+def test_bit_identical(backend, device, dtype, fmt, training):
+    case = Case((3, 5, 7, 8), (7, 5, 3, 3), {"padding": 1})
+    given = inputs(case, dtype, device, fmt)
+    results = []
+    for _ in range(2):
+        statistics = running(case, dtype, device)
+        z = fused(given, backend, training, statistics, case)
+        results.append((z, *statistics, *torch.autograd.grad(z.square().sum(), given)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def functional_arguments(given, case, statistics, backend, slots=None, count=0):
+    x, w, conv_bias, weight, bias = given
+    g = case.options
+    lists = [g.get("stride", [1, 1]), g.get("padding", [0, 0]), g.get("dilation", [1, 1])]
+    lists = [[v, v] if isinstance(v, int) else list(v) for v in lists]
+    return (
+        x, w, conv_bias, weight, bias, *statistics, *lists, g.get("groups", 1), 1e-5, "leaky_relu", 0.01, slots, count,
+        backend,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("which", "fmt"),
+    [
+        ("training", "channels_last"),
+        ("eval", "contiguous"),
+        ("training, one kept", "contiguous"),
+        ("training, no bias, groups", "channels_last"),
+    ],
+)
+def test_opcheck(backend, device, dtype, which, fmt):
+    case = CASES["groups" if "groups" in which else "2d"]
+    K = case.w[0]
+    kept = "kept" in which
+    given = inputs(case, dtype, device, fmt, conv_bias="no bias" not in which, kept=kept)
+    slots = torch.tensor([-1] * (K - 1) + [0], dtype=torch.int32, device=device) if kept else None
+    statistics = running(case, dtype, device) if which == "eval" else (None, None)
+    torch.library.opcheck(op.conv_abn_op, functional_arguments(given, case, statistics, backend, slots, int(kept)))
+
+
+# what has more than one description where a size is 1
+AMBIGUOUS = {
+    "plain": ((2, 3, 5, 4), (4, 3, 3, 3)),
+    "one input channel": ((2, 1, 5, 4), (4, 1, 3, 3)),
+    "one output channel": ((2, 3, 5, 4), (1, 3, 3, 3)),
+    "one channel each": ((2, 1, 5, 4), (1, 1, 3, 3)),
+    "one position": ((2, 3, 3, 3), (4, 3, 3, 3)),
+    "one row": ((2, 3, 3, 5), (4, 3, 3, 3)),
+    "1x1": ((2, 3, 4, 4), (4, 3, 1, 1)),
+    "empty batch": ((0, 3, 5, 4), (4, 3, 3, 3)),
+    "3d": ((2, 3, 3, 5, 4), (4, 3, 1, 3, 3)),
+    "3d, one channel each": ((2, 1, 3, 5, 4), (1, 1, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize(("x", "w"), AMBIGUOUS.values(), ids=AMBIGUOUS)
+@pytest.mark.parametrize(
+    ("fmt", "w_fmt"),
+    [("contiguous", "contiguous"), ("channels_last", "contiguous"), ("contiguous", "channels_last")],
+    ids=["contiguous", "x channels_last", "w channels_last"],
+)
+def test_strides_are_those_of_the_fake(backend, device, x, w, fmt, w_fmt):
+    case = Case(x, w, {"stride": [1] * (len(x) - 2), "padding": [0] * (len(x) - 2), "dilation": [1] * (len(x) - 2)})
+    given = inputs(case, torch.float32, device, fmt)
+    given = given._replace(w=formatted(given.w.detach(), w_fmt))
+    for training in (True, False):
+        statistics = (None, None) if training else running(case, torch.float32, device)
+        with torch.no_grad():
+            z = fused(given, backend, training, statistics, case)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t
+                    for t in functional_arguments(given, case, statistics, backend)]  # fmt: skip
+            expected, stats, xhat_kept = op.conv_abn_op(*fake)
+        assert z.stride() == expected.stride()
+        assert z.shape == expected.shape
+        assert (stats.shape, xhat_kept.numel()) == ((2, w[0]), 0)
+
+
+@pytest.mark.parametrize("x_strides", ["permuted", "sliced", "expanded"])
+def test_other_strides(backend, device, dtype, x_strides):
+    """Neither contiguous nor channels_last; and x is left alone."""
+    base = torch.randn(5, 3, 4, 4, dtype=dtype, device=device)
+    x = {"permuted": base.permute(3, 1, 0, 2), "sliced": base[::2, :, 1:], "expanded": base[:, :1].expand(-1, 3, 4, 4)}
+    given = inputs(SMALL, dtype, device)._replace(x=x[x_strides].detach())
+    before = base.clone()
+    z = fused(given, backend)
+    assert torch.equal(base, before)
+    expected = stock(SMALL, given, (None, None), True)
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5)
+    dz = torch.randn_like(z)
+    for mine, theirs in zip(*(torch.autograd.grad(out, given[1], dz) for out in (z, expected)), strict=True):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("allow_tf32", True, True),
+        ("allow_tf32", False, False),
+        ("fp32_precision", "tf32", True),
+        ("fp32_precision", "ieee", False),
+    ],
+)
+def test_tf32_setting_reaches_the_kernel(monkeypatch, device, setting, value, expected):
+    launcher = pytest.importorskip("fusedseg.kernels.conv_abn")
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    seen = []
+    launch = launcher.conv_abn_fwd
+    monkeypatch.setattr(launcher, "conv_abn_fwd", lambda *args: seen.append(args[-1]) or launch(*args))
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.fp32_precision
+    try:
+        setattr(cudnn if setting == "allow_tf32" else cudnn.conv, setting, value)
+        for x_dtype in (torch.float32, torch.float16):
+            given = inputs(SMALL, x_dtype, device)
+            fused(given, "triton")
+    finally:
+        cudnn.fp32_precision = before[2]
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before[:2]
+    # TF32 is of fp32 alone
+    assert seen == [expected, False]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_autocast(backend, device, half):
+    given, statistics = inputs(SMALL, torch.float32, device), running(SMALL, torch.float32, device)
+    with torch.autocast(device.type, dtype=half):
+        z = fused(given, backend, statistics=statistics)
+    assert z.dtype == half
+    direct, same = inputs(SMALL, torch.float32, device), running(SMALL, torch.float32, device)
+    cast = direct._replace(**{n: getattr(given, n).detach().to(half) for n in ("x", "w", "conv_bias")})
+    assert torch.equal(z, fused(cast, backend, statistics=same))
+    # the bias is not rounded twice: both moved by the same half
+    torch.testing.assert_close(statistics, same, rtol=0, atol=0)
+    grads = torch.autograd.grad(z.float().square().sum(), given)
+    assert {g.dtype for g in grads} == {torch.float32}
+
+
+def test_autocast_leaves_float64_alone(device):
+    given = inputs(SMALL, torch.float64, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert fused(given, "aten").dtype == torch.float64
+
+
+def test_double_backward(backend, device, dtype):
+    given = inputs(SMALL, dtype, device, kept=False)
+    functional = functional_arguments(given, SMALL, (None, None), backend)
+    for f in (lambda: fused(given, backend), lambda: op.conv_abn_op(*functional)[0]):
+        grads = torch.autograd.grad(f().square().sum(), given[:2], create_graph=True)
+        assert all(torch.isfinite(g).all() for g in grads)
+        for g in grads:
+            with pytest.raises(RuntimeError, match=r"fusedseg.(conv|inplace)_abn: double backward is not supported"):
+                torch.autograd.grad(g.sum(), given.w, retain_graph=True)
+
+
+def test_second_backward_with_retain_graph(backend, device, dtype):
+    given = inputs(SMALL, dtype, device)
+    loss = fused(given, backend).square().sum()
+    first = torch.autograd.grad(loss, given, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, given), strict=True))
+
+
+def test_gradient_shared_with_another_branch_is_not_written(backend, device, dtype):
+    given = inputs(SMALL, dtype, device)
+    z = fused(given, backend)
+    other = torch.randn_like(z).requires_grad_()
+    dz = torch.randn_like(z)
+    before = dz.clone()
+    # the addition hands the very same gradient tensor to both
+    (z + other).backward(dz)
+    assert torch.equal(dz, before)
+    assert torch.equal(other.grad, before)
+
+
+@pytest.mark.parametrize("modified", ["x", "z"])
+def test_what_is_kept_and_was_modified_raises(backend, device, dtype, modified):
+    given = inputs(SMALL, dtype, device)
+    x = given.x * 1
+    z = fused(given._replace(x=x), backend)
+    (x if modified == "x" else z).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_fake_tensors(backend):
+    with FakeTensorMode():
+        given = inputs(SMALL, torch.float32, torch.device("cpu"))
+        z = fused(given, backend)
+        z.sum().backward()
+        assert z.shape == (2, 4, 5, 4)
+        assert given.w.grad.shape == given.w.shape
+
+
+@STATES
+def test_empty_batch(backend, device, dtype, training):
+    """Moves no running statistics, as stock: the bias of the convolution used to move the mean."""
+    case = Case((0, 3, 5, 4), (4, 3, 3, 3), {"padding": 1})
+    given, statistics = inputs(case, dtype, device), running(case, dtype, device)
+    z = fused(given, backend, training, statistics, case)
+    assert z.shape == (0, 4, 5, 4)
+    z.sum().backward()
+    for t in given:
+        assert torch.equal(t.grad, torch.zeros_like(t))
+    assert all(torch.equal(a, b) for a, b in zip(statistics, running(case, dtype, device), strict=True))
