@@ -1,0 +1,289 @@
+"""The module beside a convolution, nn.BatchNorm and its activation: same function, same state, same habits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg import ConvABN2d, ConvABN3d, InPlaceABN
+
+CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
+BATCH_NORMS = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+OURS = {2: ConvABN2d, 3: ConvABN3d}
+SIZES = {2: (6, 7), 3: (4, 5, 3)}
+NORM = ("eps", "momentum", "affine", "track_running_stats")
+
+
+def renamed(state):
+    """A state dict of ``Sequential(conv, bn, activation)`` as ours."""
+    return {name.replace("0.", "conv.", 1).replace("1.", "norm.", 1): t for name, t in state.items()}
+
+
+def pair(dims=2, dtype=torch.float64, **options):
+    """The stock modules and ours with the same, non-trivial state."""
+    options = {"kernel_size": 3, "padding": 1} | options
+    of_norm = {name: options.pop(name) for name in NORM if name in options}
+    stock = nn.Sequential(
+        CONVS[dims](4, 6, dtype=dtype, **options), BATCH_NORMS[dims](6, dtype=dtype, **of_norm), nn.LeakyReLU(0.01)
+    )
+    with torch.no_grad():
+        for t in (*stock[1].parameters(), *stock[1].buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+        if stock[1].affine:
+            stock[1].weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0, 2.0, 0.3], dtype=dtype))
+    ours = OURS[dims](4, 6, dtype=dtype, **options, **of_norm)
+    ours.load_state_dict(renamed(stock.state_dict()), strict=True)
+    return stock, ours
+
+
+def step(net, x, optimizer=None, checkpoint=None):
+    """The output and all gradients."""
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    net.zero_grad()
+    z = net(leaf) if checkpoint is None else checkpoint(net, leaf)
+    # not a plain sum, whose gradient batch norm maps to zero
+    (z * z.detach().cos()).sum().backward()
+    grads = [p.grad for p in net.parameters() if p.requires_grad]
+    if optimizer is not None:
+        optimizer.step()
+    return z, leaf.grad, *(g.clone() for g in grads)
+
+
+def assert_same(stock, ours, x, **options):
+    torch.testing.assert_close(step(ours, x, **options), step(stock, x, **options))
+    assert_same_state(stock, ours)
+
+
+def assert_same_state(stock, ours):
+    torch.testing.assert_close(dict(ours.state_dict()), renamed(stock.state_dict()))
+
+
+def data(dims=2, dtype=torch.float64):
+    return torch.randn(2, 4, *SIZES[dims], dtype=dtype)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False, "stride": 2},
+        {"padding": "same", "dilation": 2},
+        {"kernel_size": 2, "padding": "same"},
+        {"groups": 2, "kernel_size": 1, "padding": 0},
+        {"padding_mode": "reflect"},
+        {"padding_mode": "circular", "padding": "same"},
+        {"padding_mode": "replicate", "stride": 2},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"momentum": 0.3, "eps": 1e-2},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
+def test_training_and_eval_as_stock(dims, options):
+    stock, ours = pair(dims, **options)
+    for _ in range(2):
+        assert_same(stock, ours, data(dims))
+    stock.eval()
+    ours.eval()
+    assert_same(stock, ours, data(dims))
+
+
+def test_training_with_an_optimizer_follows_stock():
+    """Also where the convolution's bias decays: its gradient is exactly zero in ours, and rounding in the stock's."""
+    stock, ours = pair()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) for net in (stock, ours)]
+    for _ in range(5):
+        x = data()
+        torch.testing.assert_close(step(ours, x, optimizers[1]), step(stock, x, optimizers[0]))
+    assert_same_state(stock, ours)
+
+
+def test_triton_as_aten(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    _, net = pair(dtype=torch.float32)
+    results = []
+    for name in ("aten", "triton"):
+        other = copy.deepcopy(net)
+        other.conv_backend = name
+        torch.manual_seed(1)
+        results.append((step(other, data(dtype=torch.float32)), dict(other.state_dict())))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", ["norm in eval", "norm without gradient", "convolution without gradient"])
+def test_frozen(frozen):
+    stock, ours = pair()
+    for conv, norm in ((stock[0], stock[1]), (ours.conv, ours.norm)):
+        norm.train(frozen != "norm in eval")
+        norm.requires_grad_(frozen != "norm without gradient")
+        conv.requires_grad_(frozen != "convolution without gradient")
+    assert_same(stock, ours, data())
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_state_dict_keys_and_order(options):
+    stock, ours = pair(**options)
+    assert list(ours.state_dict()) == list(renamed(stock.state_dict()))
+    ours.load_state_dict(renamed(stock.state_dict()), strict=True)
+    back = {name.replace("conv.", "0.", 1).replace("norm.", "1.", 1): t for name, t in ours.state_dict().items()}
+    stock.load_state_dict(back, strict=True)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "affine": False}, {"track_running_stats": False}], ids=str)
+def test_from_and_to_modules_share_everything(dims, options):
+    stock, _ = pair(dims, **options)
+    ours = OURS[dims].from_modules(stock[0], stock[1])
+    conv, bn, act = ours.to_modules()
+    assert ours.conv is conv is stock[0]
+    assert type(bn) is BATCH_NORMS[dims]
+    for name, t in stock[1].state_dict(keep_vars=True).items():
+        assert getattr(bn, name) is t
+        assert getattr(ours.norm, name) is t
+    assert [ours.training, bn.training] == [True, True]
+    x = data(dims)
+    torch.testing.assert_close(nn.Sequential(conv, bn, act).eval()(x), ours.eval()(x))
+    torch.testing.assert_close(ours(x), stock.eval()(x))
+
+
+@pytest.mark.parametrize(
+    ("activation", "param", "expected"),
+    [("leaky_relu", 0.2, nn.LeakyReLU(0.2)), ("elu", 1.5, nn.ELU(1.5)), ("identity", 0.0, nn.Identity())],
+)
+def test_to_modules_has_the_activation(activation, param, expected):
+    stock, _ = pair()
+    ours = ConvABN2d.from_modules(stock[0], stock[1], activation, param)
+    act = ours.to_modules()[2]
+    assert type(act) is type(expected)
+    assert_close_of = torch.linspace(-2, 2, 9)
+    assert torch.equal(act(assert_close_of.clone()), expected(assert_close_of.clone()))
+    stock[2] = expected
+    assert_same(stock, ours, data())
+
+
+def test_from_modules_keeps_the_mode_of_the_norm():
+    stock, _ = pair()
+    stock.eval()
+    ours = ConvABN2d.from_modules(stock[0], stock[1], conv_backend="aten")
+    assert not ours.training
+    assert not ours.norm.training
+    assert ours.conv_backend == "aten"
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *args: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((nn.Conv3d(4, 6, 3), nn.BatchNorm2d(6)), TypeError, "conv must be an nn.Conv2d, got Conv3d"),
+        ((nn.Linear(4, 6), nn.BatchNorm2d(6)), TypeError, "conv must be an nn.Conv2d, got Linear"),
+        ((nn.LazyConv2d(6, 3), nn.BatchNorm2d(6)), TypeError, "conv must be an nn.Conv2d, got LazyConv2d"),
+        ((hooked(nn.Conv2d(4, 6, 3)), nn.BatchNorm2d(6)), TypeError, "conv must have no hooks"),
+        ((nn.utils.spectral_norm(nn.Conv2d(4, 6, 3)), nn.BatchNorm2d(6)), TypeError, "conv must have no hooks"),
+        ((nn.Conv2d(4, 6, 3), hooked(nn.BatchNorm2d(6))), TypeError, "bn must have no hooks"),
+        ((nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6)), TypeError, "bn must be one of .*, got GroupNorm"),
+        ((nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6)), TypeError, "bn must be one of .*, got SyncBatchNorm"),
+        ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(4)), ValueError, "bn must have 6 features, as conv has, got 4"),
+        ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), "relu"), ValueError, "activation 'relu' cannot be inverted"),
+        ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), "leaky_relu", 0.0), ValueError, "slope 0.0 cannot be inverted"),
+    ],
+)
+def test_from_modules_refuses(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ConvABN2d.from_modules(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "text"),
+    [
+        (lambda: ConvABN2d(4, 6, 3)(torch.randn(2, 5, 8, 8)), ValueError, r"x must have 4 channels .* got 5 in"),
+        (lambda: ConvABN2d(4, 6, 3)(torch.randn(4, 8, 8)), ValueError, r"2 spatial dimensions .* got \(4, 8, 8\)"),
+        (lambda: ConvABN3d(4, 6, 3)(torch.randn(4)), ValueError, r"fusedseg.ConvABN3d: .* got \(4,\)"),
+        (lambda: ConvABN3d(4, 6, 3)(torch.randn(2, 4, 8, 8)), ValueError, r"3 spatial dimensions after it, got \(2, 4"),
+        (lambda: ConvABN2d(4, 6, 3)("x"), TypeError, r"fusedseg.ConvABN2d: x must be a tensor"),
+        (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 8, 8).int()), TypeError, r"x must be float16, .* got torch.int32"),
+        (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 8, 8).half()), TypeError, r"conv_weight must be torch.float16"),
+        (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 2, 8)), ValueError, r"the kernel, \(3, 3\) .* does not fit in x"),
+        (lambda: ConvABN2d(4, 6, 3)(torch.ones(1, 4, 3, 3)), ValueError, "expected more than 1 value per channel"),
+        (lambda: ConvABN2d(4, 6, 3, conv_backend="x"), ValueError, "fusedseg.ConvABN2d: conv_backend must be one of"),
+        (lambda: ConvABN2d(4, 6, 3, activation="relu"), ValueError, "activation 'relu' cannot be inverted"),
+        (lambda: ConvABN2d(4, 6, 3, groups=3), ValueError, "divisible by groups"),
+        (lambda: ConvABN2d(4, 6, 3, dtype=torch.complex64), TypeError, "dtype must be float16, .* got torch.complex64"),
+    ],
+)
+def test_refused(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt()
+
+
+def test_refusal_leaves_everything_as_it_was():
+    module = ConvABN2d(4, 6, 3, dtype=torch.float64)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        module(torch.randn(1, 4, 3, 3, dtype=torch.float64))
+    module.conv_backend = "triton"
+    with pytest.raises(RuntimeError, match="conv_backend is 'triton'"):
+        module(torch.randn(2, 4, 8, 8, dtype=torch.float64))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(clone):
+    stock, ours = pair()
+    other = clone(ours)
+    assert_same(stock, other, data())
+    assert ours.norm.num_batches_tracked == 0
+    assert ours.conv.weight.grad is None
+    assert repr(other) == repr(ours)
+
+
+def test_repr():
+    text = repr(ConvABN2d(4, 6, 3, stride=2, conv_backend="aten", activation="identity"))
+    assert "conv_backend=aten" in text
+    assert "(conv): Conv2d(4, 6, kernel_size=(3, 3), stride=(2, 2))" in text
+    assert "(norm): InPlaceABN(6" in text
+    assert "activation=identity" in text
+    assert "conv_backend" not in repr(ConvABN3d(4, 6, 3))
+
+
+def test_signature_begins_as_that_of_the_convolution():
+    import inspect
+
+    for ours, conv in ((ConvABN2d, nn.Conv2d), (ConvABN3d, nn.Conv3d)):
+        mine, theirs = (inspect.signature(c).parameters for c in (ours, conv))
+        shared = [name for name in theirs if name not in ("device", "dtype")]
+        assert list(mine)[: len(shared)] == shared
+        assert all(mine[name].default == theirs[name].default for name in theirs)
+        assert all(p.kind == p.KEYWORD_ONLY for name, p in mine.items() if name not in shared)
+
+
+def test_device_and_dtype_arguments():
+    module = ConvABN2d(4, 6, 3, device="meta", dtype=torch.float16)
+    assert module.conv.weight.is_meta
+    assert {t.dtype for t in (module.conv.bias, module.norm.weight, module.norm.running_var)} == {torch.float16}
+
+
+def test_meta_tensors():
+    """Asking whether autocast is on for them used to raise."""
+    module = ConvABN2d(4, 6, 3, device="meta")
+    z = module(torch.empty(2, 4, 8, 8, device="meta"))
+    z.sum().backward()
+    assert z.shape == (2, 6, 6, 6)
+    assert module.conv.weight.grad.is_meta
+
+
+def test_children_are_stock():
+    module = ConvABN2d(4, 6, 3)
+    assert type(module.conv) is nn.Conv2d
+    assert type(module.norm) is InPlaceABN
