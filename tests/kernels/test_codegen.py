@@ -23,8 +23,16 @@ CONV_SUITES = ["conv_abn", pytest.param("conv_abn-more", marks=pytest.mark.slow)
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# bytes a thread that are known to spill: in inference of the deepest stage of the 3D U-Net, beside 255 registers
-SPILLS = {("sm_100", f"3x3x3-512-512-{of}-norm"): spilled for of, spilled in (("fp16", 8), ("bf16", 8), ("tf32", 16))}
+# bytes a thread that are known to spill
+SPILLS = {
+    # inference of the deepest stage of the 3D U-Net, beside 255 registers
+    ("sm_100", "3x3x3-512-512-fp16-norm"): 8,
+    ("sm_100", "3x3x3-512-512-bf16-norm"): 8,
+    ("sm_100", "3x3x3-512-512-tf32-norm"): 16,
+    # without tensor cores, where ptxas stops at 128 registers
+    ("sm_80", "1x1-64-64-fp32-stats"): 16,
+    ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
+}
 # arguments as large as the activation tensor
 ACTIVATIONS = {"x_ptr", "out_ptr", "z_ptr", "dz_ptr", "dx_ptr"}
 
@@ -89,8 +97,11 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     # taps of planes begin anywhere
     if "3" not in taps if planes else int(C) % 8 == 0:
         vectors.add(("x_ptr", "load"))
-    # a thread of gfx942's wider blocks loads 8 bytes of 16 rows
-    if int(C) % 8 == 0 and (int(K) > 16 or target != "gfx942"):
+    # tiles of w that have fewer than 16 bytes for each thread: 16 rows in fp32, which 8 warps share, and what gfx942's
+    # wavefronts of 64 share
+    small = int(K) <= 16 and (target == "gfx942" or dtype in ("fp32", "tf32"))
+    small = small or (target == "gfx942" and dtype == "fp32")
+    if int(C) % 8 == 0 and not small:
         vectors.add(("w_ptr", "load"))
     # on gfx942 a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, planes singly
     if (planes or int(K) % 8 == 0) if target != "gfx942" else (not planes and int(K) % 8 == 0 and dtype == "fp32"):
