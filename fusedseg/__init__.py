@@ -4,7 +4,7 @@ import sys
 import types
 
 from . import _backend, functional, memory, unet
-from .nn import BranchSum, ConvABN2d, ConvABN3d, ConvBank2d, ConvBank3d, InPlaceABN
+from .nn import BranchSum, ConvABN2d, ConvABN3d, ConvBank2d, ConvBank3d, InPlaceABN, JoinConv2d, JoinConv3d
 
 __version__ = "0.1.0"
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "ConvBank2d",
     "ConvBank3d",
     "InPlaceABN",
+    "JoinConv2d",
+    "JoinConv3d",
     "backend",
     "functional",
     "memory",

@@ -1,4 +1,4 @@
-"""UNet against its twin of plain PyTorch modules."""
+"""U-Nets against their twins of plain PyTorch modules."""
 
 import pytest
 import torch
@@ -6,18 +6,12 @@ from torch import nn
 
 from fusedseg import InPlaceABN
 from fusedseg.memory import measure
-from fusedseg.unet import ConvNormAct, DoubleConv, Down, UNet, Up
+from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
 
-def plain(dims: int):
-    """The norm and activation that InPlaceABN replaces."""
-    norm = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
-    return lambda channels: nn.Sequential(norm(channels), nn.LeakyReLU(0.01, inplace=True))
-
-
-def twins(build, dims: int):
-    """The same network with InPlaceABN and with plain modules, of equal weights that are not all ones and zeros."""
-    ours, eager = build(norm_act=InPlaceABN), build(norm_act=plain(dims))
+def twins(build):
+    """The same network of ours and of plain modules, of equal weights that are not all ones and zeros."""
+    ours, eager = build(plain=False), build(plain=True)
     with torch.no_grad():
         for name, param in ours.named_parameters():
             if param.dim() == 1:
@@ -27,37 +21,58 @@ def twins(build, dims: int):
     return ours, eager
 
 
-# id: (spatial size, arguments of UNet)
+# id: (spatial size, channels of the images, arguments of MultiEncoderUNet)
 NETWORKS = {
-    "2d": ((32, 48), {}),
-    "odd size": ((37, 45), {}),
-    "smallest size": ((4, 4), {}),
-    "transposed": ((32, 48), {"mode": "transposed"}),
-    "transposed, odd size": ((37, 45), {"mode": "transposed"}),
-    "3d": ((8, 12, 16), {"dims": 3}),
-    "3d, odd size": ((9, 7, 5), {"dims": 3}),
-    "3d, transposed, odd size": ((9, 7, 5), {"dims": 3, "mode": "transposed"}),
-    "biased": ((16, 16), {"bias": True}),
+    "2d": ((32, 48), (2,), {}),
+    "odd size": ((37, 45), (2,), {}),
+    "smallest size": ((4, 4), (2,), {}),
+    "padded": ((37, 46), (2,), {"fit": "pad"}),
+    "align_corners": ((19, 22), (2,), {"align_corners": True}),
+    "not reduced": ((19, 22), (2,), {"reduce": False, "up_widths": (7, 3)}),
+    "transposed": ((32, 48), (2,), {"mode": "transposed"}),
+    "transposed, odd size": ((37, 45), (2,), {"mode": "transposed"}),
+    "3d": ((8, 12, 16), (2,), {"dims": 3}),
+    "3d, odd size": ((9, 7, 5), (2,), {"dims": 3}),
+    "3d, not reduced": ((9, 7, 5), (1,), {"dims": 3, "reduce": False}),
+    "3d, transposed, odd size": ((9, 7, 5), (2,), {"dims": 3, "mode": "transposed"}),
+    "biased": ((16, 16), (2,), {"bias": True}),
+    "two encoders": ((18, 21), (5, 3), {"bias": True}),
+    "three encoders, 3d": ((5, 4, 6), (1, 2, 1), {"dims": 3}),
+    "two encoders, transposed": ((18, 21), (1, 1), {"mode": "transposed"}),
 }
 
 
-@pytest.mark.parametrize(("size", "options"), NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(("size", "channels", "options"), NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_values_and_gradients_equal_the_plain_network(size, options, training):
-    torch.manual_seed(0)
-    dims = options.get("dims", 2)
-    ours, eager = twins(
-        lambda norm_act: UNet(2, 3, widths=(4, 6, 8), norm_act=norm_act, **options).double().train(training), dims
-    )
-    x = torch.randn(2, 2, *size, dtype=torch.float64, requires_grad=True)
+def test_values_and_gradients_equal_the_plain_network(size, channels, options, training):
+    def build(plain):
+        return MultiEncoderUNet(channels, 3, widths=(4, 6, 8), plain=plain, **options).double().train(training)
+
+    images = [torch.randn(2, C, *size, dtype=torch.float64, requires_grad=True) for C in channels]
     results = []
-    for net in (ours, eager):
-        out = net(x)
+    for net in twins(build):
+        out = net(*images)
         assert out.shape == (2, 3, *size)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *net.parameters()]), *net.buffers()])
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*images, *net.parameters()]), *net.buffers()])
     for got, expected in zip(*results, strict=True):
         # float64 rounding through some twenty layers; a bias in front of a norm has a gradient of zero but for rounding
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_norm_and_activation_can_be_chosen():
+    """Any norm gains from joins and pools; of plain modules it is the same function."""
+
+    def build(plain):
+        return UNet(2, 3, widths=(4, 8), norm_act=lambda c: nn.Sequential(nn.GroupNorm(2, c), nn.SiLU()), plain=plain)
+
+    ours, eager = twins(lambda plain: build(plain).double())
+    x = torch.randn(2, 2, 9, 10, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), eager(x))
+
+
+def test_elu_is_one_op_with_its_convolution():
+    net = DoubleConv(2, 4, norm_act=lambda channels: InPlaceABN(channels, activation="elu"))
+    assert [type(module).__name__ for module in net] == ["ConvABN2d", "ConvABN2d"]
 
 
 def test_channels_last_stays_channels_last():
@@ -78,7 +93,7 @@ def test_every_parameter_gets_a_gradient():
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_one_tensor_is_kept_for_each_conv_and_norm_where_eager_keeps_two(dtype, memory_format):
-    ours, eager = twins(lambda norm_act: DoubleConv(8, 8, norm_act=norm_act).to(dtype), 2)
+    ours, eager = twins(lambda plain: DoubleConv(8, 8, plain=plain).to(dtype))
     x = torch.randn(2, 8, 32, 32, dtype=dtype).to(memory_format=memory_format)
     activation = x.nbytes
     # a few vectors of one fp32 value per channel for each norm
@@ -92,10 +107,42 @@ def test_one_tensor_is_kept_for_each_conv_and_norm_where_eager_keeps_two(dtype, 
 def test_a_skip_is_kept_once():
     # x is the pool's input as well as a part of the concatenation: the pool must not keep a copy of its own
     x = torch.randn(1, 4, 16, 16, requires_grad=True)
-    pooled, indices = x.nbytes // 4, x.nbytes // 4 * 2
+    pooled = x.nbytes // 4
     down = measure(Down(4, 4), x).saved
-    # the input, the pool's output and int64 indices, one tensor for each convolution, and vectors
-    assert x.nbytes + pooled + indices + 2 * pooled <= down < x.nbytes + pooled + indices + 2 * pooled + 1024
+    # the pool's output and a byte for each of its elements, one tensor for each convolution, and vectors
+    assert down < pooled + pooled // 4 + 2 * pooled + 1024
+
+
+def test_up_keeps_neither_the_concatenation_nor_the_enlarged_map():
+    x, skip = torch.randn(1, 8, 16, 16, requires_grad=True), torch.randn(1, 4, 32, 32, requires_grad=True)
+    kept = measure(Up(8, 4, 4), x, skip).saved
+    # x, what it is reduced to, the skip and one tensor for each convolution, and vectors
+    assert kept < x.nbytes + x.nbytes // 2 + 3 * skip.nbytes + 1024
+
+
+def test_a_stock_networks_weights_load_by_order():
+    class Stock(nn.Module):
+        """The same layers by other names."""
+
+        def __init__(self):
+            super().__init__()
+            layers = UNet(1, 2, widths=(4, 8), plain=True).modules()
+            self.layers = nn.ModuleList(layer for layer in layers if not list(layer.children()))
+
+    stock, ours = Stock(), UNet(1, 2, widths=(4, 8))
+    ours.load_stock_state_dict(stock.state_dict())
+    for got, expected in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_weights_of_another_structure_are_refused_and_nothing_is_loaded():
+    net = UNet(1, 2, widths=(4, 8))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(ValueError, match=r"UNet.load_stock_state_dict: expected \d+ tensors, got \d+"):
+        net.load_stock_state_dict(UNet(1, 2, widths=(4, 8, 8)).state_dict())
+    with pytest.raises(ValueError, match=r"must have shape \(2, 4, 1, 1\), got \(3, 4, 1, 1\)"):
+        net.load_stock_state_dict(UNet(1, 3, widths=(4, 8)).state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +150,9 @@ def test_a_skip_is_kept_once():
     [
         (lambda: UNet(1, 2, dims=1), r"fusedseg\.unet\.UNet: dims must be 2 or 3, got 1"),
         (lambda: UNet(1, 2, widths=(8,)), r"fusedseg\.unet\.UNet: widths must be two or more positive .*, got \(8,\)"),
+        (lambda: UNet(1, 2, widths=(8, 8), up_widths=(4, 4)), r"UNet: up_widths must be 1 positive .*, got \(4, 4\)"),
+        (lambda: UNet(1, 2, fit="crop"), r"Up: fit must be 'resize' or 'pad', got 'crop'"),
+        (lambda: MultiEncoderUNet((), 2), r"MultiEncoderUNet: in_channels must name at least one image, got none"),
         (lambda: UNet(1, 2, widths=(8, 0)), r"fusedseg\.unet\.UNet: widths must be .*, got \(8, 0\)"),
         (lambda: UNet(0, 2), r"fusedseg\.unet\.UNet: in_channels must be a positive integer, got 0"),
         (lambda: UNet(1, 2.0), r"fusedseg\.unet\.UNet: num_classes must be a positive integer, got 2\.0"),
@@ -112,7 +162,6 @@ def test_a_skip_is_kept_once():
         (lambda: Down(1, 2, dims=4), r"fusedseg\.unet\.Down: dims must be 2 or 3, got 4"),
         (lambda: Up(2, 1, 2, dims=4), r"fusedseg\.unet\.Up: dims must be 2 or 3, got 4"),
     ],
-    ids=["dims", "one width", "zero width", "in_channels", "num_classes", "mode", "conv", "double", "down", "up"],
 )
 def test_wrong_arguments_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
@@ -134,7 +183,25 @@ def test_wrong_inputs_are_refused(shape, message):
         net(torch.randn(shape))
 
 
+def test_images_that_do_not_fit_the_encoders_are_refused():
+    net = MultiEncoderUNet((1, 2), 2, widths=(4, 8))
+    with pytest.raises(ValueError, match=r"MultiEncoderUNet: expected 2 images, got 1"):
+        net(torch.randn(1, 1, 8, 8))
+    with pytest.raises(
+        ValueError, match=r"images must have one batch and spatial size, got \[\(1, 1, 8, 8\), \(1, 2, 8, 9\)\]"
+    ):
+        net(torch.randn(1, 1, 8, 8), torch.randn(1, 2, 8, 9))
+
+
 def test_a_transposed_convolution_that_cannot_reach_the_skip_is_refused():
     up = Up(4, 4, 4, mode="transposed")
-    with pytest.raises(ValueError, match=r"x \(1, 4, 4, 4\) cannot reach the skip \(1, 4, 8, 10\)"):
+    with pytest.raises(ValueError, match=r"x of size \(4, 4\) cannot reach the skip of size \(8, 10\)"):
         up(torch.randn(1, 4, 4, 4), torch.randn(1, 4, 8, 10))
+
+
+def test_an_enlarged_map_that_is_larger_than_the_skip_is_refused():
+    up = Up(4, 4, 4, fit="pad")
+    with pytest.raises(
+        ValueError, match=r"x of size \(4, 4\), enlarged by 2, is larger than the skip of size \(8, 7\)"
+    ):
+        up(torch.randn(1, 4, 4, 4), torch.randn(1, 4, 8, 7))

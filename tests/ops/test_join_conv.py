@@ -1,0 +1,185 @@
+"""Convolutions of sources: what is never formed gives the same numbers, and is not kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedseg.functional import Interpolated, conv_abn, join_conv
+from fusedseg.memory import SavedBytes
+from fusedseg.ops import sources as module
+
+CONV = {2: F.conv2d, 3: F.conv3d}
+# (mode, align_corners) by number of dimensions
+MODES = {
+    2: [("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bicubic", True)],
+    3: [("nearest", None), ("nearest-exact", None), ("area", None), ("trilinear", False), ("trilinear", True)],
+}
+CASES = [(dims, *mode) for dims, modes in MODES.items() for mode in modes]
+
+
+@pytest.fixture(params=["whole", "parts"])
+def enlarged(request, monkeypatch):
+    """Enlarged tensors whole, and as large ones of more channels than the result has are: in parts."""
+    if request.param == "parts":
+        monkeypatch.setattr(module, "ENLARGED_BYTES", 0)
+
+
+def tensors(dims, dtype=torch.float64):
+    """Three sources of 3, 5 and 1 channels, the second to be enlarged; weight and bias of 2 output channels."""
+    size = (7, 6, 5)[:dims]
+    a, c = (torch.randn(2, C, *size, dtype=dtype, requires_grad=True) for C in (3, 1))
+    b = torch.randn(2, 5, *(4, 3, 3)[:dims], dtype=dtype, requires_grad=True)
+    w = torch.randn(2, 9, *(3,) * dims, dtype=dtype, requires_grad=True)
+    return size, a, b, c, w, torch.randn(2, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.usefixtures("enlarged")
+@pytest.mark.parametrize(("dims", "mode", "align_corners"), CASES)
+def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
+    size, a, b, c, w, bias = tensors(dims)
+    out = join_conv((a, Interpolated(b, size, mode, align_corners), c), w, bias, padding=1)
+    joined = torch.cat([a, F.interpolate(b, size, mode=mode, align_corners=align_corners), c], dim=1)
+    expected = CONV[dims](joined, w, bias, padding=1)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    leaves = (a, b, c, w, bias)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+
+
+@pytest.mark.usefixtures("enlarged")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_conv_abn_of_sources(dims, training):
+    size, a, b, c, w, conv_bias = tensors(dims)
+    mode = "bilinear" if dims == 2 else "trilinear"
+    weight, bias = (torch.randn(2, dtype=a.dtype, requires_grad=True) for _ in range(2))
+    running = [torch.randn(2, dtype=a.dtype), torch.rand(2, dtype=a.dtype) + 0.5]
+    moved = [r.clone() for r in running]
+    out = conv_abn(
+        (a, Interpolated(b, size, mode), c), w, conv_bias, *moved, weight, bias, padding=1, training=training
+    )
+    joined = torch.cat([a, F.interpolate(b, size, mode=mode), c], dim=1)
+    y = CONV[dims](joined, w, conv_bias, padding=1)
+    expected = F.leaky_relu(F.batch_norm(y, *running, weight, bias, training), 0.01)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(moved, running)
+    leaves = (a, b, c, w, conv_bias, weight, bias)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+
+
+def test_gradcheck():
+    size, a, b, c, w, bias = tensors(2)
+
+    def joined(a, b, c, w, bias):
+        return join_conv((a, Interpolated(b, size, "bilinear"), c), w, bias, padding=1, stride=2)
+
+    assert torch.autograd.gradcheck(joined, (a, b, c, w, bias))
+
+
+@pytest.mark.parametrize("needed", ["a", "b", "w", "bias"])
+def test_only_what_is_needed_gets_a_gradient(needed):
+    size, a, b, c, w, bias = tensors(2)
+    named = {"a": a, "b": b, "w": w, "bias": bias}
+    for name, t in [*named.items(), ("c", c)]:
+        t.requires_grad_(name == needed)
+    out = join_conv((a, Interpolated(b, size, "bilinear"), c), w, bias, padding=1)
+    joined = torch.cat([a, F.interpolate(b, size, mode="bilinear"), c], dim=1)
+    expected = F.conv2d(joined, w, bias, padding=1)
+    leaf = named[needed]
+    grads = [torch.autograd.grad(z.square().sum(), leaf)[0] for z in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_keeps_the_sources_and_the_weight():
+    a = torch.randn(2, 8, 32, 32, requires_grad=True)
+    b = torch.randn(2, 8, 16, 16, requires_grad=True)
+    w = torch.randn(4, 16, 3, 3, requires_grad=True)
+    with SavedBytes([w]) as saved:
+        out = join_conv((a, Interpolated(b, (32, 32), "bilinear")), w, padding=1)
+    assert out.requires_grad
+    assert saved.nbytes == a.nbytes + b.nbytes
+
+
+def test_channels_last_stays_channels_last():
+    a, b = (torch.randn(2, 4, s, s).to(memory_format=torch.channels_last) for s in (8, 4))
+    w = torch.randn(6, 8, 3, 3)
+    out = join_conv((a, Interpolated(b, (8, 8), "bilinear")), w, padding=1)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_autocast_casts_sources_of_several_dtypes():
+    a, b, w = torch.randn(2, 3, 8, 8), torch.randn(2, 2, 4, 4, dtype=torch.bfloat16), torch.randn(4, 5, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = join_conv((a, Interpolated(b, (8, 8), "nearest")), w)
+    assert out.dtype == torch.bfloat16
+
+
+def test_compile_fullgraph():
+    size, a, b, c, w, bias = tensors(2)
+
+    def joined():
+        sources = a, Interpolated(b, size, "bilinear"), c
+        plain = join_conv(sources, w, bias, padding=1)
+        return plain, conv_abn(sources, w, bias, None, None, padding=1, training=True)
+
+    compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(), joined(), strict=True):
+        torch.testing.assert_close(got, expected)
+        grads = [torch.autograd.grad(z.square().sum(), (a, b, w), retain_graph=True) for z in (got, expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_double_backward_raises():
+    size, a, b, c, w, bias = tensors(2)
+    out = join_conv((a, Interpolated(b, size, "bilinear"), c), w, bias)
+    (da,) = torch.autograd.grad(out.square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        da.sum().backward()
+
+
+X, W = torch.randn(2, 3, 8, 8), torch.randn(4, 5, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: join_conv((X, X), W), ValueError, r"join_conv: x must have 5 channels .*, got 6 in \(2, 6, 8, 8\)"),
+        (
+            lambda: join_conv((X, X[:, :2, 1:]), W),
+            ValueError,
+            r"join_conv: sources must agree in all but their channels",
+        ),
+        (
+            lambda: join_conv((X, X[:, :2].half()), W),
+            ValueError,
+            r"join_conv: sources must have one dtype, got .*float16",
+        ),
+        (lambda: join_conv((X, None), W), TypeError, r"join_conv: x must be a tensor, an Interpolated, or a sequence"),
+        (lambda: join_conv((), W), TypeError, r"join_conv: x must be a tensor"),
+        (
+            lambda: join_conv((X, X[:, :1]), W[:, :2], groups=2),
+            ValueError,
+            r"groups must be 1 for several sources, got 2",
+        ),
+        (lambda: join_conv(X, W[0]), ValueError, r"conv_weight must have shape .*, got \(5, 3, 3\)"),
+        (lambda: join_conv(X, W[:, :3], stride=0), ValueError, r"join_conv: stride must be an integer >= 1.*got 0"),
+        (lambda: Interpolated(X, (4, 4), "trilinear"), ValueError, r"Interpolated: mode must be one of .*'trilinear'"),
+        (lambda: Interpolated(X, (4,), "nearest"), ValueError, r"size must be 2 positive integers .*got \(4,\)"),
+        (lambda: Interpolated(X, (4, 4), "nearest", True), ValueError, r"align_corners goes with bilinear"),
+        (
+            lambda: Interpolated(X[0, 0], (4, 4), "nearest"),
+            ValueError,
+            r"two or three spatial dimensions, got \(8, 8\)",
+        ),
+        (lambda: Interpolated([1], (4, 4), "nearest"), TypeError, r"x must be a tensor, got list"),
+        (
+            lambda: conv_abn((X, X[:, :2]), W, None, None, None, training=True, conv_backend="triton"),
+            ValueError,
+            r"conv_backend 'triton' takes one tensor",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,85 @@
+"""The networks that people brought: their parameters, what they keep, and that every encoder learns."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedseg.memory import measure
+from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
+
+VOLUME = [(2, 1, 320, 150, 26)]
+IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
+# MiB of ours at most, and of the plain twin within 1 %, as section 1 of the design has measured it: (kept, peak) each
+FOOTPRINTS = {
+    "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 2260), (4081, 4709)),
+    "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2350), (4620, 5249)),
+    "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1404), (3220, 3471)),
+    "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2810), (6200, 6702)),
+}
+
+
+def footprint(build, shapes, dtype):
+    """(kept, peak) of a training step in MiB, at full size, on tensors without values."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            found = measure(build(), *[torch.empty(shape) for shape in shapes])
+    finally:
+        torch.set_default_dtype(before)
+    return found.saved / 2**20, found.peak / 2**20
+
+
+@pytest.mark.parametrize(("make", "count"), [(unet3d_large, 40_158_853), (unet3d_small, 14_496_517)])
+def test_parameters(make, count):
+    with FakeTensorMode():
+        assert sum(p.numel() for p in make().parameters()) == count
+
+
+@pytest.mark.parametrize(("make", "shapes", "dtype", "bounds", "eager"), FOOTPRINTS.values(), ids=FOOTPRINTS)
+def test_footprint(make, shapes, dtype, bounds, eager, record_property):
+    ours, plain = footprint(make, shapes, dtype), footprint(partial(make, plain=True), shapes, dtype)
+    record_property("MiB kept, peak", {"ours": ours, "plain": plain})
+    print(f"\nours {ours[0]:.0f} kept, {ours[1]:.0f} peak; plain {plain[0]:.0f}, {plain[1]:.0f}")
+    assert all(got <= most for got, most in zip(ours, bounds, strict=True))
+    assert plain == pytest.approx(eager, rel=0.01)
+
+
+def test_two_encoders_keep_less_than_the_plain_network_of_one():
+    single = partial(UNet, 8, 3, bias=True, plain=True)
+    kept, _ = footprint(single, [(8, 8, 256, 256)], torch.float16)
+    ours, _ = footprint(lidar_optical_unet, IMAGES, torch.float16)
+    assert kept == pytest.approx(1614, rel=0.01)
+    assert ours <= 0.75 * kept
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "widths"),
+    [
+        (lidar_optical_unet, [(2, 5, 32, 32), (2, 3, 32, 32)], {"widths": (8, 16, 16)}),
+        (unet3d_large, [(1, 1, 20, 10, 6)], {"widths": (4, 8, 8), "up_widths": (8, 4)}),
+        (unet3d_small, [(1, 1, 20, 10, 6)], {"widths": (4, 8, 8), "up_widths": (8, 4)}),
+    ],
+    ids=["two encoders", "3D large", "3D small"],
+)
+def test_real_tensors_of_a_smaller_size(make, shapes, widths):
+    """Equal to the plain twin in value and gradient, every encoder's too, and smaller."""
+    ours, plain = make(**widths).double(), make(**widths, plain=True).double()
+    ours.load_stock_state_dict(plain.state_dict())
+    images = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    target = torch.randint(3, (shapes[0][0], *shapes[0][2:]))
+    results = []
+    for net in (ours, plain):
+        logits = net(*images)
+        loss = torch.nn.functional.cross_entropy(logits, target)
+        results.append([logits, *torch.autograd.grad(loss, list(net.parameters()))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    # the first convolution of each encoder
+    gradients = dict(zip([name for name, _ in ours.named_parameters()], results[0][1:], strict=True))
+    assert all(gradients[f"incs.{i}.0.conv.weight"].abs().sum() > 0 for i in range(len(shapes)))
+    kept = [measure(net, *images).saved for net in (ours, plain)]
+    # 0.4 at full size; parameters' vectors and odd sizes weigh more here
+    assert kept[0] < 0.5 * kept[1]
