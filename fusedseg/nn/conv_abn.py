@@ -83,7 +83,9 @@ class _ConvABN(nn.Module):
                 f"{name}: input must have shape (N, C) with {self.dims} spatial dimensions after it, got {tuple(shape)}"
             )
         if not self._is_fused():
-            return norm(conv(concatenated(sources)))
+            y = conv(concatenated(sources))
+            # hooks of backward hand on a view that must not be written over
+            return norm(y.clone() if conv._backward_hooks or conv._backward_pre_hooks else y)
         padding: int | str | Sequence[int] = conv.padding
         if conv.padding_mode != "zeros":
             pads = conv._reversed_padding_repeated_twice
