@@ -5,6 +5,7 @@ import types
 
 from . import _backend, functional, memory, unet
 from .nn import BranchSum, ConvABN2d, ConvABN3d, ConvBank2d, ConvBank3d, InPlaceABN, JoinConv2d, JoinConv3d
+from .ops import reuse as _reuse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "backend",
     "functional",
     "memory",
+    "reuse_output",
     "unet",
 ]
 
@@ -34,6 +36,21 @@ class _Package(types.ModuleType):
     @backend.setter
     def backend(self, name: str) -> None:
         _backend.set(name)
+
+    @property
+    def reuse_output(self) -> bool:
+        """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept, where
+        nothing else can see its memory: one full tensor less at the peak.  Off; on a CPU it spares large tensors only.
+
+        Whatever shares the output's memory with autograd keeps it from happening: a variable, a hook, another op's
+        saved tensors, ``retain_graph=True``.  A second backward over what was overwritten raises.  Do not use it where
+        the address of an output is known to a library that holds no tensor of it.
+        """
+        return _reuse.get()
+
+    @reuse_output.setter
+    def reuse_output(self, value: bool) -> None:
+        _reuse.set(value)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -24,12 +24,6 @@ class Geometry(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
 
-    def output_size(self, size: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d in zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
-        )
-
     def pointwise(self, kernel: tuple[int, ...]) -> bool:
         """One tap that reads the position it writes."""
         return set(kernel) == {1} and set(self.stride) == {1} and set(self.padding) == {0}

@@ -179,7 +179,7 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
     partial = None
     if epilogue == "stats":
         partial = torch.empty(3, blocks.splits, K, dtype=torch.float32, device=x.device)
-    constants = {}
+    constants: dict[str, int] = {}
     for names, values in (
         (("KD", "KH", "KW"), three(kernel, 1)),
         (("SD", "SH", "SW"), three(geometry.stride, 1)),

@@ -377,14 +377,15 @@ def inplace_abn_fwd(x, out, layout, weight, bias, running_mean, running_var, tra
     return mean, rstd, xhat_kept
 
 
-def inplace_abn_bwd(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype):
+def inplace_abn_bwd(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None):
     """Returns dx, and dweight and dbias in ``dparam_dtype`` (None: neither is wanted, both are None).
 
-    ``dz`` lies in memory as ``z`` does.  ``xhat_kept`` and ``kept`` are what the forward launcher returned and took.
+    ``dz`` lies in memory as ``z`` does, and so does ``dx``, where it is given to be written; it may be ``z``.
+    ``xhat_kept`` and ``kept`` are what the forward launcher returned and took.
     """
     layout = Layout(*layout)
     _, N, C, S = layout
-    dx = torch.empty_like(z)
+    dx = torch.empty_like(z) if dx is None else dx
     dweight = dbias = None
     if dparam_dtype is not None:
         # two allocations: an op's outputs must not share memory

@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "nn": (BASE | {"ops"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": (set(), {"torch"}),
-    "__init__": (BASE | {"functional", "memory", "nn", "unet"}, {"torch"}),
+    "__init__": (BASE | {"functional", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
     "__main__": ({"doctor"}, {"torch"}),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import double_backward, inplace_abn_aten
+from . import double_backward, inplace_abn_aten, reuse
 from .check import check_batch_norm, check_input, check_writable
 from .double_backward import differentiated_once
 from .kept import Kept
@@ -39,19 +39,19 @@ def forward(x, out, layout, weight, bias, running_mean, running_var, training, m
         return inplace_abn_fwd(*args, None if kept is None else (kept.slots, kept.count))
 
 
-def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype):
-    """dx, dweight, dbias; the last two are None where ``dparam_dtype`` is."""
+def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, into=None):
+    """dx, dweight, dbias; the last two are None where ``dparam_dtype`` is.  ``into``: memory for dx, that of z."""
     if z.numel() == 0:
         zeros = None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype)
         return torch.empty_like(z), zeros, zeros
     args = (like(dz, z), z, layout, weight, bias, rstd, xhat_kept)
     if not _backend.use_triton(z):
-        return inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype)
+        return inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, into)
     from ..kernels.inplace_abn import inplace_abn_bwd
 
     slots = None if kept is None else (kept.slots, kept.count)
     with torch.cuda.device_of(z):
-        return inplace_abn_bwd(*args, slots, training, act, dparam_dtype)
+        return inplace_abn_bwd(*args, slots, training, act, dparam_dtype, into)
 
 
 def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) -> torch.dtype | None:
@@ -78,6 +78,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         if out is x:
             ctx.mark_dirty(x)
         ctx.layout, ctx.training, ctx.act, ctx.kept = layout, training, act, kept
+        ctx.reuse = reuse.wanted()
         ctx.save_for_backward(out, weight, bias, rstd, xhat_kept)
         return out
 
@@ -85,7 +86,8 @@ class InPlaceABNFunction(torch.autograd.Function):
     def backward(ctx, dz):
         z, weight, bias, rstd, xhat_kept = ctx.saved_tensors
         wanted = dparam_dtype_of(weight, bias, ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
-        args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, ctx.training, ctx.act, wanted)
+        into = reuse.take(z) if ctx.reuse and not torch.is_grad_enabled() else None
+        args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, ctx.training, ctx.act, wanted, into)
         dx, dweight, dbias = differentiated_once(OP, backward, *args)
         dweight = dweight if ctx.needs_input_grad[1] else None
         dbias = dbias if ctx.needs_input_grad[2] else None

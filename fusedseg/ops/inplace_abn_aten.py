@@ -192,41 +192,45 @@ def backward(
     training: bool,
     act: Activation,
     dparam_dtype: torch.dtype | None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As ``kernels.inplace_abn.inplace_abn_bwd``."""
+    """As ``kernels.inplace_abn.inplace_abn_bwd``; in one piece dx is new memory all the same, as aten makes it."""
     job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act)
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     if training and z.numel() <= WHOLE * _chunk_elements(z):
         dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
-    elif layout.rows:
-        dx, s2, s1 = _backward_rows(job, zv, dzv, rstd, training)
     else:
-        dx, s2, s1 = _backward_planes(job, zv, dzv, rstd, training)
+        dx = torch.empty_like(z) if into is None else into
+        in_chunks = _backward_rows if layout.rows else _backward_planes
+        s2, s1 = in_chunks(job, zv, dzv, channel_view(dx, layout), rstd, training)
     dx = dx.as_strided(z.shape, z.stride())
     if dparam_dtype is None:
         return dx, None, None
     return dx, s2.to(dparam_dtype), s1.to(dparam_dtype)
 
 
-def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, rstd: Tensor, training: bool) -> tuple[Tensor, ...]:
-    """Channels are independent: each range of them is done in one sweep."""
-    dx, s1, s2 = torch.empty_like(z), [], []
+def _backward_planes(
+    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, rstd: Tensor, training: bool
+) -> tuple[Tensor, Tensor]:
+    """Channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
+    s1, s2 = [], []
     for c in _channel_chunks(z):
         g, y = job.rebuild(z[:, c], dz[:, c], c, EVERY)
         dx_c, s2_c, s1_c = job.reduce(g, y, c, training)
         dx[:, c] = dx_c if training else g * (job.weight[c] * rstd[c]).view(1, -1, 1)
         s1.append(s1_c)
         s2.append(s2_c)
-    return dx, torch.cat(s2), torch.cat(s1)
+    return torch.cat(s2), torch.cat(s1)
 
 
-def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, rstd: Tensor, training: bool) -> tuple[Tensor, ...]:
+def _backward_rows(
+    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, rstd: Tensor, training: bool
+) -> tuple[Tensor, Tensor]:
     """Two sweeps over runs of rows, since a range of channels is scattered there: the sums, then
 
-    dx = scale (g - s1 / m - xhat s2 / m) = scale g + slope y + offset.
+    dx = scale (g - s1 / m - xhat s2 / m) = scale g + slope y + offset.  Returns s2 and s1.
     """
     C, m = z.shape[1:3]
-    dx = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
     step = max(1, _chunk_elements(z) // C)
     parts = [slice(n, n + step) for n in range(0, m, step)]
     sums = [job.reduce(*job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r), EVERY, False) for r in parts]
@@ -244,4 +248,4 @@ def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, rstd: Tensor, training
             dx[:, :, r].addcmul_(g, scale_g)
         else:
             torch.mul(g, scale_g, out=dx[:, :, r])
-    return dx, s2, s1
+    return s2, s1
