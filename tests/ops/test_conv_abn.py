@@ -7,10 +7,6 @@ from fusedseg.functional import conv_abn
 from tests.ops.conv_abn_cases import CASES, Inputs, inputs, running, stock
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
-HALF_AND_FP32 = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch.")
-)
-FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 SMALL = CASES["2d"]
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
@@ -39,8 +35,9 @@ def check_gradcheck(case, device, training, fmt="contiguous", activation="leaky_
 
     # along random directions: numerical derivatives of every element take minutes
     assert torch.autograd.gradcheck(ours, given.given, fast_mode=True)
-    # dz expanded from a scalar
-    assert torch.autograd.gradcheck(lambda *t: ours(*t).sum() * 2, given.given, fast_mode=True)
+    if case is SMALL:
+        # dz expanded from a scalar
+        assert torch.autograd.gradcheck(lambda *t: ours(*t).sum() * 2, given.given, fast_mode=True)
     z, expected = (
         ours(*given.given),
         stock(case, given, running(case, torch.float64, device), training, activation, param),
@@ -71,10 +68,16 @@ def test_gradcheck_activations(device, activation, param, affine, training):
     )
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@FORMATS
-def test_values_and_running_statistics(backend, device, dtype_of, case, fmt):
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [
+        *((name, "contiguous") for name in CASES),
+        *((name, "channels_last") for name in ("2d", "1x1", "groups", "same, even kernel", "3d, stride 2")),
+    ],
+)
+def test_values_and_running_statistics(backend, device, dtype_of, name, fmt):
     """Of both backends; running_mean takes the convolution's bias along."""
+    case = CASES[name]
     for training in (True, False):
         given, statistics = inputs(case, dtype_of, device, fmt), running(case, dtype_of, device)
         with torch.no_grad():
@@ -83,13 +86,26 @@ def test_values_and_running_statistics(backend, device, dtype_of, case, fmt):
         exact = [None if t is None else t.double() for t in given]
         expected = stock(case, exact, moved, training, momentum=0.3)
         assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype_of]
-        for name, a, b in zip(("mean", "var"), statistics, moved, strict=True):
-            assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype_of], name
+        for a, b in zip(statistics, moved, strict=True):
+            assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype_of]
 
 
-@pytest.mark.parametrize("case", ["2d", "1x1", "stride 2", "groups", "same, even kernel", "3d"])
-@FORMATS
-@HALF_AND_FP32
+@pytest.mark.parametrize(
+    ("case", "fmt", "dtype"),
+    [
+        ("2d", "contiguous", torch.float32),
+        ("2d", "contiguous", torch.float16),
+        ("2d", "channels_last", torch.bfloat16),
+        ("1x1", "contiguous", torch.bfloat16),
+        ("stride 2", "channels_last", torch.float32),
+        ("dilation 2", "contiguous", torch.float16),
+        ("groups", "channels_last", torch.float16),
+        ("groups", "contiguous", torch.bfloat16),
+        ("same, even kernel", "contiguous", torch.float32),
+        ("3d", "channels_last", torch.float16),
+        ("3d", "contiguous", torch.bfloat16),
+    ],
+)
 def test_gradients(backend, device, dtype, case, fmt):
     """Against float64, in which y is rounded as it is stored: the sign of a y that rounding moves across zero differs
     from the sign it had, on any implementation that stores y, and each costs the whole of its gradient."""
