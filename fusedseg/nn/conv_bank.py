@@ -169,7 +169,8 @@ class _ConvBank(nn.Module):
             return tensors[0]
         if self.groups == 1:
             return torch.cat(tensors)
-        return torch.cat([t.unflatten(0, (self.groups, -1)) for t in tensors], 1).flatten(0, 1)
+        joined = torch.cat([t.unflatten(0, (self.groups, -1)) for t in tensors], 1).flatten(0, 1)
+        return joined.contiguous(memory_format=suggest_memory_format(tensors[0]))
 
     def _in_order(self, y: Tensor) -> Tensor:
         """Channels by branch and then group, from channels by group and then branch."""
