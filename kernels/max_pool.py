@@ -1,0 +1,303 @@
+"""z = max over windows of x, and codes: which position of its window each z came from, one byte each.
+
+Kept for backward: the codes.  Position t = (td KH + th) KW + tw of window o lies at i = o stride - padding + t dilation
+in every dimension.  Of equal values the first one wins, of NaN the last one, as in PyTorch; padding never does.
+
+    dx[i] = sum of dz[o] over the windows o that hold i at position t and have codes[o] = t
+
+Backward gathers: no atomics, every dx is written once, in a fixed order of sums.  A program owns a tile of cells, the
+``stride`` adjacent positions of x (per dimension) that as many windows begin in as cells are wide; it reads each window
+that reaches into a cell once: with windows that do not overlap, dz and codes are read once in all.
+
+A tile is (rows, lanes), lanes being adjacent in memory:
+
+    planes (contiguous)       rows count (n, c, d, h), lanes are positions along w
+    rows   (channels_last)    rows count (n, d, h, w), lanes are channels
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from .conv import Geometry
+from .conv_abn import three
+from .launch import acc_dtype, row_lanes, warps
+from .tile import tiles_of
+
+# of x, in bytes, that a program of forward or backward goes through
+TILE_BYTES = 8192
+# taps of a window, or windows of a cell, that are unrolled, so that their loads are under way together
+MAX_TAPS, MAX_WINDOWS = tl.constexpr(9), tl.constexpr(4)
+
+
+@triton.jit
+def tile_position(D, H, W, L, ROWS: tl.constexpr, INDEX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Of the program's tile in a tensor of D x H x W: row (BLOCK_R, 1) and lane (1, BLOCK_L); and n (or n C + c), d, h
+    and w of them."""
+    tiles_l = tiles_of(L, BLOCK_L)
+    pid = tl.program_id(0)
+    row = (pid // tiles_l).to(INDEX) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    lane = (pid % tiles_l) * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+    if ROWS:
+        w = row % W
+        line = row // W
+    else:
+        w = lane
+        line = row
+    h = line % H
+    d = line // H % D
+    return row, lane, line // H // D, d, h, w
+
+
+@triton.jit
+def first_inside(o, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
+    """The first position of window o that is no padding."""
+    if P > 0:
+        first = tl.maximum(P - o * S + (DIL - 1), 0) // DIL
+    else:
+        first = o * 0
+    return first
+
+
+@triton.jit
+def take(best, code, v, t):
+    """Position t with value v, after those before it."""
+    wins = (v > best) | (v != v)
+    return tl.where(wins, v, best), tl.where(wins, t, code)
+
+
+@triton.jit
+def take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, in_rows, in_lanes, D, H, W, C, L,
+             KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+             PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """Loads position t of every window of the tile and takes it; PAIRS: both columns of row t of 2-wide windows."""
+    columns: tl.constexpr = 1 if PAIRS else KW
+    d = d0 + t // (KH * columns) * DD
+    h = h0 + t // columns % KH * DH
+    inside = in_rows & (d >= 0) & (d < D) & (h >= 0) & (h < H)
+    line = (plane * D + d) * H + h
+    if PAIRS:
+        # one wide load, dealt out, in place of two that leave out every other element
+        w = tl.program_id(0) % tiles_of(L, BLOCK_L) * (2 * BLOCK_L) + tl.arange(0, 2 * BLOCK_L)[None, :]
+        v = tl.load(x_ptr + line * W + w, mask=inside & (w < W), other=float("-inf")).to(best.dtype)
+        left, right = tl.split(tl.reshape(v, (BLOCK_R, BLOCK_L, 2)))
+        best, code = take(best, code, left, 2 * t)
+        best, code = take(best, code, right, 2 * t + 1)
+    else:
+        w = w0 + t % KW * DW
+        inside = inside & in_lanes & (w >= 0) & (w < W)
+        v = tl.load(x_ptr + (line * W + w) * C + c, mask=inside, other=float("-inf")).to(best.dtype)
+        best, code = take(best, code, v, t)
+    return best, code
+
+
+@triton.jit
+def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
+                        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr,
+                        SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr,
+                        DH: tl.constexpr, DW: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+                        ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
+                        BLOCK_L: tl.constexpr):  # fmt: skip
+    """M rows of lanes of z.  C is 1 for planes.  ALIGN divides the number of lanes, of which Triton itself sees only
+    whether it is a multiple of 16."""
+    if ROWS:
+        C = C // ALIGN * ALIGN
+        L = C
+    else:
+        OW = OW // ALIGN * ALIGN
+        L = OW
+    row, lane, plane, od, oh, ow = tile_position(OD, OH, OW, L, ROWS, INDEX, BLOCK_R, BLOCK_L)
+    in_tile = (row < M) & (lane < L)
+    # int64: offsets pass 2**31 at 64 x 64 x 1024 x 1024
+    plane = plane.to(tl.int64)
+    d0, h0, w0 = od * SD - PD, oh * SH - PH, ow * SW - PW
+    c = lane if ROWS else 0
+
+    best = tl.full((BLOCK_R, BLOCK_L), float("-inf"), ACC)
+    # where all is -inf
+    first = (first_inside(od, SD, PD, DD) * KH + first_inside(oh, SH, PH, DH)) * KW + first_inside(ow, SW, PW, DW)
+    code = tl.zeros((BLOCK_R, BLOCK_L), tl.int32) + first.to(tl.int32)
+    unrolled: tl.constexpr = KD * KH * KW // (2 if PAIRS else 1)
+    if unrolled <= MAX_TAPS:
+        for t in tl.static_range(unrolled):
+            best, code = take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, row < M, lane < L, D, H, W, C, L,
+                                  KH, KW, DD, DH, DW, PAIRS, BLOCK_R, BLOCK_L)  # fmt: skip
+    else:
+        for t in range(taps):
+            best, code = take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, row < M, lane < L, D, H, W, C, L,
+                                  KH, KW, DD, DH, DW, PAIRS, BLOCK_R, BLOCK_L)  # fmt: skip
+    offs = row.to(tl.int64) * L + lane
+    tl.store(z_ptr + offs, best.to(z_ptr.dtype.element_ty), mask=in_tile)
+    if code_ptr is not None:
+        tl.store(code_ptr + offs, code.to(tl.uint8), mask=in_tile)
+
+
+@triton.jit
+def tap_of(a, j, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
+    """Which position, 0 to K - 1, of window q + j the a-th one of cell q is; and whether it is one."""
+    steps = a + P - j * S
+    return steps // DIL, (steps >= 0) & (steps % DIL == 0) & (steps < K * DIL)
+
+
+@triton.jit
+def add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, lane, in_tile, ad, ah, aw, OD, OH, OW, C,
+               KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr,
+               SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr,
+               DH: tl.constexpr, DW: tl.constexpr, JD: tl.constexpr, JH: tl.constexpr, JW: tl.constexpr,
+               FD: tl.constexpr, FH: tl.constexpr, FW: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Adds the j-th window that reaches into each cell to the position that it took, if that is in the cell."""
+    jd, jh, jw = FD + j // (JH * JW), FH + j // JW % JH, FW + j % JW
+    od, oh, ow = qd + jd, qh + jh, qw + jw
+    inside = in_tile & (od >= 0) & (od < OD) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
+    offs = (((plane * OD + od) * OH + oh) * OW + ow) * C + lane
+    dz = tl.load(dz_ptr + offs, mask=inside, other=0.0).to(acc.dtype)
+    code = tl.load(code_ptr + offs, mask=inside, other=0).to(tl.int32)
+    td, is_d = tap_of(ad, jd, KD, SD, PD, DD)
+    th, is_h = tap_of(ah, jh, KH, SH, PH, DH)
+    tw, is_w = tap_of(aw, jw, KW, SW, PW, DW)
+    t = tl.where(is_d & is_h & is_w, (td * KH + th) * KW + tw, -1)
+    if ROWS:
+        # (rows, positions of the cell, lanes)
+        dz, code = dz[:, None, :], code[:, None, :]
+    else:
+        # (rows, positions along d and h, lanes, positions along w)
+        dz, code = dz[:, None, :, None], code[:, None, :, None]
+    return acc + tl.where(code == t, dz, 0.0)
+
+
+@triton.jit
+def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH, QW, C, windows,
+                        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr,
+                        SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr,
+                        DH: tl.constexpr, DW: tl.constexpr, JD: tl.constexpr, JH: tl.constexpr, JW: tl.constexpr,
+                        FD: tl.constexpr, FH: tl.constexpr, FW: tl.constexpr, CELL: tl.constexpr,
+                        CELL_W: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+                        ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """M rows of lanes of cells, QD x QH x QW of them; windows q + F to q + F + J - 1 reach into cell q.  CELL counts
+    a cell's positions (planes: along d and h; CELL_W along w), up to a power of two.  ALIGN divides C, or OW."""
+    if ROWS:
+        C = C // ALIGN * ALIGN
+        L = C
+    else:
+        OW = OW // ALIGN * ALIGN
+        L = QW
+    row, lane, plane, qd, qh, qw = tile_position(QD, QH, QW, L, ROWS, INDEX, BLOCK_R, BLOCK_L)
+    in_tile = (row < M) & (lane < L)
+    plane = plane.to(tl.int64)
+    c = lane if ROWS else 0
+
+    a = tl.arange(0, CELL)
+    if ROWS:
+        acc = tl.zeros((BLOCK_R, CELL, BLOCK_L), ACC)
+        ad, ah, aw = (a // (SH * SW))[None, :, None], (a // SW % SH)[None, :, None], (a % SW)[None, :, None]
+    else:
+        acc = tl.zeros((BLOCK_R, CELL, BLOCK_L, CELL_W), ACC)
+        ad, ah = (a // SH)[None, :, None, None], (a % SH)[None, :, None, None]
+        aw = tl.arange(0, CELL_W)[None, None, None, :]
+    if JD * JH * JW <= MAX_WINDOWS:
+        for j in tl.static_range(JD * JH * JW):
+            acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
+                             KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
+                             ROWS)  # fmt: skip
+    else:
+        for j in range(windows):
+            acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
+                             KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
+                             ROWS)  # fmt: skip
+
+    # the same in three axes: (rows, positions of the cell, lanes), for planes with all positions along w as lanes
+    if ROWS:
+        ad, ah, aw = (a // (SH * SW))[None, :], (a // SW % SH)[None, :], (a % SW)[None, :]
+        d, h, w = qd * SD + ad, qh * SH + ah, qw * SW + aw
+        inside = (row < M) & (a < SD * SH * SW)[None, :] & (d < D) & (h < H) & (w < W)
+        line = (((plane * D + d) * H + h) * W + w) * C
+        mask = inside[:, :, None] & (lane < L)[:, None, :]
+        offs = line[:, :, None] + lane[:, None, :]
+    else:
+        acc = tl.reshape(acc, (BLOCK_R, CELL, BLOCK_L * CELL_W))
+        ad, ah = (a // SH)[None, :], (a % SH)[None, :]
+        d, h = qd * SD + ad, qh * SH + ah
+        inside = (row < M) & (a < SD * SH)[None, :] & (d < D) & (h < H)
+        line = ((plane * D + d) * H + h) * W
+        l = tl.arange(0, BLOCK_L * CELL_W)
+        tiles_l = tiles_of(L, BLOCK_L)
+        w = tl.program_id(0) % tiles_l * (BLOCK_L * SW)
+        if CELL_W == SW:
+            w += l
+            mask = inside[:, :, None] & (w < W)[None, None, :]
+        else:
+            w += l // CELL_W * SW + l % CELL_W
+            mask = inside[:, :, None] & ((w < W) & (l % CELL_W < SW))[None, None, :]
+        offs = line[:, :, None] + w[None, None, :]
+    tl.store(dx_ptr + offs, acc.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
+    """Grid and meta for so many rows and lanes; ``along``: adjacent lanes that are read at once, ``tile``: elements."""
+    block_l = row_lanes(lanes, along)
+    block_r = max(1, min(triton.next_power_of_2(rows), tile // block_l))
+    meta = {"BLOCK_R": block_r, "BLOCK_L": block_l}
+    return triton.cdiv(rows, block_r) * triton.cdiv(lanes, block_l), meta
+
+
+def constants(kernel, geometry: Geometry) -> dict[str, int]:
+    named: dict[str, int] = {}
+    for letter, values, first in (("K", kernel, 1), ("S", geometry.stride, 1), ("P", geometry.padding, 0),
+                                  ("D", geometry.dilation, 1)):  # fmt: skip
+        named.update(zip((f"{letter}D", f"{letter}H", f"{letter}W"), three(values, first), strict=True))
+    return named
+
+
+def max_pool_fwd(x, z, codes, rows, kernel, geometry):
+    """Writes z, and codes unless None.  All lie densely, as ``rows`` says: channels_last, or contiguous."""
+    geometry = Geometry(*geometry)
+    C = x.shape[1]
+    size, out = three(tuple(x.shape[2:]), 1), three(tuple(z.shape[2:]), 1)
+    L = C if rows else out[2]
+    M = z.numel() // L
+    named = constants(kernel, geometry)
+    pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
+    # 128 bytes of channels or, along w, of x
+    along = 128 // x.dtype.itemsize
+    programs, meta = blocks(M, L, along, TILE_BYTES // x.dtype.itemsize // 2)
+    max_pool_fwd_kernel[(programs,)](
+        x, z, codes, M, *size, *out, C if rows else 1, math.prod(kernel) // (2 if pairs else 1), **named,
+        PAIRS=pairs, ROWS=rows, ALIGN=math.gcd(L, 16), INDEX=index_of(M, meta), ACC=acc_dtype(x.dtype), **meta,
+        num_warps=warps(meta["BLOCK_R"] * meta["BLOCK_L"], 8),
+    )  # fmt: skip
+
+
+def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
+    """Writes dx.  All lie densely, as ``rows`` says."""
+    geometry = Geometry(*geometry)
+    N, C = dx.shape[:2]
+    size, out = three(tuple(dx.shape[2:]), 1), three(tuple(dz.shape[2:]), 1)
+    named = constants(kernel, geometry)
+    cells = []
+    for axis, n in zip("DHW", size, strict=True):
+        K, S, P, D = (named[letter + axis] for letter in "KSPD")
+        # windows q + first to q + last reach into cell q
+        first, last = -(((K - 1) * D - P) // S), (S - 1 + P) // S
+        named |= {f"F{axis}": first, f"J{axis}": last - first + 1}
+        cells.append(triton.cdiv(n, S))
+    S = named["SD"] * named["SH"] * named["SW"]
+    cell = triton.next_power_of_2(S if rows else named["SD"] * named["SH"])
+    cell_w = 1 if rows else triton.next_power_of_2(named["SW"])
+    L = C if rows else cells[2]
+    M = N * math.prod(cells) if rows else N * C * cells[0] * cells[1]
+    along = max(1, 128 // dx.dtype.itemsize // cell_w)
+    programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dx.dtype.itemsize // (cell * cell_w)))
+    windows = named["JD"] * named["JH"] * named["JW"]
+    # values of dx a thread that let it read 16 bytes of dz at a time; fewer where it holds many windows
+    per_thread = min(64 if windows == 1 else 32, cell * cell_w * (16 // dx.dtype.itemsize))
+    max_pool_bwd_kernel[(programs,)](
+        dz, codes, dx, M, *size, *out, *cells, C if rows else 1, windows, **named, CELL=cell, CELL_W=cell_w,
+        ROWS=rows, ALIGN=math.gcd(C if rows else out[2], 16), INDEX=index_of(M, meta), ACC=acc_dtype(dx.dtype), **meta,
+        num_warps=warps(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread),
+    )  # fmt: skip
+
+
+def index_of(M: int, meta: dict):
+    """Of rows, rounded up to a tile."""
+    return tl.int64 if M + meta["BLOCK_R"] >= 2**31 else tl.int32

@@ -1,0 +1,45 @@
+"""Launches of the max-pool kernels, to be compiled for a GPU: pools of real networks, aligned to 16 bytes.
+
+``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
+"""
+
+import itertools
+from functools import partial
+
+import torch
+from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# shape, window, stride, padding
+POOLS = {
+    "unet": ((8, 64, 512, 512), 2, 2, 0),
+    "resnet": ((128, 64, 112, 112), 3, 2, 1),
+    # over 2**31 elements: offsets need 64 bits
+    "huge": ((64, 64, 1024, 1024), 2, 2, 0),
+    "volume": ((2, 64, 320, 160, 32), 2, 2, 0),
+    "volume-overlapping": ((2, 64, 64, 64, 64), 3, 2, 1),
+}
+
+
+def launch(shape, kernel, stride, padding, dtype, rows):
+    dims = len(shape) - 2
+    fmt = torch.contiguous_format
+    if rows:
+        fmt = torch.channels_last if dims == 2 else torch.channels_last_3d
+    x = torch.empty(shape, dtype=dtype, memory_format=fmt)
+    out = [(n + 2 * padding - kernel) // stride + 1 for n in shape[2:]]
+    z = torch.empty(*shape[:2], *out, dtype=dtype, memory_format=fmt)
+    codes = torch.empty_like(z, dtype=torch.uint8)
+    geometry = ((stride,) * dims, (padding,) * dims, (1,) * dims, 1)
+    max_pool_fwd(x, z, codes, rows, (kernel,) * dims, geometry)
+    max_pool_bwd(z, codes, x, rows, (kernel,) * dims, geometry)
+
+
+def case(pool, dtype, fmt):
+    return partial(launch, *POOLS[pool], DTYPES[dtype], fmt == "rows")
+
+
+CASES = {"-".join(names): case(*names) for names in itertools.product(("unet",), DTYPES, ("planes", "rows"))}
+# the rest once each, in the dtype of training
+others = itertools.product(("resnet", "huge", "volume", "volume-overlapping"), ("fp16",), ("planes", "rows"))
+CASES |= {"-".join(names): case(*names) for names in others}
