@@ -13,6 +13,8 @@ from .branch_sum import running_sum
 from .conv_abn import HOOKS
 
 Size = int | Sequence[int]
+# parameters added up at once
+STACKED = 8
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -152,10 +154,10 @@ class _ConvBank(nn.Module):
             by_size.setdefault(branch.weight.shape[2:], []).append(branch.weight)
         dtype = self.branches[0].weight.dtype
         # kernels of one size first: each size is embedded once
-        sums = [_embedded(running_sum(name, _wide(weights)), kernel) for weights in by_size.values()]
+        sums = [_embedded(_sum(name, weights), kernel) for weights in by_size.values()]
         bias = None
         if self.branches[0].bias is not None:
-            bias = running_sum(name, _wide([branch.bias for branch in self.branches])).to(dtype)
+            bias = _sum(name, [branch.bias for branch in self.branches]).to(dtype)
         return running_sum(name, sums).to(dtype), bias
 
     def _stacked(self, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -272,10 +274,13 @@ class _ConvBank(nn.Module):
         return f"combine={self.combine}"
 
 
-def _wide(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors that add up in fp32 at least, which the first of several decides."""
-    first, *rest = tensors
-    return [first.to(torch.promote_types(first.dtype, torch.float32)), *rest]
+def _sum(op: str, tensors: list[Tensor]) -> Tensor:
+    """In fp32 at least.  Stacked a few at a time: fewer launches than one by one, less memory than all at once."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    parts = (tensors[i : i + STACKED] for i in range(0, len(tensors), STACKED))
+    return running_sum(op, (torch.stack(part).sum(0, dtype=dtype) for part in parts))
 
 
 def _embedded(weight: Tensor, kernel: Sequence[int]) -> Tensor:
