@@ -109,18 +109,17 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
         need_w, need_bias, *needs = ctx.needs_input_grad[4:]
-        wanted = (*needs, need_w, need_bias and not ctx.training)
-        sources = sources_of(tensors, ctx.enlarges)
-        dw, dbias, *dtensors = differentiated_once(OP, _convolution_backward, dy, sources, w, ctx.geometry, wanted)
+        args = (
+            dy,
+            sources_of(tensors, ctx.enlarges),
+            w,
+            ctx.geometry,
+            (need_w, need_bias and not ctx.training, *needs),
+        )
+        dw, dbias, *dtensors = differentiated_once(OP, convolve_sources_backward, *args)
         if need_bias and ctx.training:
             dbias = dy.new_zeros(w.shape[0])
         return None, None, None, None, dw, dbias, *dtensors
-
-
-def _convolution_backward(dy, sources, w, geometry, wanted):
-    """dw, dbias, and gradients of the sources' tensors."""
-    dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, geometry, wanted)
-    return dw, dbias, *dtensors
 
 
 @torch.library.custom_op("fusedseg::conv_abn", mutates_args=())

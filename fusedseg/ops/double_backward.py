@@ -8,8 +8,8 @@ import torch
 
 def message(op: str) -> str:
     return (
-        f"{op}: double backward is not supported, since x is gone once its output is written over it; "
-        "use the unfused batch norm and activation where gradients of gradients are needed"
+        f"{op}: double backward is not supported, since backward rebuilds what it needs outside the graph; "
+        "use the unfused modules where gradients of gradients are needed"
     )
 
 

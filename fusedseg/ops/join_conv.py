@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .convolution import Geometry, check_convolution
+from .double_backward import differentiated_once
 from .sources import (
     Source,
     cast_sources,
@@ -32,13 +32,10 @@ class JoinConvFunction(torch.autograd.Function):
         return convolve_sources(sources_of(tensors, enlarges), w, bias, geometry)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
-        need_w, need_bias, *needs = ctx.needs_input_grad[2:]
-        sources = sources_of(tensors, ctx.enlarges)
-        dtensors, dw, dbias = convolve_sources_backward(dy, sources, w, ctx.geometry, (*needs, need_w, need_bias))
-        return None, None, dw, dbias, *dtensors
+        args = (dy, sources_of(tensors, ctx.enlarges), w, ctx.geometry, ctx.needs_input_grad[2:])
+        return None, None, *differentiated_once(OP, convolve_sources_backward, *args)
 
 
 def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> None:

@@ -195,9 +195,9 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
 
 def convolve_sources_backward(
     dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
-) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
-    """Gradients of the sources' tensors, of w and of the bias; ``wanted`` is in that order."""
-    *needs, need_w, need_bias = wanted
+) -> tuple[Tensor | None, ...]:
+    """Gradients of w, of the bias and of the sources' tensors; ``wanted`` is in that order."""
+    need_w, need_bias, *needs = wanted
     # by source, in the order of their channels
     dsources: list[list[Tensor | None]] = [[] for _ in sources]
     dws: list[list[Tensor | None]] = [[] for _ in sources]
@@ -212,7 +212,7 @@ def convolve_sources_backward(
         dsources[i].append(dx)
         dws[i].append(dw)
         dbias = db if dbias is None else dbias
-    return [_cat(of) for of in dsources], _cat([dw for of in dws for dw in of]), dbias
+    return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
 
 
 def _cat(gradients: list[Tensor | None]) -> Tensor | None:
