@@ -4,7 +4,18 @@ import sys
 import types
 
 from . import _backend, functional, memory, unet
-from .nn import BranchSum, ConvABN2d, ConvABN3d, ConvBank2d, ConvBank3d, InPlaceABN, JoinConv2d, JoinConv3d
+from .nn import (
+    BranchSum,
+    ConvABN2d,
+    ConvABN3d,
+    ConvBank2d,
+    ConvBank3d,
+    InPlaceABN,
+    JoinConv2d,
+    JoinConv3d,
+    MaxPool2d,
+    MaxPool3d,
+)
 from .ops import reuse as _reuse
 
 __version__ = "0.1.0"
@@ -17,6 +28,8 @@ __all__ = [
     "InPlaceABN",
     "JoinConv2d",
     "JoinConv3d",
+    "MaxPool2d",
+    "MaxPool3d",
     "backend",
     "functional",
     "memory",

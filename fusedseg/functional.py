@@ -9,6 +9,7 @@ from .activation import parse_invertible
 from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
 from .ops import join_conv as _join_conv
+from .ops import max_pool as _max_pool
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
@@ -16,7 +17,7 @@ from .ops.convolution import parse_geometry
 from .ops.kept import find
 from .ops.sources import Interpolated, Source, concatenated, parse_sources
 
-__all__ = ["Interpolated", "conv_abn", "inplace_abn", "join_conv", "load_conv_choices", "save_conv_choices"]
+__all__ = ["Interpolated", "conv_abn", "inplace_abn", "join_conv", "load_conv_choices", "max_pool", "save_conv_choices"]
 
 
 def inplace_abn(
@@ -179,3 +180,39 @@ def join_conv(
     arguments = _joined(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
     _join_conv.check(_join_conv.OP, *arguments)
     return _join_conv.join_conv(*arguments)
+
+
+def max_pool(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """Max-pooling in two or three dimensions that keeps one byte per output element.
+
+    Equals ``max_pool2d`` or ``max_pool3d`` of ``torch.nn.functional`` with the same arguments, ties, NaN and windows
+    partly outside ``x`` included.
+
+    Args:
+        x: (N, C, H, W) or (C, H, W), (N, C, D, H, W) or, where ``kernel_size`` has three numbers, (C, D, H, W); fp16,
+            bf16, fp32 or fp64.
+        kernel_size, stride, padding, dilation, ceil_mode: as in ``torch.nn.functional.max_pool2d``.
+
+    Returns:
+        z, in the dtype and memory format (contiguous or channels_last) of ``x``.
+
+    Kept for backward: see ``MaxPool2d``.  Gradients of gradients are right.
+
+    Raises: see ``MaxPool2d``.
+    """
+    op = _max_pool.OP
+    if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
+        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"{op}: x must have shape (N, C, *spatial) or (C, *spatial), in two or three dimensions, got {came}"
+        )
+    dims = 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
+    pool = _max_pool.parse_pool(op, dims, kernel_size, stride, padding, dilation, ceil_mode)
+    return _max_pool.pooled(op, x, dims, pool)

@@ -6,6 +6,7 @@ from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d
+from .max_pool import MaxPool2d, MaxPool3d
 
 __all__ = [
     "BranchSum",
@@ -17,4 +18,6 @@ __all__ = [
     "Interpolated",
     "JoinConv2d",
     "JoinConv3d",
+    "MaxPool2d",
+    "MaxPool3d",
 ]

@@ -113,13 +113,12 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
             _by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], pool)
         return
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
-    first = inside = None
-    if codes is not None:
-        dtype = _narrow(size, pool)
-        first = _first_positions(size, out_size, pool, x, torch.int64).to(dtype)
-        if rows and len(size) == 3 and x.device.type == "cpu":
-            # in channels_last_3d aten's index is too low where all of a window is -inf
-            inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
+    # unused without codes
+    first = _first_positions(size, out_size, pool, x, torch.int64).to(_narrow(size, pool))
+    inside = None
+    if rows and len(size) == 3 and x.device.type == "cpu":
+        # in channels_last_3d aten's index is too low where all of a window is -inf
+        inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
     index = None
     for of_x, of_z in _chunks(x, z, rows, pool):
         if index is None or index.shape != z[of_z].shape:
@@ -212,7 +211,7 @@ def _by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: Pool) -> Non
     for axis in range(x.dim() - 1, 1, -1):
         best, code = _pool_axis(best, code, axis, z.shape[axis], pool, codes is not None)
     z.copy_(best)
-    if codes is not None:
+    if codes is not None and code is not None:
         codes.copy_(code)
 
 

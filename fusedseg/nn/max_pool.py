@@ -1,0 +1,82 @@
+"""``MaxPool2d`` and ``MaxPool3d`` that keep one byte per output element."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops import max_pool as op
+
+
+class _MaxPool(nn.Module):
+    """Stands before ``nn.MaxPool2d`` or ``nn.MaxPool3d`` among the bases of the modules below."""
+
+    dims: int
+    # as given, which the stock modules keep and print
+    kernel_size: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    return_indices: bool
+    ceil_mode: bool
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        return_indices: bool = False,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
+        self._parsed()
+
+    def _parsed(self) -> op.Pool:
+        name = f"fusedseg.MaxPool{self.dims}d"
+        if self.return_indices:
+            raise ValueError(
+                f"{name}: return_indices must be False, got True; use torch.nn.MaxPool{self.dims}d for indices"
+            )
+        return op.parse_pool(
+            name, self.dims, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode
+        )
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        # parsed in every call, since the attributes of a stock module may be set
+        return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self.dims, self._parsed())
+
+
+class MaxPool2d(_MaxPool, nn.MaxPool2d):
+    """Max-pooling over (N, C, H, W) or (C, H, W) that keeps one byte per output element.
+
+    Equals ``nn.MaxPool2d`` with the same arguments, ties (the first position wins), NaN (the last one wins),
+    ``ceil_mode`` and windows partly outside included; eager keeps its input and an int64 index per output element.
+
+    Args:
+        kernel_size, stride, padding, dilation, ceil_mode: as in ``nn.MaxPool2d``; stride defaults to kernel_size.
+        return_indices: False.
+
+    Kept for backward: one uint8 per output element, the position within its window that it came from.  Nothing where
+    no gradient will be asked for.  The output has the memory format of the input, contiguous or channels_last.
+
+    Falls back: an input of other strides is copied once.
+
+    Raises:
+        ValueError: ``return_indices=True``; a window of more than 256 positions, which a byte does not tell apart
+            (``nn.MaxPool2d`` serves it); what the stock module refuses: padding over half of the window, an output of
+            no size, an input empty beyond its batch; a window that steps over all of the input (dilation > 1, in an
+            input narrower than it), for which the stock module returns -inf and an index outside the input.
+        TypeError: an integer, boolean or complex input.
+    """
+
+    dims = 2
+
+
+class MaxPool3d(_MaxPool, nn.MaxPool3d):
+    """Max-pooling over (N, C, D, H, W) or (C, D, H, W) that keeps one byte per output element.
+
+    Equals ``nn.MaxPool3d`` with the same arguments; all else is as in ``MaxPool2d``.
+    """
+
+    dims = 3

@@ -1,0 +1,303 @@
+"""Max-pooling that keeps one byte per output element: which position of its window it came from.
+
+Everything after the codes is linear: backward sends dz to the positions that the codes name, and the gradient of that
+picks from the same positions, so gradients of any order are right.  Eager calls go through ``MaxPoolFunction``; under
+``torch.compile`` the op ``fusedseg::max_pool`` runs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _backend
+from . import max_pool_aten
+from .check import check_dtype
+from .convolution import FORMATS, per_dimension
+from .layout import dense
+from .max_pool_aten import Pool
+
+OP = "fusedseg.max_pool"
+MAX_POSITIONS = 256
+
+
+def _empty(shape: Sequence[int], rows: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
+    fmt = FORMATS[len(shape)] if rows else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=fmt)
+
+
+def _dense_as(t: Tensor, rows: bool) -> Tensor:
+    """``t``, or a copy of it, in channels_last or contiguous."""
+    return t.contiguous(memory_format=FORMATS[t.dim()] if rows else torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> bool:
+    """Of a dense tensor: channels_last, and not contiguous too."""
+    return not x.is_contiguous()
+
+
+def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
+    """z and, if ``coded``, the codes, both in the memory format of ``x``."""
+    x, _ = dense(x)
+    rows = _rows(x)
+    shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
+    z = _empty(shape, rows, x, x.dtype)
+    codes = _empty(shape, rows, x, torch.uint8) if coded else None
+    if x.numel() == 0:
+        return z, codes
+    if not _backend.use_triton(x):
+        max_pool_aten.forward(x, z, codes, rows, pool)
+        return z, codes
+    from ..kernels.max_pool import max_pool_fwd
+
+    with torch.cuda.device_of(x):
+        max_pool_fwd(x, z, codes, rows, pool.kernel, (*pool[1:4], 1))
+    return z, codes
+
+
+def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: Pool) -> Tensor:
+    """dx, of spatial ``size``."""
+    dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
+    if dx.numel() == 0:
+        return dx
+    dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
+    if not _backend.use_triton(dz):
+        max_pool_aten.backward(dz, codes, dx, rows, pool)
+        return dx
+    from ..kernels.max_pool import max_pool_bwd
+
+    with torch.cuda.device_of(dz):
+        max_pool_bwd(dz, codes, dx, rows, pool.kernel, (*pool[1:4], 1))
+    return dx
+
+
+def pick(ddx: Tensor, codes: Tensor, rows: bool, pool: Pool) -> Tensor:
+    """The transpose of ``backward``: of each window the value where it took its own.  On aten, being rare."""
+    picked = max_pool_aten.pick(ddx, codes, pool) if ddx.numel() else ddx.new_empty(codes.shape)
+    return _dense_as(picked, rows)
+
+
+class MaxPoolFunction(torch.autograd.Function):
+    """Keeps the codes."""
+
+    @staticmethod
+    def forward(ctx, x, pool):
+        z, codes = forward(x, pool, True)
+        ctx.size, ctx.rows, ctx.pool = tuple(x.shape[2:]), _rows(z), pool
+        ctx.save_for_backward(codes)
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        (codes,) = ctx.saved_tensors
+        return _Backward.apply(dz, codes, ctx.size, ctx.rows, ctx.pool), None
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dz, codes, size, rows, pool):
+        ctx.size, ctx.rows, ctx.pool = size, rows, pool
+        ctx.save_for_backward(codes)
+        return backward(dz, codes, size, rows, pool)
+
+    @staticmethod
+    def backward(ctx, ddx):
+        (codes,) = ctx.saved_tensors
+        return _Pick.apply(ddx, codes, ctx.size, ctx.rows, ctx.pool), None, None, None, None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ddx, codes, size, rows, pool):
+        ctx.size, ctx.rows, ctx.pool = size, rows, pool
+        ctx.save_for_backward(codes)
+        return pick(ddx, codes, rows, pool)
+
+    @staticmethod
+    def backward(ctx, dz):
+        (codes,) = ctx.saved_tensors
+        return _Backward.apply(dz, codes, ctx.size, ctx.rows, ctx.pool), None, None, None, None
+
+
+def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
+    return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
+
+
+@torch.library.custom_op("fusedseg::max_pool", mutates_args=())
+def max_pool_op(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    coded: bool,
+) -> tuple[Tensor, Tensor]:
+    """The functional op: z and the codes, empty unless ``coded``."""
+    z, codes = forward(x, _pool(kernel, stride, padding, dilation, ceil_mode), coded)
+    return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
+
+
+@max_pool_op.register_fake
+def _(x, kernel, stride, padding, dilation, ceil_mode, coded):
+    x, _ = dense(x)
+    shape = (*x.shape[:2], *_pool(kernel, stride, padding, dilation, ceil_mode).output_size(tuple(x.shape[2:])))
+    rows = _rows(x)
+    codes = _empty(shape, rows, x, torch.uint8) if coded else x.new_empty(0, dtype=torch.uint8)
+    return _empty(shape, rows, x, x.dtype), codes
+
+
+@torch.library.custom_op("fusedseg::max_pool_backward", mutates_args=())
+def max_pool_backward_op(
+    dz: Tensor,
+    codes: Tensor,
+    size: Sequence[int],
+    rows: bool,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    return backward(dz, codes, size, rows, _pool(kernel, stride, padding, dilation, ceil_mode))
+
+
+@max_pool_backward_op.register_fake
+def _(dz, codes, size, rows, kernel, stride, padding, dilation, ceil_mode):
+    return _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
+
+
+@torch.library.custom_op("fusedseg::max_pool_pick", mutates_args=())
+def max_pool_pick_op(
+    ddx: Tensor,
+    codes: Tensor,
+    rows: bool,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    return pick(ddx, codes, rows, _pool(kernel, stride, padding, dilation, ceil_mode))
+
+
+@max_pool_pick_op.register_fake
+def _(ddx, codes, rows, kernel, stride, padding, dilation, ceil_mode):
+    return _empty(tuple(codes.shape), rows, ddx, ddx.dtype)
+
+
+def _setup_context(ctx, inputs, output):
+    x, *pool, _ = inputs
+    z, codes = output
+    ctx.mark_non_differentiable(codes)
+    ctx.size, ctx.rows, ctx.pool = x.shape[2:], _rows(z), pool
+    ctx.save_for_backward(codes)
+
+
+def _op_backward(ctx, dz, *unused):
+    (codes,) = ctx.saved_tensors
+    if not codes.numel() and dz.numel():
+        raise RuntimeError(f"{OP}: backward needs codes, and the op was called with coded=False")
+    return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 6
+
+
+def _backward_setup_context(ctx, inputs, output):
+    _, codes, ctx.size, ctx.rows, *ctx.pool = inputs
+    ctx.save_for_backward(codes)
+
+
+def _backward_backward(ctx, ddx):
+    (codes,) = ctx.saved_tensors
+    return max_pool_pick_op(ddx, codes, ctx.rows, *ctx.pool), *(None,) * 8
+
+
+def _pick_setup_context(ctx, inputs, output):
+    ddx, codes, ctx.rows, *ctx.pool = inputs
+    ctx.size = ddx.shape[2:]
+    ctx.save_for_backward(codes)
+
+
+def _pick_backward(ctx, dz):
+    (codes,) = ctx.saved_tensors
+    return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 7
+
+
+max_pool_op.register_autograd(_op_backward, setup_context=_setup_context)
+max_pool_backward_op.register_autograd(_backward_backward, setup_context=_backward_setup_context)
+max_pool_pick_op.register_autograd(_pick_backward, setup_context=_pick_setup_context)
+
+
+def parse_pool(
+    op: str,
+    dims: int,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None,
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    ceil_mode: bool,
+) -> Pool:
+    """Raises ValueError for what no pool can be."""
+
+    def parsed(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
+        if isinstance(value, Sequence) and len(value) == 1:
+            value = value[0]
+        return per_dimension(op, name, value, dims, least)
+
+    kernel = parsed("kernel_size", kernel_size, 1)
+    # as in torch, an empty stride is that of the window
+    steps = kernel if stride is None or (isinstance(stride, Sequence) and not stride) else parsed("stride", stride, 1)
+    pool = Pool(kernel, steps, parsed("padding", padding, 0), parsed("dilation", dilation, 1), bool(ceil_mode))
+    if any(2 * p > k for p, k in zip(pool.padding, kernel, strict=True)):
+        raise ValueError(f"{op}: padding must be at most half of kernel_size {kernel}, got {pool.padding}")
+    positions = 1
+    for k in kernel:
+        positions *= k
+    if positions > MAX_POSITIONS:
+        raise ValueError(
+            f"{op}: kernel_size must have at most {MAX_POSITIONS} positions, which one byte tells apart, got {kernel}; "
+            f"use torch.nn.MaxPool{dims}d"
+        )
+    return pool
+
+
+def check(op: str, x: Tensor, pool: Pool) -> None:
+    """Raises ValueError or TypeError for an ``x``, (N, C, *spatial), that cannot be pooled so."""
+    check_dtype(op, "x", x.dtype)
+    size = tuple(x.shape[2:])
+    if min(x.shape[1:]) < 1:
+        raise ValueError(f"{op}: x must not be empty beyond its batch, got {tuple(x.shape)}")
+    if min(pool.output_size(size)) < 1:
+        raise ValueError(
+            f"{op}: kernel_size {pool.kernel} with dilation {pool.dilation} does not fit in x {tuple(x.shape)} with "
+            f"padding {pool.padding}"
+        )
+    for n, count, s, p, d, k in zip(size, pool.output_size(size), *pool[1:4], pool.kernel, strict=True):
+        # only a window that begins in the padding can step over x
+        if d > 1 and any(-(-(p - o * s) // d) >= k or -(p - o * s) % d >= n for o in range(min(count, -(-p // s)))):
+            raise ValueError(
+                f"{op}: x {tuple(x.shape)} lies between the positions of a window of {pool.kernel} with dilation "
+                f"{pool.dilation} and padding {pool.padding}: it has no maximum"
+            )
+
+
+def max_pool(x: Tensor, pool: Pool) -> Tensor:
+    """The op on a checked argument."""
+    coded = torch.is_grad_enabled() and x.requires_grad
+    if torch.compiler.is_compiling():
+        return max_pool_op(x, *pool, coded)[0]
+    return MaxPoolFunction.apply(x, pool) if coded else forward(x, pool, False)[0]
+
+
+def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
+    """The op on an unchecked ``x``, (N, C, *spatial) or (C, *spatial)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    if x.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"{op}: x must have shape (N, C, *spatial) or (C, *spatial) with {dims} spatial dimensions, "
+            f"got {tuple(x.shape)}"
+        )
+    batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
+    check(op, batch, pool)
+    z = max_pool(batch, pool)
+    return z if batch is x else z.squeeze(0)
