@@ -1,4 +1,4 @@
-"""Who competes: each contender's norm and activation, and what is done to the module that holds them."""
+"""Who competes: each contender's layer or network, and what is done to the module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,16 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fusedseg
+from fusedseg.unet import UNet
 
 from .harness import Missing
+from .jobs import as_it_is
 
+CONV = {2: nn.Conv2d, 3: nn.Conv3d}
+CONV_ABN = {2: fusedseg.ConvABN2d, 3: fusedseg.ConvABN3d}
 BATCH_NORM = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 SLOPE = 0.01
 
@@ -67,8 +72,24 @@ def ours(dims: int) -> Callable[[int], nn.Module]:
     return fusedseg.InPlaceABN
 
 
-def as_it_is(module: nn.Module) -> nn.Module:
-    return module
+def conv_then(norm_act: Callable[[int], Callable[[int], nn.Module]]) -> Callable[..., nn.Module]:
+    """A stock convolution in front of a norm and activation, all three children of one ``Sequential``."""
+
+    def build(dims: int, in_channels: int, out_channels: int, *args: Any, **options: Any) -> nn.Module:
+        conv = CONV[dims](in_channels, out_channels, *args, **options)
+        return nn.Sequential(conv, *norm_act(dims)(out_channels).children())
+
+    return build
+
+
+def conv_abn(conv_backend: str) -> Callable[..., nn.Module]:
+    return lambda dims, *args, **options: CONV_ABN[dims](*args, conv_backend=conv_backend, **options)
+
+
+def folded(module: nn.Module) -> nn.Module:
+    """BatchNorm folded into the convolution's weight and bias, as deployments do."""
+    conv, norm, act = module.children()
+    return nn.Sequential(fuse_conv_bn_eval(conv, norm), act)  # type: ignore[arg-type, type-var]
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -88,3 +109,37 @@ CONTENDERS = {
     "inplace_abn": (published, as_it_is),
     "ours": (ours, as_it_is),
 }
+
+# name: (convolution, norm and activation, called with dimensions and a convolution's arguments; what is done to it)
+CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
+    "eager": (conv_then(leaky), as_it_is),
+    "relu": (conv_then(relu), as_it_is),
+    "compiled": (conv_then(leaky), compiled),
+    "aggressive": (conv_then(leaky), aggressive),
+    "folded": (conv_then(leaky), folded),
+    "ours": (conv_abn("auto"), as_it_is),
+    "ours-triton": (conv_abn("triton"), as_it_is),
+    "ours-aten": (conv_abn("aten"), as_it_is),
+}
+# without a GPU "auto" is "aten", and there is no Triton
+CUDA_ONLY = ("ours-triton", "ours-aten")
+# has no backward
+INFERENCE_ONLY = ("folded",)
+# recomputes what backward needs: without one it is "compiled"
+TRAINING_ONLY = ("aggressive",)
+
+
+def conv_contenders(kind: str, inference: bool) -> list[str]:
+    """Who competes on "cpu" or "cuda"."""
+    absent = (TRAINING_ONLY if inference else INFERENCE_ONLY) + (() if kind == "cuda" else CUDA_ONLY)
+    return [name for name in CONV_CONTENDERS if name not in absent]
+
+
+def unet(name: str, in_channels: int, classes: int, *, dims: int = 2, **options: Any) -> nn.Module:
+    """The U-Net of a contender, untreated: ours as it is by default, the others' of stock modules but for their norm.
+
+    All have the same parameters in the same order.
+    """
+    if name != "ours":
+        options |= {"norm_act": CONTENDERS[name][0](dims), "plain": True}
+    return UNet(in_channels, classes, dims=dims, **options)

@@ -3,7 +3,8 @@ timed in turn.
 
 Every round times each contender once, in an order drawn anew, so that a drift of the machine meets all of them alike.
 Inputs are prepared outside the timed region.  On CUDA, device events mark the region after a flush of the L2 cache, as
-``triton.testing.do_bench`` does; the flush also hides part of the launch latency, for all contenders alike.
+``triton.testing.do_bench`` does; the flush also hides part of the launch latency, for all contenders alike.  Where
+kernels alone are meant, the device sleeps first until they are queued (``ahead``).
 """
 
 import gc
@@ -20,6 +21,8 @@ from fusedseg.memory import SavedBytes, allocator_peak
 
 WARMUP_ROUNDS = 3
 FLUSH_BYTES = 256 * 2**20
+# about a millisecond, in which a few launches are queued
+AHEAD_CYCLES = 2_000_000
 
 
 class Job(Protocol):
@@ -80,21 +83,23 @@ def relative_error(got: Tensor, reference: Tensor) -> float:
     return torch.linalg.vector_norm(got.double() - reference).item() / (norm or 1.0)
 
 
-def disagreement(errors: Mapping[str, float], eager: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
-    """Names the results further from the reference than the tolerance and twice eager's own error; "" if none is."""
-    bounds = {name: max(tolerance[name], 2 * eager.get(name, 0.0)) for name in errors}
+def disagreement(errors: Mapping[str, float], baseline: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
+    """Names the results further from the reference than the tolerance and twice the baseline's error; "" if none is."""
+    bounds = {name: max(tolerance[name], 2 * baseline.get(name, 0.0)) for name in errors}
     # not <=, so that NaN is refused
     wrong = [f"{name} off by {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
     return ", ".join(wrong)
 
 
-def lap(job: Any, device: torch.device, flush: Tensor | None) -> tuple[float, float, float]:
+def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = False) -> tuple[float, float, float]:
     """Seconds of one forward, one backward, and both."""
     prepared = job.prepare()
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         if flush is not None:
             flush.zero_()
+        if ahead:
+            torch.cuda._sleep(AHEAD_CYCLES)
         marks[0].record()
         out = job.forward(prepared)
         marks[1].record()
@@ -115,13 +120,13 @@ def lap(job: Any, device: torch.device, flush: Tensor | None) -> tuple[float, fl
     return middle - start, end - middle, end - start
 
 
-def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float) -> dict[str, Result]:
+def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False) -> dict[str, Result]:
     """Times all jobs in turn for about ``seconds``, 5 rounds at least and 100 at most."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARMUP_ROUNDS):
         begin = time.perf_counter()
         for job in jobs.values():
-            lap(job, device, flush)
+            lap(job, device, flush, ahead)
         once = time.perf_counter() - begin
     rounds = min(max(int(seconds / once), 5), 100)
     results = {name: Result() for name in jobs}
@@ -131,7 +136,7 @@ def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float) ->
     try:
         for _ in range(rounds):
             for name in shuffle(sorted(jobs), len(jobs)):
-                forward, backward, step = lap(jobs[name], device, flush)
+                forward, backward, step = lap(jobs[name], device, flush, ahead)
                 results[name].forward.append(forward)
                 results[name].backward.append(backward)
                 results[name].step.append(step)
@@ -162,16 +167,20 @@ def compete(
     device: torch.device,
     seconds: float,
     probes: Mapping[str, Any] | None = None,
+    baseline: str = "eager",
+    ahead: bool = False,
 ) -> dict[str, Result]:
     """Checks, counts and times.
 
     Args:
-        contenders: name to what builds its job; it may raise ``Missing``.  "eager" comes first.
+        contenders: name to what builds its job; it may raise ``Missing``.  The baseline comes first.
         references: contender to its float64 results, "" for all contenders not named.
-        tolerance: relative error allowed for each result, or twice that of "eager" where that is larger.
+        tolerance: relative error allowed for each result, or twice that of the baseline where that is larger.
         device: where it runs.
         seconds: about how long the timing takes.
         probes: jobs to time beside the contenders, neither checked nor counted.
+        baseline: whose own errors the others may double.
+        ahead: time kernels alone, without the latency of their launches.
     """
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}
@@ -189,13 +198,13 @@ def compete(
             continue
         expected = computed[reference_of[name]]
         result.errors = {key: relative_error(got, expected[key]) for key, got in job.results(out, grads).items()}
-        result.refused = disagreement(result.errors, outcome["eager"].errors, tolerance)
+        result.refused = disagreement(result.errors, outcome[baseline].errors, tolerance)
         del out, grads
         if not result.refused:
             result.kept, result.peak = count_bytes(job, device)
             jobs[name] = job
     del computed, reference_of
-    timed = interleave({**jobs, **(probes or {})}, device, seconds)
+    timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead)
     for name, times in timed.items():
         result = outcome.setdefault(name, Result())
         result.forward, result.backward, result.step = times.forward, times.backward, times.step

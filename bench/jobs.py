@@ -1,19 +1,34 @@
-"""What the contenders do in a round: one layer, or one network."""
+"""What the contenders do in a round: a layer, or one network."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Treat = Callable[[nn.Module], nn.Module]
+
+
+def as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
 
 class LayerJob:
-    """Norm and activation as a layer inside a network: x is not a leaf, dz is given."""
+    """Norm and activation as a layer inside a network: x is not a leaf, dz is given.
 
-    def __init__(self, layer: nn.Module, data: dict[str, Tensor]) -> None:
-        self.layer, self.x, self.dz = layer, data["x"], data["dz"]
-        self.weight, self.bias = layer.parameters()
+    The layer's parameters are set to ``data``; then ``treat`` makes of it what runs.
+    """
+
+    # of the parameters, in order
+    names: tuple[str, ...] = ("weight", "bias")
+
+    def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
+        self.x, self.dz = data["x"], data["dz"]
+        self.params = tuple(layer.parameters())
         with torch.no_grad():
-            self.weight.copy_(data["weight"])
-            self.bias.copy_(data["bias"])
+            for name, param in zip(self.names, self.params, strict=True):
+                param.copy_(data[name])
+        self.layer = treat(layer)
 
     def prepare(self) -> Tensor:
         # a copy for everybody, since some contenders overwrite it
@@ -23,13 +38,48 @@ class LayerJob:
         return self.layer(prepared)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (self.x, self.weight, self.bias), self.dz)
+        return torch.autograd.grad(out, (self.x, *self.params), self.dz)
 
     def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return dict(zip(("z", "dx", "dweight", "dbias"), (out.detach(), *grads), strict=True))
+        return dict(zip(("z", "dx", *(f"d{name}" for name in self.names)), (out.detach(), *grads), strict=True))
 
     def owned(self) -> list[Tensor]:
         return [*self.layer.parameters(), *self.layer.buffers()]
+
+
+class ConvJob(LayerJob):
+    """Convolution, norm and activation.  x counts as owned: the layer before keeps it, as its output."""
+
+    names = ("conv_weight", "weight", "bias")
+
+    def prepare(self) -> Tensor:
+        # nobody overwrites the input of a convolution
+        return self.x
+
+    def owned(self) -> list[Tensor]:
+        return [*super().owned(), self.x]
+
+
+class InferenceJob(ConvJob):
+    """The same with the running statistics of ``data``: forward alone."""
+
+    def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
+        for name, buffer in layer.named_buffers():
+            running = name.rpartition(".")[2]
+            if running in data:
+                buffer.copy_(data[running])
+        super().__init__(layer.eval(), data, treat)
+        self.x = self.x.detach()
+
+    @torch.no_grad()
+    def forward(self, prepared: Tensor) -> Tensor:
+        return self.layer(prepared)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"z": out}
 
 
 class NetJob:

@@ -7,18 +7,29 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean, median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .harness import Result
 
 # contender: its name in the head of the closing table
-RIVALS = {"relu": "BN+ReLU", "compiled": "compile", "aggressive": "aggressive", "inplace_abn": "inplace_abn"}
+RIVALS = {
+    "relu": "BN+ReLU",
+    "compiled": "compile",
+    "aggressive": "aggressive",
+    "inplace_abn": "inplace_abn",
+    "folded": "folded",
+    "ours-triton": "triton",
+    "ours-aten": "aten",
+}
 # whose bytes the closing table shows
 SHOWN = ("eager", "compiled", "aggressive", "ours")
 # passes over the tensor that the fused op needs: 3 forward, 5 backward (DESIGN section 6); a copy reads and writes
 STEP_PASSES, COPY_PASSES = 8, 2
+
+
+AnySection = TypeVar("AnySection", bound="Section")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -35,6 +46,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         about["driver"] = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         about["cuda"] = torch.version.cuda
         about["cudnn"] = torch.backends.cudnn.version()
+        # whether the vendor's convolution is chosen by trial
+        about["cudnn_benchmark"] = torch.backends.cudnn.benchmark
     else:
         about["cpu"] = platform.processor() or platform.machine()
         about["threads"] = torch.get_num_threads()
@@ -70,31 +83,54 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * median(seconds), "p20_ms": 1e3 * fifths[0], "p80_ms": 1e3 * fifths[3]}
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...]) -> dict[str, Any]:
     if result.missing or result.refused:
         return {"missing": result.missing, "refused": result.refused, "errors": result.errors}
-    times = {part: spread(getattr(result, part)) for part in ("forward", "backward", "step")}
-    return {**times, "kept_bytes": result.kept, "peak_bytes": result.peak, "errors": result.errors}
+    times = {part: spread(getattr(result, part)) for part in parts}
+    return {**times, **{f"{count}_bytes": getattr(result, count) for count in counts}, "errors": result.errors}
 
 
 @dataclass
 class Section:
-    """One bench: what it measures, and for each case the contenders' results and the bytes of its tensor, if any."""
+    """One bench: what it measures, and for each case the contenders' results and the bytes of its tensor, if any.
+
+    ``parts`` of a step are timed, the whole last, and ``counts`` of bytes reported.
+    """
 
     title: str
+    parts: tuple[str, ...] = ("forward", "backward", "step")
+    counts: tuple[str, ...] = ("kept", "peak")
     cases: dict[str, dict[str, Result]] = field(default_factory=dict)
     tensor_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {case: {name: as_json(r) for name, r in results.items()} for case, results in self.cases.items()}
+        return {
+            case: {name: as_json(r, self.parts, self.counts) for name, r in results.items()}
+            for case, results in self.cases.items()
+        }
 
     def lines(self) -> list[str]:
         """The closing tables."""
         judged = {case: r for case, r in self.cases.items() if timed(r, "eager") and timed(r, "ours")}
-        lines = [self.title, *aligned(self.time_rows(judged)), "", *aligned(byte_rows(judged))]
-        for case, results in self.cases.items():
-            lines += [f"refused: {name}, {case}: {r.refused}" for name, r in results.items() if r.refused]
-        return lines
+        return [
+            self.title,
+            *aligned(self.time_rows(judged)),
+            "",
+            *aligned(byte_rows(judged, self.counts)),
+            *self.refusals(),
+        ]
+
+    def refusals(self) -> list[str]:
+        return [
+            f"refused: {name}, {case}: {result.refused}"
+            for case, results in self.cases.items()
+            for name, result in results.items()
+            if result.refused
+        ]
+
+    def whole(self, result: Result) -> float:
+        """Its median, in seconds."""
+        return median(getattr(result, self.parts[-1]))
 
     def time_rows(self, judged: dict[str, dict[str, Result]]) -> list[list[str]]:
         rivals = [name for name in RIVALS if any(timed(results, name) for results in judged.values())]
@@ -103,41 +139,43 @@ class Section:
         for case, results in judged.items():
             eager, ours = results["eager"], results["ours"]
             numbers = [
-                *(
-                    median(getattr(ours, part)) / median(getattr(eager, part))
-                    for part in ("forward", "backward", "step")
-                ),
-                *(median(ours.step) / median(results[r].step) if timed(results, r) else None for r in rivals),
+                *(median(getattr(ours, part)) / median(getattr(eager, part)) for part in self.parts),
+                *(self.whole(ours) / self.whole(results[r]) if timed(results, r) else None for r in rivals),
             ]
             ratios.append(numbers)
-            row = [case, f"{1e3 * median(eager.step):.2f}", f"{1e3 * median(ours.step):.2f}", *map(two_digits, numbers)]
+            row = [case, *(f"{1e3 * self.whole(r):.2f}" for r in (eager, ours)), *map(two_digits, numbers)]
             if copies:
                 nbytes = self.tensor_bytes[case]
-                row.append(f"{STEP_PASSES * nbytes / median(ours.step) / 1e9:.1f}")
+                row.append(f"{STEP_PASSES * nbytes / self.whole(ours) / 1e9:.1f}")
                 row.append(f"{COPY_PASSES * nbytes / median(results['copy'].forward) / 1e9:.1f}")
             rows.append(row)
-        header = ["step, medians", "eager ms", "ours ms", "ours/eager: fwd", "bwd", "step"]
+        header = [f"{self.parts[-1]}, medians", "eager ms", "ours ms", f"ours/eager: {self.parts[0]}", *self.parts[1:]]
         header += [f"ours/{RIVALS[name]}" for name in rivals] + ["ours GB/s", "copy GB/s"] * copies
         return [header, *rows, *summary(ratios, before=2, after=2 * copies)]
 
 
-def byte_rows(judged: dict[str, dict[str, Result]]) -> list[list[str]]:
+def byte_rows(judged: dict[str, dict[str, Result]], counts: tuple[str, ...]) -> list[list[str]]:
+    names = [name for name in SHOWN if any(timed(results, name) for results in judged.values())]
     rows, ratios = [], []
     for case, results in judged.items():
         row = [case]
         numbers = []
-        for what in ("kept", "peak"):
-            row += [mib(results, name, what) for name in SHOWN]
+        for what in counts:
+            row += [mib(results, name, what) for name in names]
             numbers.append(getattr(results["ours"], what) / getattr(results["eager"], what))
             row.append(two_digits(numbers[-1]))
         ratios.append(numbers)
         rows.append(row)
     header = ["MiB"]
-    for what in ("kept", "peak"):
-        header += [f"{what}: {SHOWN[0]}", *SHOWN[1:], "ours/eager"]
-    shown = [""] * len(SHOWN)
-    spread = [[label, *shown, kept, *shown, peak] for label, kept, peak in summary(ratios, before=0, after=0)]
-    return [header, *rows, *spread]
+    for what in counts:
+        # the first is eager, without which nothing is judged
+        header += [f"{what}: {names[0]}", *names[1:], "ours/eager"] if names else [what]
+    last = []
+    for label, *reduced in summary(ratios, before=0, after=0):
+        last.append([label])
+        for ratio in reduced:
+            last[-1] += [*[""] * len(names), ratio]
+    return [header, *rows, *last]
 
 
 def summary(ratios: list[list[float | None]], before: int, after: int) -> list[list[str]]:
@@ -179,8 +217,10 @@ class Report:
         self.sections: dict[str, Section] = {}
         self.notes: list[str] = []
 
-    def section(self, stem: str, title: str) -> Section:
-        return self.sections.setdefault(stem, Section(title))
+    def section(self, stem: str, empty: AnySection) -> AnySection:
+        """The section of that stem: ``empty`` at the first call, and what has been filled in since at later ones."""
+        # a stem has sections of one class
+        return self.sections.setdefault(stem, empty)  # type: ignore[return-value]
 
     def write(self, stem: str, results: dict[str, Any]) -> None:
         """Writes ``<directory>/<stem>.json``: the machine and the results."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, batch_norm_act, gradients
 
 from .contenders import CONTENDERS, SLOPE
+from .data import DTYPES, Source, describe
 from .harness import Copy, Result, compete
 from .jobs import LayerJob
 from .replay import CLOCK, report_step
+from .report import Section
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 SECONDS = {"cpu": 3.0, "cuda": 2.0}
 # wider than what fp32 statistics do to y
 KINK = 1e-4
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     channels_last: bool = False
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
+        return describe(*self)
 
 
 CASES = {
@@ -62,18 +62,10 @@ CASES = {
 
 
 def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    memory_format = FORMATS[len(case.shape)] if case.channels_last else torch.contiguous_format
-
-    def activation() -> Tensor:
-        values = torch.randn(case.shape, generator=generator, device=device)
-        return values.to(DTYPES[case.dtype]).to(memory_format=memory_format)
-
-    channels = case.shape[1]
+    source, channels = Source(device), case.shape[1]
     # above zero: inplace_abn takes the absolute value
-    weight = torch.empty(channels, device=device).uniform_(0.5, 1.5, generator=generator)
-    bias = torch.empty(channels, device=device).uniform_(-0.5, 0.5, generator=generator)
-    x, dz = activation(), activation()
+    weight, bias = source.uniform(channels, 0.5, 1.5), source.uniform(channels, -0.5, 0.5)
+    x, dz = source.normal(*case), source.normal(*case)
     # a y within rounding of the kink has one slope here and another there, and its dz would count against either
     y = batch_norm_act(x, weight, bias, activation="identity").out
     dz.masked_fill_(y.abs() < KINK, 0)
@@ -116,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_step(case, contender, device, report, benchmark):
-    section = report.section("inplace_abn", "BatchNorm and activation, forward + backward of the layer alone")
+    section = report.section("inplace_abn", Section("BatchNorm and activation, forward + backward of the layer alone"))
     results = section.cases[str(case)] = run(case, device)
     section.tensor_bytes[str(case)] = torch.Size(case.shape).numel() * DTYPES[case.dtype].itemsize
     report_step(benchmark, f"step of {case}", contender, results[contender])

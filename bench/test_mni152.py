@@ -1,4 +1,4 @@
-"""Trains a U-Net on real data twice from the same initial weights, with BatchNorm + LeakyReLU and with InPlaceABN."""
+"""Trains a U-Net on real data twice from the same initial weights: of stock modules, and ours."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.unet import UNet
-
 from . import mni152
-from .contenders import CONTENDERS
+from .contenders import unet
 from .harness import Result, count_bytes
 from .jobs import NetJob
 from .mni152_picture import draw
@@ -44,7 +42,7 @@ def trained(device, report, pytestconfig):
     torch.manual_seed(0)
 
     def network(name: str) -> nn.Module:
-        return UNet(1, len(mni152.CLASSES), widths=size.widths, norm_act=CONTENDERS[name][0](2))
+        return unet(name, 1, len(mni152.CLASSES), widths=size.widths)
 
     whole = mni152.load(size.resolution, device)
     seen, held_out = mni152.split(whole)

@@ -1,4 +1,5 @@
-"""One training step of a whole U-Net: forward, cross entropy and backward."""
+"""One training step of a whole U-Net: forward, cross entropy and backward.  Ours is ``fusedseg.unet.UNet`` as it is by
+default; the others are its plain twin, of stock modules, with their norm."""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -7,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedseg.unet import UNet
-
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, unet
 from .harness import Result, compete
 from .jobs import NetJob
 from .replay import CLOCK, report_step
+from .report import Section
 
 CLASSES = 4
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
@@ -54,8 +54,7 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
     target = torch.randint(CLASSES, (case.shape[0], *case.shape[2:]), device=device)
 
     def network(name: str) -> nn.Module:
-        norm_act = CONTENDERS[name][0](dims)
-        return UNet(case.shape[1], CLASSES, dims=dims, widths=case.widths, norm_act=norm_act)
+        return unet(name, case.shape[1], CLASSES, dims=dims, widths=case.widths)
 
     weights = list(network("eager").state_dict().values())
 
@@ -89,6 +88,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("contender", NAMES)
 def test_step(case, contender, device, report, benchmark):
-    section = report.section("unet", "U-Net, forward + cross entropy + backward")
+    section = report.section("unet", Section("U-Net, forward + cross entropy + backward"))
     results = section.cases[str(case)] = run(case, device)
     report_step(benchmark, f"step of a U-Net, {case}", contender, results[contender])
