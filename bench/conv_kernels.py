@@ -1,0 +1,183 @@
+"""The convolution of ``conv_abn`` alone, with the statistics of what it stores: Triton's kernel, whose epilogue leaves
+them, against the vendor's convolution followed by the statistics kernel of ``inplace_abn``.
+
+Triton breaks even at that fraction of the vendor's speed which the statistics kernel would cost: with r = vendor /
+(vendor + statistics), in seconds, it pays to convolve at more than r times the vendor's TFLOP/s.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedseg.ops import conv_abn, conv_choice
+from fusedseg.ops.convolution import Geometry, convolve, output_format
+from fusedseg.ops.layout import Layout, layout_of
+
+from .harness import Result
+from .report import Section, aligned, summary, timed, two_digits
+
+VENDOR, VENDOR_STATS, TRITON = "vendor", "vendor+statistics", "triton"
+
+
+class KernelJob:
+    """y = conv(x, w), by the vendor."""
+
+    def __init__(self, x: Tensor, w: Tensor, geometry: Geometry) -> None:
+        self.x, self.w, self.geometry = x.detach(), w.detach(), geometry
+        # (count, mean, M2) of parts of y, (3, parts, K)
+        self.partial: Tensor | None = None
+
+    def prepare(self) -> None:
+        pass
+
+    def forward(self, prepared: None) -> Tensor:
+        return convolve(self.x, self.w, None, self.geometry)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        if self.partial is None:
+            return {"y": out}
+        mean, var = merged(self.partial)
+        return {"y": out, "mean": mean, "var": var}
+
+    def owned(self) -> list[Tensor]:
+        return [self.x, self.w]
+
+
+class VendorStatsJob(KernelJob):
+    """The same, and the first of the two launches that ``inplace_abn_fwd`` makes for a large tensor."""
+
+    def forward(self, prepared: None) -> Tensor:
+        from fusedseg.kernels.inplace_abn import inplace_abn_fwd_stats_kernel
+        from fusedseg.kernels.launch import acc_dtype, split_blocks
+
+        y = super().forward(prepared)
+        layout = layout_of_dense(y)
+        blocks = split_blocks(layout, y.dtype, y.device)
+        self.partial = torch.empty(3, blocks.splits, layout.C, dtype=torch.float32, device=y.device)
+        with torch.cuda.device_of(y):
+            inplace_abn_fwd_stats_kernel[(blocks.groups, blocks.splits)](
+                y, self.partial, *layout[1:], blocks.tiles_per_split, blocks.splits, ACC=acc_dtype(y.dtype),
+                **blocks.meta,
+            )  # fmt: skip
+        return y
+
+
+class TritonJob(KernelJob):
+    """Ours, statistics in the epilogue."""
+
+    def forward(self, prepared: None) -> Tensor:
+        from fusedseg.kernels.conv_abn import launch_conv
+
+        x, w, geometry = self.x, self.w, self.geometry
+        shape = geometry.output_shape(x.shape, w.shape)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
+        tf32 = x.dtype == torch.float32 and conv_choice.tf32_allowed()
+        with torch.cuda.device_of(x):
+            self.partial = launch_conv(
+                x, w, y, layout_of_dense(x), layout_of_dense(y), geometry, "stats", tf32
+            )  # fmt: skip
+        return y
+
+
+# the vendor's convolution, which allows the others their rounding, comes first
+KERNELS = {VENDOR: KernelJob, VENDOR_STATS: VendorStatsJob, TRITON: TritonJob}
+
+
+def layout_of_dense(t: Tensor) -> Layout:
+    layout = layout_of(t)
+    assert layout is not None
+    return layout
+
+
+def merged(partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the whole."""
+    count, mean, m2 = partial.double()
+    n = count.sum(0)
+    whole = (count * mean).sum(0) / n
+    return whole, (m2 + count * (mean - whole).square()).sum(0) / n
+
+
+class Choice(NamedTuple):
+    """What "auto" convolves with in training, and whether by its rule alone or by a measurement of both."""
+
+    name: str
+    why: str
+
+
+def choice_of(x: Tensor, w: Tensor, geometry: Geometry) -> Choice:
+    """After a training step of that convolution, at which "auto" has measured what its rule leaves open."""
+    if not conv_choice.could_win(x, layout_of(x), w, geometry):
+        return Choice("aten", "rule")
+
+    def not_measured(name: str) -> Tensor:
+        raise RuntimeError(f"{tuple(x.shape)} by {tuple(w.shape)} was not measured before")
+
+    shape = geometry.output_shape(x.shape, w.shape)
+    positions = shape.numel() // shape[1]
+    name = conv_choice.choose(conv_abn.OP, "auto", x, w, geometry, True, positions, not_measured)
+    return Choice(name, "measured")
+
+
+def flops(x: Tensor, w: Tensor, geometry: Geometry) -> int:
+    """A multiplication and an addition for each output element and weight of its channel, padding among them."""
+    return 2 * geometry.output_shape(x.shape, w.shape).numel() * w[0].numel()
+
+
+@dataclass
+class KernelSection(Section):
+    """Beside the times, each case's floating-point operations and what "auto" chose."""
+
+    parts: tuple[str, ...] = ("forward",)
+    counts: tuple[str, ...] = ()
+    flops: dict[str, int] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        judged = self.judged()
+        return {
+            case: {
+                "flops": self.flops[case],
+                **({"tflops": tera(self.flops[case], judged[case])} if case in judged else {}),
+                "auto": self.choices[case]._asdict(),
+                **results,
+            }
+            for case, results in super().to_json().items()
+        }
+
+    def judged(self) -> dict[str, dict[str, Result]]:
+        return {case: r for case, r in self.cases.items() if all(timed(r, name) for name in KERNELS)}
+
+    def lines(self) -> list[str]:
+        rows: list[list[str]] = []
+        ratios: list[list[float | None]] = []
+        for case, results in self.judged().items():
+            vendor, both, triton = (self.whole(results[name]) for name in KERNELS)
+            tflops = tera(self.flops[case], results)
+            numbers: list[float | None] = [triton / both]
+            ratios.append(numbers)
+            rows.append(
+                [
+                    case,
+                    f"{self.flops[case] / 1e9:.1f}",
+                    *(f"{1e3 * seconds:.3f}" for seconds in (vendor, both, triton)),
+                    *(f"{tflops[name]:.0f}" for name in (VENDOR, TRITON)),
+                    two_digits(vendor / triton),
+                    two_digits(vendor / both),
+                    *map(two_digits, numbers),
+                    *self.choices[case],
+                ]
+            )
+        header = ["medians", "GFLOP", "vendor ms", "+ statistics", "triton ms", "vendor TFLOP/s", "triton TFLOP/s"]
+        header += ["speed: triton/vendor", "breaks even", "time: triton/(vendor + statistics)", "auto", "by"]
+        return [self.title, *aligned([header, *rows, *summary(ratios, before=8, after=2)]), *self.refusals()]
+
+
+def tera(operations: int, results: dict[str, Result]) -> dict[str, float]:
+    """TFLOP/s of the convolution; Triton's statistics are done in the same time."""
+    return {name: operations / median(results[name].forward) / 1e12 for name in (VENDOR, TRITON)}

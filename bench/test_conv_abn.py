@@ -1,0 +1,236 @@
+"""Convolution, BatchNorm and activation as one layer: a training step, inference, and the convolution alone."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedseg.ops.conv_choice import tf32_allowed
+from fusedseg.ops.convolution import Geometry
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, batch_norm_act, convolve
+
+from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders
+from .conv_kernels import KERNELS, VENDOR, Choice, KernelSection, choice_of, flops
+from .data import DTYPES, Source, describe
+from .harness import Result, compete
+from .jobs import ConvJob, InferenceJob
+from .replay import CLOCK, report_step
+from .report import Section
+
+SECONDS = {"cpu": 1.5, "cuda": 1.5}
+KERNEL_SECONDS = 0.5
+# wider than what rounding of the convolution's output, and TF32 in fp32 on a GPU, do to y
+KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
+# TF32 keeps as many bits of what is multiplied as fp16 does; some hardware cuts the others off
+TF32_FORWARD, TF32_GRADIENT = 1e-3, 2e-3
+PARAMETERS = ("conv_weight", "weight", "bias")
+
+
+class Case(NamedTuple):
+    """A convolution of odd kernel size, padded to keep the spatial size; without bias, as in front of every norm."""
+
+    shape: tuple[int, ...]
+    out_channels: int
+    kernel: int
+    dtype: str
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        dims = len(self.shape) - 2
+        kernel = "x".join([str(self.kernel)] * dims)
+        return f"{describe(self.shape, self.dtype, self.channels_last)}, {kernel} to {self.out_channels}"
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.shape[1], *[self.kernel] * (len(self.shape) - 2))
+
+    @property
+    def geometry(self) -> Geometry:
+        dims = len(self.shape) - 2
+        return Geometry((1,) * dims, (self.kernel // 2,) * dims, (1,) * dims, 1)
+
+
+CASES = {
+    "cpu": [
+        Case((2, 32, 96, 96), 32, 3, "fp32"),
+        Case((2, 64, 64, 64), 64, 3, "fp32", True),
+        Case((2, 64, 128, 128), 32, 1, "fp32", True),
+        Case((1, 16, 16, 24, 24), 32, 3, "fp32"),
+    ],
+    "cuda": [
+        # the levels of the 2D U-Net
+        *(
+            Case((8, channels, size, size), channels, 3, "bf16", channels_last)
+            for channels, size in ((32, 512), (64, 512), (128, 256), (256, 128), (512, 64))
+            for channels_last in (True, False)
+        ),
+        # the decoder's top
+        Case((8, 128, 512, 512), 64, 3, "bf16", True),
+        Case((8, 64, 512, 512), 64, 3, "fp16", True),
+        Case((8, 64, 512, 512), 64, 3, "fp32", True),
+        *(
+            Case((8, channels, size, size), out, 1, "bf16", channels_last)
+            for channels, out, size in ((32, 32, 512), (64, 64, 512), (128, 64, 256), (256, 256, 128), (512, 256, 64))
+            for channels_last in (True, False)
+        ),
+        # the levels of the large 3D U-Net
+        *(
+            Case((2, channels, *size), channels, 3, "fp16", True)
+            for channels, size in (
+                (32, (320, 150, 26)),
+                (64, (320, 150, 26)),
+                (128, (160, 75, 13)),
+                (256, (80, 37, 6)),
+                (512, (40, 18, 3)),
+            )
+        ),
+        Case((2, 64, 320, 150, 26), 64, 3, "fp16"),
+        Case((2, 256, 80, 37, 6), 256, 3, "fp16"),
+        Case((2, 64, 320, 150, 26), 64, 1, "fp16", True),
+        Case((2, 64, 320, 150, 26), 64, 1, "fp16"),
+        Case((2, 256, 80, 37, 6), 256, 1, "fp16", True),
+    ],
+}
+
+
+def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
+    source, channels = Source(device), case.out_channels
+    layout = case.dtype, case.channels_last
+    fan_in = torch.Size(case.weight_shape[1:]).numel()
+    data = {
+        "x": source.normal(case.shape, *layout, mean=0.5),
+        "dz": source.normal((case.shape[0], channels, *case.shape[2:]), *layout),
+        "conv_weight": source.normal(case.weight_shape, *layout, std=fan_in**-0.5),
+        "weight": source.uniform(channels, 0.5, 1.5),
+        "bias": source.uniform(channels, -0.5, 0.5),
+        "running_mean": source.uniform(channels, -0.5, 0.5),
+        "running_var": source.uniform(channels, 0.5, 1.5),
+    }
+    # a y within rounding of the kink has one slope here and another there, and its dz would count against either
+    y = batch_norm_act(exact_conv(case, data), data["weight"], data["bias"], activation="identity").out
+    data["dz"].masked_fill_(y.abs() < KINK[case.dtype], 0)
+    data["x"].requires_grad_()
+    return data
+
+
+def exact_conv(case: Case, data: dict[str, Tensor]) -> Tensor:
+    return convolve(data["x"].detach(), data["conv_weight"], None, *case.geometry)
+
+
+def expected(case: Case, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
+    leaves = {name: data[name].detach().double().requires_grad_() for name in ("x", *PARAMETERS)}
+    y = convolve(leaves["x"], leaves["conv_weight"], None, *case.geometry)
+    z = batch_norm_act(y, leaves["weight"], leaves["bias"], param=slope).out
+    grads = torch.autograd.grad(z, tuple(leaves.values()), data["dz"].double())
+    return {"z": z.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+
+def expected_in_inference(case: Case, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
+    norm = {name: data[name] for name in ("weight", "bias", "running_mean", "running_var")}
+    return {"z": batch_norm_act(exact_conv(case, data), **norm, training=False, param=slope).out}  # type: ignore[arg-type]
+
+
+def expected_of_kernels(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
+    y = exact_conv(case, data)
+    axes = [d for d in range(y.dim()) if d != 1]
+    return {"y": y, "mean": y.mean(axes), "var": y.var(axes, correction=0)}
+
+
+def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
+    """Of outputs, and of gradients."""
+    if case.dtype == "fp32" and device.type == "cuda" and tf32_allowed():
+        return TF32_FORWARD, TF32_GRADIENT
+    return FORWARD_TOLERANCE[DTYPES[case.dtype]], GRADIENT_TOLERANCE[DTYPES[case.dtype]]
+
+
+def module(name: str, case: Case, device: torch.device, data: dict[str, Tensor]) -> nn.Module:
+    """As under autocast: parameters of the norm in fp32, the convolution's in the dtype of x."""
+    made = CONV_CONTENDERS[name][0](
+        len(case.shape) - 2, case.shape[1], case.out_channels, case.kernel, padding=case.kernel // 2, bias=False
+    ).to(device)
+    for child in made.modules():
+        if isinstance(child, tuple(CONV.values())):
+            # of the memory format of the data, which copies of values do not bring along
+            child.weight = nn.Parameter(torch.empty_like(data["conv_weight"]))
+    return made
+
+
+@cache
+def run(case: Case, device: torch.device, inference: bool) -> dict[str, Result]:
+    data = make_data(case, device)
+    job_of = InferenceJob if inference else ConvJob
+    exact = expected_in_inference if inference else expected
+    output, gradient = tolerance(case, device)
+
+    def build(name: str) -> ConvJob:
+        return job_of(module(name, case, device, data), data, CONV_CONTENDERS[name][1])
+
+    return compete(
+        {name: partial(build, name) for name in conv_contenders(device.type, inference)},
+        {"": lambda: exact(case, data, SLOPE), "relu": lambda: exact(case, data, 0.0)},
+        {"z": output, **dict.fromkeys(("dx", *(f"d{name}" for name in PARAMETERS)), gradient)},
+        device,
+        SECONDS[device.type],
+    )
+
+
+@cache
+def run_kernels(case: Case, device: torch.device) -> tuple[dict[str, Result], int, Choice]:
+    """Also how many floating-point operations it takes, and what "auto" chose."""
+    data = make_data(case, device)
+    x, w = data["x"].detach(), data["conv_weight"]
+    output, gradient = tolerance(case, device)
+    results = compete(
+        {name: partial(job, x, w, case.geometry) for name, job in KERNELS.items()},
+        {"": lambda: expected_of_kernels(case, data)},
+        # statistics are sums, as gradients are
+        {"y": output, "mean": gradient, "var": gradient},
+        device,
+        KERNEL_SECONDS,
+        baseline=VENDOR,
+        ahead=True,
+    )
+    step = ConvJob(module("ours", case, device, data), data)
+    step.forward(step.prepare())
+    return results, flops(x, w, case.geometry), choice_of(x, w, case.geometry)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_step(case, contender, device, report, benchmark):
+    section = report.section(
+        "conv_abn", Section("Convolution, BatchNorm and activation, forward + backward of the layer alone")
+    )
+    results = section.cases[str(case)] = run(case, device, inference=False)
+    report_step(benchmark, f"step of {case}", contender, results[contender])
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_inference(case, contender, device, report, benchmark):
+    section = report.section(
+        "conv_abn_inference",
+        Section("Convolution, BatchNorm and activation, inference", parts=("forward",), counts=("peak",)),
+    )
+    results = section.cases[str(case)] = run(case, device, inference=True)
+    report_step(benchmark, f"inference of {case}", contender, results[contender])
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_kernel(case, contender, device, report, benchmark):
+    section = report.section("conv_abn_kernels", KernelSection("The convolution alone, with statistics of its output"))
+    results, section.flops[str(case)], section.choices[str(case)] = run_kernels(case, device)
+    section.cases[str(case)] = results
+    report_step(benchmark, f"convolution of {case}", contender, results[contender])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    if metafunc.function is test_kernel:
+        # there is no Triton on a CPU
+        cases = CASES[kind] if kind == "cuda" else []
+        names = list(KERNELS)
+    else:
+        cases, names = CASES[kind], conv_contenders(kind, metafunc.function is test_inference)
+    metafunc.parametrize("contender", names)
+    metafunc.parametrize("case", cases, ids=str)
