@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn import ConvABN2d, ConvABN3d, InPlaceABN, Interpolated, JoinConv2d, JoinConv3d
+from ..nn import (
+    ConvABN2d,
+    ConvABN3d,
+    InPlaceABN,
+    Interpolated,
+    JoinConv2d,
+    JoinConv3d,
+    MaxPool2d,
+    MaxPool3d,
+)
 
 NormAct = Callable[[int], nn.Module]
 
@@ -16,7 +25,8 @@ JOIN_CONV: dict[int, type[JoinConv2d | JoinConv3d]] = {2: JoinConv2d, 3: JoinCon
 CONV_ABN = {2: ConvABN2d, 3: ConvABN3d}
 CONV_TRANSPOSE: dict[int, type[nn.Module]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 BATCH_NORM: dict[int, type[nn.Module]] = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
+PLAIN_MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
+MAX_POOL: dict[int, type[nn.Module]] = {2: MaxPool2d, 3: MaxPool3d}
 LINEAR = {2: "bilinear", 3: "trilinear"}
 MODES = ("linear", "transposed")
 FITS = ("resize", "pad")
@@ -126,7 +136,8 @@ class Down(nn.Sequential):
     ) -> None:
         check_dims("Down", dims)
         options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
-        super().__init__(MAX_POOL[dims](2), DoubleConv(in_channels, out_channels, **options))
+        pool = PLAIN_MAX_POOL if plain else MAX_POOL
+        super().__init__(pool[dims](2), DoubleConv(in_channels, out_channels, **options))
 
 
 class Up(nn.Module):
