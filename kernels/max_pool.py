@@ -27,8 +27,8 @@ from .tile import tiles_of
 
 # of x, in bytes, that a program of forward or backward goes through
 TILE_BYTES = 8192
-# taps of a window, or windows of a cell, that are unrolled, so that their loads are under way together
-MAX_TAPS, MAX_WINDOWS = tl.constexpr(9), tl.constexpr(4)
+# positions of a window that are unrolled, so that their loads are under way together; masks of eight spill on gfx942
+MAX_TAPS = tl.constexpr(4)
 
 
 @triton.jit
@@ -118,9 +118,8 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
     # where all is -inf
     first = (first_inside(od, SD, PD, DD) * KH + first_inside(oh, SH, PH, DH)) * KW + first_inside(ow, SW, PW, DW)
     code = tl.zeros((BLOCK_R, BLOCK_L), tl.int32) + first.to(tl.int32)
-    unrolled: tl.constexpr = KD * KH * KW // (2 if PAIRS else 1)
-    if unrolled <= MAX_TAPS:
-        for t in tl.static_range(unrolled):
+    if KD * KH * KW <= MAX_TAPS:
+        for t in tl.static_range(KD * KH * KW // (2 if PAIRS else 1)):
             best, code = take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, row < M, lane < L, D, H, W, C, L,
                                   KH, KW, DD, DH, DW, PAIRS, BLOCK_R, BLOCK_L)  # fmt: skip
     else:
@@ -195,16 +194,11 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
         acc = tl.zeros((BLOCK_R, CELL, BLOCK_L, CELL_W), ACC)
         ad, ah = (a // SH)[None, :, None, None], (a % SH)[None, :, None, None]
         aw = tl.arange(0, CELL_W)[None, None, None, :]
-    if JD * JH * JW <= MAX_WINDOWS:
-        for j in tl.static_range(JD * JH * JW):
-            acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
-                             KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
-                             ROWS)  # fmt: skip
-    else:
-        for j in range(windows):
-            acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
-                             KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
-                             ROWS)  # fmt: skip
+    # a loop whose length compilers do not know: unrolled, four windows of a channels_last tile spill on gfx942
+    for j in range(windows):
+        acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
+                         KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
+                         ROWS)  # fmt: skip
 
     # the same in three axes: (rows, positions of the cell, lanes), for planes with all positions along w as lanes
     if ROWS:
@@ -241,6 +235,12 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
     return triton.cdiv(rows, block_r) * triton.cdiv(lanes, block_l), meta
 
 
+def warps_of(elements: int, per_thread: int) -> int:
+    """So many elements a thread on any GPU: AMD's warps have 64."""
+    size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
+    return max(1, warps(elements, per_thread) * 32 // size)
+
+
 def constants(kernel, geometry: Geometry) -> dict[str, int]:
     named: dict[str, int] = {}
     for letter, values, first in (("K", kernel, 1), ("S", geometry.stride, 1), ("P", geometry.padding, 0),
@@ -264,7 +264,7 @@ def max_pool_fwd(x, z, codes, rows, kernel, geometry):
     max_pool_fwd_kernel[(programs,)](
         x, z, codes, M, *size, *out, C if rows else 1, math.prod(kernel) // (2 if pairs else 1), **named,
         PAIRS=pairs, ROWS=rows, ALIGN=math.gcd(L, 16), INDEX=index_of(M, meta), ACC=acc_dtype(x.dtype), **meta,
-        num_warps=warps(meta["BLOCK_R"] * meta["BLOCK_L"], 8),
+        num_warps=warps_of(meta["BLOCK_R"] * meta["BLOCK_L"], 8),
     )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
     max_pool_bwd_kernel[(programs,)](
         dz, codes, dx, M, *size, *out, *cells, C if rows else 1, windows, **named, CELL=cell, CELL_W=cell_w,
         ROWS=rows, ALIGN=math.gcd(C if rows else out[2], 16), INDEX=index_of(M, meta), ACC=acc_dtype(dx.dtype), **meta,
-        num_warps=warps(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread),
+        num_warps=warps_of(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread),
     )  # fmt: skip
 
 

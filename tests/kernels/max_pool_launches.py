@@ -9,13 +9,11 @@ from functools import partial
 import torch
 from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 # shape, window, stride, padding
 POOLS = {
     "unet": ((8, 64, 512, 512), 2, 2, 0),
     "resnet": ((128, 64, 112, 112), 3, 2, 1),
-    # over 2**31 elements: offsets need 64 bits
-    "huge": ((64, 64, 1024, 1024), 2, 2, 0),
     "volume": ((2, 64, 320, 160, 32), 2, 2, 0),
     "volume-overlapping": ((2, 64, 64, 64, 64), 3, 2, 1),
 }
@@ -41,5 +39,5 @@ def case(pool, dtype, fmt):
 
 CASES = {"-".join(names): case(*names) for names in itertools.product(("unet",), DTYPES, ("planes", "rows"))}
 # the rest once each, in the dtype of training
-others = itertools.product(("resnet", "huge", "volume", "volume-overlapping"), ("fp16",), ("planes", "rows"))
+others = itertools.product(("resnet", "volume", "volume-overlapping"), ("fp16",), ("planes", "rows"))
 CASES |= {"-".join(names): case(*names) for names in others}

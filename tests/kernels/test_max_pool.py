@@ -1,0 +1,155 @@
+"""The max-pool kernels against PyTorch: in the interpreter, or on a GPU with ``--device cuda``."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from tests.tools.interpreter import backwards, only_programs
+from tests.tools.tensors import channels_last, empty
+
+STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
+# dims: shape, then kernel, stride, padding, dilation, ceil_mode
+CASES = {
+    "halving": ((2, 3, 8, 8), 2, 2, 0, 1, False),
+    "halving-odd": ((2, 5, 9, 7), 2, 2, 0, 1, False),
+    "halving-odd-ceil": ((2, 5, 9, 7), 2, 2, 0, 1, True),
+    "overlapping": ((2, 5, 9, 7), 3, 2, 1, 1, False),
+    "stride-1": ((1, 3, 5, 9), 5, 1, 2, 1, False),
+    "stride-over-window": ((1, 3, 11, 13), 2, 3, 1, 1, True),
+    "dilation": ((1, 2, 11, 13), 3, 2, 1, 2, False),
+    "one-position": ((4, 3, 1, 1), 1, 1, 0, 1, False),
+    "whole-plane": ((2, 3, 4, 4), 4, 4, 0, 1, False),
+    "window-wider-than-x": ((2, 3, 3, 2), 5, 1, 2, 1, False),
+    "over-a-block": ((1, 2, 3, 300), 2, 2, 0, 1, False),
+    "channels-over-a-block": ((1, 37, 4, 4), 2, 2, 0, 1, False),
+    "3d-halving": ((1, 3, 7, 5, 6), 2, 2, 0, 1, False),
+    "3d-overlapping": ((1, 3, 7, 5, 6), 3, 2, 1, 1, True),
+}
+FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+
+
+def launch(x, shape, dz, rows, pool):
+    """z, codes and dx of x, which is dense; in the interpreter every access must lie inside its argument."""
+    from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+    dims = x.dim() - 2
+    kernel, *geometry = ((value,) * dims for value in pool)
+    moved = contextlib.nullcontext()
+    if x.device.type == "cpu":
+        from tests.tools.traffic import traffic
+
+        moved = traffic()
+    z, codes = (empty(shape, dtype, rows).to(x.device) for dtype in (x.dtype, torch.uint8))
+    dx = torch.empty_like(x)
+    with moved as counted:
+        max_pool_fwd(x, z, codes, rows, kernel, (*geometry, 1))
+        max_pool_bwd(dz, codes, dx, rows, kernel, (*geometry, 1))
+    return z, codes, dx, counted
+
+
+def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dtype=torch.float32, special=False):
+    x = torch.randn(shape)
+    if special:
+        # ties, NaN, infinities of both signs, and a channel with nothing else
+        values = torch.tensor([0.0, 1.0, -math.inf, math.inf, math.nan])
+        x = values[torch.randint(0, 5, shape)]
+        x[:, 0] = -math.inf
+    x = x.to(device, dtype)
+    leaf = x.clone().requires_grad_()
+    out = STOCK[x.dim() - 2](leaf, kernel, stride, padding, dilation, ceil_mode)
+    dz = torch.randn(out.shape, device=device).to(dtype)
+    # of a sum of nearly equal gradients in half precision, ours is rounded once
+    (expected,) = torch.autograd.grad(out, leaf, dz) if dtype != torch.bfloat16 else (None,)
+    if rows:
+        x, dz = channels_last(x), channels_last(dz)
+    z, codes, dx, counted = launch(x, out.shape, dz, rows, (kernel, stride, padding, dilation))
+    assert torch.equal(z.nan_to_num(7), out.nan_to_num(7))
+    if expected is not None:
+        torch.testing.assert_close(dx, expected)
+    assert codes.max() < kernel ** (x.dim() - 2)
+    return counted, x, z, codes
+
+
+@pytest.mark.usefixtures("poison")
+@FORMATS
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients(case, rows, device):
+    check(*case, rows, device)
+
+
+@pytest.mark.usefixtures("poison")
+@FORMATS
+@pytest.mark.parametrize("name", ["halving-odd-ceil", "overlapping", "dilation", "3d-overlapping"])
+def test_ties_nan_and_infinities(name, rows, device):
+    check(*CASES[name], rows, device, special=True)
+
+
+@pytest.mark.usefixtures("poison")
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype, rows, device):
+    check(*CASES["halving"], rows, device, dtype)
+    check(*CASES["overlapping"], rows, device, dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(2, 16, 16, 16), (1, 16, 8, 8, 8)], ids=["2d", "3d"])
+def test_windows_apart_move_every_byte_once(shape, rows, device):
+    if device.type != "cpu":
+        pytest.skip("counts in the interpreter")
+    moved, x, z, codes = check(shape, 2, 2, 0, 1, False, rows, device)
+    assert moved.launches == ["max_pool_fwd_kernel", "max_pool_bwd_kernel"]
+    assert moved.loaded("max_pool_fwd_kernel") == x.nbytes
+    assert moved.stored("max_pool_fwd_kernel") == z.nbytes + codes.nbytes
+    assert moved.loaded("max_pool_bwd_kernel") == z.nbytes + codes.nbytes
+    assert moved.stored("max_pool_bwd_kernel") == x.nbytes
+
+
+@FORMATS
+def test_overlapping_windows_write_every_byte_once(rows, device):
+    if device.type != "cpu":
+        pytest.skip("counts in the interpreter")
+    moved, x, z, codes = check((2, 16, 16, 16), 3, 2, 1, 1, False, rows, device)
+    assert moved.stored("max_pool_bwd_kernel") == x.nbytes
+    assert moved.stored("max_pool_fwd_kernel") == z.nbytes + codes.nbytes
+    # each of 9 positions once a window; a cell of 2 x 2 positions meets 2 x 2 windows
+    assert moved.loaded("max_pool_fwd_kernel") <= 9 * z.nbytes
+    assert moved.loaded("max_pool_bwd_kernel") <= 4 * (z.nbytes + codes.nbytes)
+
+
+@FORMATS
+def test_the_order_of_programs_does_not_matter(rows, device):
+    x = torch.randn(2, 20, 24, 25, device=device)
+    dz = torch.randn(2, 20, 12, 13, device=device)
+    if rows:
+        x, dz = channels_last(x), channels_last(dz)
+    first = launch(x, dz.shape, dz, rows, (3, 2, 1, 1))[:3]
+    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+        again = launch(x, dz.shape, dz, rows, (3, 2, 1, 1))[:3]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@FORMATS
+def test_beyond_two_to_the_31_elements(rows, device):
+    """The last program of both launches: its values come out right, and no access leaves the tensor."""
+    if device.type != "cpu":
+        pytest.skip("runs chosen programs in the interpreter")
+    # channels, or samples, that memory is never committed for
+    x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
+    dz = empty((40, 64, 512, 512), torch.bfloat16, rows)
+    assert x.numel() > 2**31
+    # more than a program's tile
+    for t in (x, dz):
+        t[-1, :, -8:, :] = torch.randn(64, 8, t.shape[3]).bfloat16()
+    leaf = x[-1:, :, -8:].clone().requires_grad_()
+    out = F.max_pool2d(leaf, 2)
+    (expected,) = torch.autograd.grad(out, leaf, dz[-1:, :, -4:])
+    with only_programs(lambda kernel, grid: [(grid[0] - 1, 0, 0)]):
+        z, _, dx, _ = launch(x, dz.shape, dz, rows, (2, 2, 0, 1))
+    assert torch.equal(z[-1, -1, -1, -16:], out[0, -1, -1, -16:])
+    assert torch.equal(dx[-1, -1, -2:, -16:], expected[0, -1, -2:, -16:])

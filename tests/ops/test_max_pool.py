@@ -1,0 +1,176 @@
+"""The op on both backends: values, gradients of first and second order, what it keeps, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fusedseg.functional import max_pool
+from fusedseg.memory import measure
+from fusedseg.ops import max_pool as op
+from fusedseg.ops import max_pool_aten
+from tests.tools.tensors import channels_last
+
+STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
+# shape, then kernel, stride, padding, dilation, ceil_mode
+CASES = {
+    "halving": ((2, 3, 8, 6), 2, None, 0, 1, False),
+    "odd-ceil": ((2, 3, 5, 7), 2, 2, 0, 1, True),
+    "overlapping": ((2, 3, 9, 7), 3, 2, 1, 1, False),
+    "stride-over-window": ((1, 2, 8, 9), (2, 1), 3, (1, 0), 1, True),
+    "dilation": ((1, 2, 8, 9), 3, 1, 1, (2, 3), False),
+    "window-wider-than-x": ((2, 3, 3, 2), 5, 1, 2, 1, False),
+    "256-positions": ((1, 1, 9, 8), 16, 4, 8, 1, True),
+    "3d-halving": ((2, 3, 4, 5, 6), 2, None, 0, 1, False),
+    "3d-overlapping": ((1, 2, 5, 4, 6), 3, 2, 1, 1, True),
+    "3d-mixed": ((1, 2, 5, 4, 6), (1, 2, 3), (1, 2, 1), (0, 1, 1), (1, 1, 2), False),
+}
+FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
+
+
+@pytest.fixture(params=["whole", "chunked"])
+def chunking(request, monkeypatch):
+    """The aten path in one piece, and in many."""
+    if request.param == "chunked":
+        monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(max_pool_aten, "PIECE", 30)
+
+
+def special(shape):
+    """Ties, zeros of both signs, NaN and infinities; and a channel of nothing but -inf."""
+    values = torch.tensor([0.0, -0.0, 1.0, -math.inf, math.inf, math.nan])
+    x = values[torch.randint(0, 6, shape)]
+    x[:, 0] = -math.inf
+    return x
+
+
+def compare(x, case, rows):
+    shape, *arguments = case
+    stock = STOCK[len(shape) - 2]
+    leaf = x.clone().requires_grad_()
+    expected = stock(leaf, *arguments)
+    dz = torch.randn_like(expected)
+    (dx,) = torch.autograd.grad(expected, leaf, dz)
+    ours = (channels_last(x) if rows else x.clone()).requires_grad_()
+    z = max_pool(ours, *arguments)
+    assert torch.equal(z.isnan(), expected.isnan())
+    assert torch.equal(z.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(z.nan_to_num(7).signbit(), expected.nan_to_num(7).signbit())
+    assert z.movedim(1, -1).is_contiguous() if rows else z.is_contiguous()
+    (found,) = torch.autograd.grad(z, ours, dz)
+    assert found.stride() == ours.stride()
+    # sums of half precision differ in their order
+    torch.testing.assert_close(found, dx, **({"rtol": 3e-2, "atol": 3e-2} if x.itemsize == 2 else {}))
+    with torch.no_grad():
+        assert torch.equal(max_pool(ours, *arguments).nan_to_num(7), expected.nan_to_num(7))
+
+
+@FORMATS
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_stock(backend, device, case, rows):
+    compare(torch.randn(case[0], device=device), case, rows)
+    compare(special(case[0]).to(device), case, rows)
+
+
+@FORMATS
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_stock_in_chunks(chunking, case, rows):
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        compare(torch.randn(case[0]).to(dtype), case, rows)
+    compare(special(case[0]), case, rows)
+
+
+@FORMATS
+def test_gradcheck_and_gradients_of_gradients(backend, device, rows):
+    for shape in ((1, 2, 5, 6), (1, 2, 3, 4, 3)):
+        # apart by more than the step of the numerical gradient
+        x = torch.randperm(math.prod(shape), device=device).double().view(shape)
+        x = (channels_last(x) if rows else x).requires_grad_()
+        f = lambda x: max_pool(x, 3, 2, 1) * 1.5  # noqa: E731
+        assert torch.autograd.gradcheck(f, x, fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+
+
+def test_other_strides_unbatched_and_expanded_gradients(backend, device):
+    x = torch.randn(7, 6, 3, device=device).permute(2, 0, 1).requires_grad_()
+    z = max_pool(x, 3, 2, 1)
+    assert torch.equal(z, F.max_pool2d(x, 3, 2, 1))
+    z.sum().backward()
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 3, 2, 1).sum(), x)
+    assert torch.equal(x.grad, expected)
+    sliced = torch.randn(2, 6, 6, 6, device=device)[:, ::2]
+    assert torch.equal(max_pool(sliced, 2), F.max_pool2d(sliced, 2))
+    volume = torch.randn(3, 4, 4, 4, device=device)
+    assert torch.equal(max_pool(volume, (2, 2, 2)), F.max_pool3d(volume, 2))
+    assert torch.equal(max_pool(volume, 2), F.max_pool2d(volume, 2))
+
+
+@FORMATS
+@pytest.mark.parametrize("arguments", [(2,), (3, 2, 1)], ids=["halving", "overlapping"])
+def test_keeps_one_byte_per_output_element(backend, device, rows, arguments):
+    for shape in ((2, 4, 16, 16), (1, 4, 8, 8, 8)):
+        x = torch.randn(shape, device=device)
+        leaf = (channels_last(x) if rows else x).requires_grad_()
+        stock = STOCK[x.dim() - 2]
+        outputs = stock(x, *arguments).numel()
+        assert measure(lambda x, a=arguments: max_pool(x, *a), leaf).saved == outputs
+        assert measure(lambda x, a=arguments, f=stock: f(x, *a), leaf).saved == x.nbytes + 8 * outputs
+
+
+def test_no_codes_without_gradients(monkeypatch):
+    coded = []
+    inner = max_pool_aten.forward
+    monkeypatch.setattr(max_pool_aten, "forward", lambda *a: coded.append(a[2] is not None) or inner(*a))
+    max_pool(torch.randn(1, 2, 4, 4), 2)
+    with torch.no_grad():
+        max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
+    max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
+    assert coded == [False, False, True]
+
+
+def test_empty_batch(backend, device):
+    x = torch.randn(0, 3, 4, 4, device=device, requires_grad=True)
+    z = max_pool(x, 2)
+    assert z.shape == F.max_pool2d(x, 2).shape
+    z.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@FORMATS
+def test_opcheck(backend, device, rows):
+    x = torch.randn(2, 3, 5, 4, device=device)
+    x = (channels_last(x) if rows else x).requires_grad_()
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    torch.library.opcheck(op.max_pool_op, (x, *pool, True))
+    torch.library.opcheck(op.max_pool_op, (x.detach(), *pool, False))
+    z, codes = op.max_pool_op(x.detach(), *pool, True)
+    dz = torch.randn_like(z).requires_grad_()
+    torch.library.opcheck(op.max_pool_backward_op, (dz, codes, [5, 4], rows, *pool))
+    torch.library.opcheck(op.max_pool_pick_op, (torch.randn_like(x).requires_grad_(), codes, rows, *pool))
+
+
+def refused(error, text, *arguments, x=None):
+    with pytest.raises(error, match=text):
+        max_pool(torch.randn(1, 1, 4, 4) if x is None else x, *arguments)
+
+
+def test_refused():
+    refused(
+        ValueError, r"fusedseg.max_pool: padding must be at most half of kernel_size \(2, 2\), got \(2, 2\)", 2, 2, 2
+    )
+    refused(ValueError, "fusedseg.max_pool: stride must be an integer >= 1, or 2 of them, got 0", 2, 0)
+    refused(ValueError, "kernel_size must be an integer >= 1, or 2 of them, got 0", 0)
+    refused(ValueError, "dilation must be an integer >= 1", 2, 2, 0, 0)
+    refused(ValueError, r"kernel_size \(9, 9\) with dilation \(1, 1\) does not fit in x \(1, 1, 4, 4\)", 9)
+    refused(ValueError, r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d", (17, 16))
+    refused(ValueError, r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)", 2, x=torch.randn(2, 0, 4, 4))
+    refused(ValueError, r"x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)", 2, x=torch.randn(4, 4))
+    refused(TypeError, "x must be float16, .* got torch.int64", 2, x=torch.ones(1, 1, 4, 4, dtype=torch.int64))
+
+
+def test_a_window_that_steps_over_x_is_refused():
+    """The stock op returns -inf there, and an index outside x, where its backward writes."""
+    x = torch.randn(1, 1, 3, 3)
+    assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
+    refused(ValueError, r"x \(1, 1, 3, 3\) lies between the positions of a window", 2, 1, 1, 4, x=x)
