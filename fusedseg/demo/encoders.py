@@ -1,0 +1,56 @@
+"""Two encoders for two registered images: the T1 template and a motor activation map, in 2D axial slices.
+
+The classes are those of the template, with grey matter that is active a class of its own: where the map's z-value is
+beyond 3.1 on either side.  T1 alone does not show activation, nor the map tissue.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from ..unet import MultiEncoderUNet
+from . import mni152, slices
+from .problem import Problem, Scan, Size, Split
+
+SIZES = {
+    "cpu": Size(2, (12, 24, 48, 96), batch=8, steps=200, autocast=False),
+    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, autocast=True),
+}
+# through the motor cortex, so that both parts hold activation
+SPLIT = Split(trained_below=-24.0, held_out_above=-16.0)
+CLASSES = (*mni152.CLASSES, "active grey matter")
+COLORS = (*mni152.COLORS, "#e4572e")
+# a common threshold of z-maps
+ACTIVE = 3.1
+
+
+def load(resolution: int, device: torch.device) -> Scan:
+    scan = mni152.load(resolution, device, mni152.SLICES, activation=True)
+    t1, z_values = scan.images
+    active = (scan.labels == mni152.GREY) & (z_values.abs() > ACTIVE)
+    labels = scan.labels.masked_fill(active, CLASSES.index("active grey matter"))
+    return dataclasses.replace(scan, images=(t1, z_values / z_values.std()), labels=labels)
+
+
+def problem(device: torch.device, size: Size | None = None) -> Problem:
+    size = size or SIZES[device.type]
+    whole = load(size.resolution, device)
+    seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
+
+    def network(plain: bool) -> nn.Module:
+        return MultiEncoderUNet((1, 1), len(CLASSES), widths=size.widths, plain=plain)
+
+    return Problem(
+        title="A U-Net of two encoders",
+        inputs=("T1 image", "activation map"),
+        classes=CLASSES,
+        colors=COLORS,
+        split=SPLIT,
+        size=size,
+        whole=whole,
+        batch=lambda generator: slices.draw(seen, size.batch, generator),
+        held_out=slices.as_batch(held_out),
+        network=network,
+        views=slices.views(whole),
+    )

@@ -1,0 +1,118 @@
+"""What a demo found: figures, the lines of the terminal and the JSON."""
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from .problem import Problem
+from .training import Training, count_bytes, intersection_over_union, predict
+
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one network: scores of the classes on what was held out, bytes and seconds of a step, losses of all steps."""
+
+    iou: dict[str, float]
+    kept_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What eager and fusedseg reached.  predicted: the classes of what was held out, by network."""
+
+    figures: dict[str, Figures]
+    predicted: dict[str, torch.Tensor]
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """Largest difference in IoU between the two, and the class it is of."""
+        eager, ours = (of.iou for of in self.figures.values())
+        return max((abs(ours[name] - eager[name]), name) for name in eager)
+
+    def ratio(self, what: str) -> float:
+        eager, ours = (getattr(of, what) for of in self.figures.values())
+        return ours / eager
+
+
+def evaluate(problem: Problem, trainings: dict[str, Training], seed: int) -> Outcome:
+    # the same for both
+    batch = problem.batch(torch.Generator().manual_seed(seed))
+    figures, predicted = {}, {}
+    for name, training in trainings.items():
+        predicted[name] = predict(training.net, problem.held_out.images)
+        iou = intersection_over_union(predicted[name], problem.held_out.labels, problem.classes)
+        # after the prediction: its forward moves the running statistics
+        kept, peak = count_bytes(training.net, batch, problem.size.autocast)
+        figures[name] = Figures(iou, kept, peak, training.step_seconds, training.losses)
+    return Outcome(figures, predicted)
+
+
+def lines(problem: Problem, outcome: Outcome) -> list[str]:
+    """A table: a row for each figure, a column for each network."""
+    eager, ours = outcome.figures.values()
+    difference, worst = outcome.worst
+    rows = [(f"IoU, {name}", f"{eager.iou[name]:.3f}", f"{ours.iou[name]:.3f}", "") for name in problem.classes]
+    for title, what, unit, scale in (
+        ("kept for backward", "kept_bytes", "MiB", MEBIBYTE),
+        ("peak of a step", "peak_bytes", "MiB", MEBIBYTE),
+        ("time of a step", "step_seconds", "ms", 1e-3),
+    ):
+        of_eager, of_ours = (f"{getattr(one, what) / scale:.1f} {unit}" for one in (eager, ours))
+        rows.append((title, of_eager, of_ours, f"{outcome.ratio(what):.2f}"))
+    rows.append(("loss, last step", f"{eager.losses[-1]:.3f}", f"{ours.losses[-1]:.3f}", ""))
+    width = max(len(row[0]) for row in rows)
+    table = [("held-out part", *outcome.figures, "ratio"), *rows]
+    return [
+        *(f"{title:<{width}}{first:>12}{second:>12}{ratio:>8}".rstrip() for title, first, second, ratio in table),
+        f"largest difference in IoU: {difference:.3f} ({worst})",
+    ]
+
+
+def headline(problem: Problem, outcome: Outcome) -> str:
+    """One sentence that the figures bear out, whatever they are."""
+    steps = len(outcome.figures["eager"].losses)
+    kept, peak = (outcome.ratio(what) for what in ("kept_bytes", "peak_bytes"))
+    return (
+        f"{problem.title} trained for {steps} steps on the back of the MNI152 brain segments its front.\n"
+        f"fusedseg keeps {kept:.2f} of eager PyTorch's bytes and peaks at {peak:.2f}; "
+        f"IoU differs by {outcome.worst[0]:.3f} at most"
+    )
+
+
+def to_json(demo: str, problem: Problem, outcome: Outcome, device: torch.device, seed: int) -> dict[str, Any]:
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "demo": demo,
+        "device": str(device),
+        **gpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "size": asdict(problem.size),
+        "steps": len(outcome.figures["eager"].losses),
+        "networks": {name: asdict(of) for name, of in outcome.figures.items()},
+        "fusedseg / eager": {
+            what.split("_")[0]: outcome.ratio(what) for what in ("kept_bytes", "peak_bytes", "step_seconds")
+        },
+        "largest_iou_difference": outcome.worst[0],
+    }
+
+
+def open_new(path: Path, overwrite: bool) -> BinaryIO:
+    """FileExistsError rather than an overwritten file, even where it has come since the start."""
+    return path.open("wb" if overwrite else "xb")
+
+
+def write_json(path: Path, found: dict[str, Any], overwrite: bool) -> None:
+    with open_new(path, overwrite) as file:
+        file.write(json.dumps(found, indent=2).encode() + b"\n")

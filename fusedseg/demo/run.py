@@ -1,0 +1,59 @@
+"""The command: checks what was asked for, trains, prints, and writes a picture and the figures."""
+
+import importlib
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from . import report, training
+
+EXTRAS = ("nilearn", "matplotlib", "tqdm")
+
+
+class Refused(Exception):
+    """What was asked for cannot be done here; the message says why and what to do."""
+
+
+def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) -> None:
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refused(f'needs {" and ".join(missing)}, not installed here: pip install "fusedseg[demo]"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda: torch sees no GPU")
+    if steps is not None and steps < 1:
+        raise Refused(f"--steps must be at least 1, got {steps}")
+    existing = [str(path) for path in paths if path.exists()]
+    if existing and not overwrite:
+        raise Refused(f"{existing[0]} exists: choose another folder with --out, or pass --overwrite")
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--out {paths[0].parent}: {error.strerror}") from error
+
+
+def run(name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool) -> int:
+    """Runs the demo of that name.  Returns 0, or 2 where it was refused."""
+    picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
+    try:
+        check(device, steps, [picture_path, json_path], overwrite)
+    except Refused as refusal:
+        print(f"fusedseg demo {name}: {refusal}", file=sys.stderr)
+        return 2
+    start = time.perf_counter()
+    problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
+    networks = training.build(problem, torch.device(device), seed)
+    trainings = training.train(problem, networks, steps or problem.size.steps, seed)
+    outcome = report.evaluate(problem, trainings, seed)
+    print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
+
+    # matplotlib is slow to import, and needed only here
+    from . import picture
+
+    with report.open_new(picture_path, overwrite) as file:
+        picture.draw(file, problem, outcome)
+    report.write_json(json_path, report.to_json(name, problem, outcome, torch.device(device), seed), overwrite)
+    print(f"\nwrote {picture_path} and {json_path}; {time.perf_counter() - start:.0f} s in all")
+    return 0

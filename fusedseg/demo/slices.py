@@ -1,0 +1,53 @@
+"""2D axial slices of the MNI152 template: four classes from the T1 image."""
+
+import torch
+from torch import nn
+
+from ..unet import UNet
+from . import mni152
+from .problem import Batch, Problem, Scan, Size, Split
+
+SIZES = {
+    "cpu": Size(2, (16, 32, 64, 128), batch=8, steps=200, autocast=False),
+    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, autocast=True),
+}
+SPLIT = Split(trained_below=4.0, held_out_above=12.0)
+
+
+def as_batch(scan: Scan, chosen: torch.Tensor | slice = slice(None)) -> Batch:
+    """Axial slices as samples."""
+    return Batch(tuple(image[chosen][:, None] for image in scan.images), scan.labels[chosen])
+
+
+def draw(scan: Scan, count: int, generator: torch.Generator) -> Batch:
+    chosen = torch.randperm(len(scan.labels), generator=generator)[:count]
+    return as_batch(scan, chosen.to(scan.labels.device))
+
+
+def views(scan: Scan) -> dict[str, tuple[int | slice, ...]]:
+    """A slice through the ventricles, where all classes are met, and one well above them."""
+    count = len(scan.labels)
+    return {"held-out part of that slice": (int(0.46 * count),), "of another slice": (int(0.68 * count),)}
+
+
+def problem(device: torch.device, size: Size | None = None) -> Problem:
+    size = size or SIZES[device.type]
+    whole = mni152.load(size.resolution, device, mni152.SLICES)
+    seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
+
+    def network(plain: bool) -> nn.Module:
+        return UNet(1, len(mni152.CLASSES), widths=size.widths, plain=plain)
+
+    return Problem(
+        title="A 2D U-Net",
+        inputs=("T1 image",),
+        classes=mni152.CLASSES,
+        colors=mni152.COLORS,
+        split=SPLIT,
+        size=size,
+        whole=whole,
+        batch=lambda generator: draw(seen, size.batch, generator),
+        held_out=as_batch(held_out),
+        network=network,
+        views=views(whole),
+    )

@@ -1,0 +1,98 @@
+"""What the demos learn: real images, split front and back, without a download."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("nilearn")
+
+from fusedseg.demo import encoders, mni152, slices, volume
+from fusedseg.demo.problem import Problem
+
+CPU = torch.device("cpu")
+DEMOS = {"slices": slices, "volume": volume, "encoders": encoders}
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, Problem]:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(*args):
+            raise AssertionError("a demo reached for the network")
+
+        patch.setattr(socket.socket, "connect", refuse)
+        return {name: demo.problem(CPU) for name, demo in DEMOS.items()}
+
+
+@pytest.fixture(params=DEMOS)
+def problem(request, problems) -> Problem:
+    return problems[request.param]
+
+
+def test_images_are_registered_and_labels_complete(problem):
+    whole = problem.whole
+    assert len(whole.images) == len(problem.inputs)
+    for image in whole.images:
+        assert image.shape == whole.labels.shape
+        assert image.isfinite().all()
+    for part in (problem.split.trained(whole), problem.split.held_out(whole)):
+        counts = torch.bincount(part.labels.flatten(), minlength=len(problem.classes))
+        # active grey matter, the rarest
+        assert counts.min() > 500, dict(zip(problem.classes, counts.tolist(), strict=True))
+
+
+def test_the_parts_lie_apart(problem):
+    seen, held_out = (part(problem.whole) for part in (problem.split.trained, problem.split.held_out))
+    # further than the smoothing of the activation map reaches for the most part, and than any voxel
+    assert held_out.y.min() - seen.y.max() >= 8
+    assert torch.equal(problem.held_out.labels.flatten(), held_out.labels.flatten())
+
+
+def test_the_split_does_not_see_the_mirror_symmetry():
+    """The template's halves are nearly each other's image: a split of left and right would leak."""
+    t1 = mni152.load(2, CPU).images[0]
+    assert torch.corrcoef(torch.stack([t1.flatten(), t1.flip(2).flatten()]))[0, 1] > 0.98
+
+
+def test_batches_come_from_what_is_trained_on_and_repeat_with_the_seed(problem):
+    first, again = (problem.batch(torch.Generator().manual_seed(3)) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first.images, again.images, strict=True))
+    assert first.labels.shape == (problem.size.batch, *first.images[0].shape[2:])
+    assert all(image.shape[:2] == (problem.size.batch, 1) for image in first.images)
+    seen = problem.split.trained(problem.whole).labels
+    if first.labels.dim() == 3:
+        # whole slices: each is one of those behind the split
+        assert all(any(torch.equal(one, other) for other in seen) for one in first.labels)
+    else:
+        assert first.labels.shape[1:] == (volume.PATCH,) * 3
+
+
+def test_both_networks_are_one_function(problem):
+    torch.manual_seed(0)
+    plain, ours = problem.network(True), problem.network(False)
+    ours.load_stock_state_dict(plain.state_dict())
+    batch = problem.batch(torch.Generator().manual_seed(0))
+    images = [image[:1, :, :24, :24] if image.dim() == 4 else image[:1, :, :16, :16, :16] for image in batch.images]
+    with torch.no_grad():
+        # of batch norm over few voxels at the bottom, in fp32
+        torch.testing.assert_close(ours(*images), plain(*images), rtol=1e-3, atol=1e-3)
+
+
+def test_views_leave_pictures(problem):
+    for at in problem.views.values():
+        assert problem.held_out.labels[at].dim() == 2
+        assert problem.held_out.images[0][:, 0][at].dim() == 2
+
+
+def test_the_command_line_does_not_load_the_demo():
+    """The extras, and the seconds that nilearn takes to import, are the demo's own.  (torch tries tqdm itself.)"""
+    code = (
+        "import sys, fusedseg.__main__ as m\n"
+        "assert not {'fusedseg.demo', 'nilearn', 'matplotlib'} & set(sys.modules)\n"
+        "import fusedseg.demo\n"
+        "assert not {'nilearn', 'matplotlib'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

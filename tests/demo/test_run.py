@@ -1,0 +1,123 @@
+"""``python -m fusedseg demo``: what it refuses, prints and writes."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+
+from fusedseg.__main__ import DEMOS, main
+
+# the package's attribute of that name is the function
+command = importlib.import_module("fusedseg.demo.run")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def extras():
+    for name in command.EXTRAS:
+        pytest.importorskip(name)
+
+
+@pytest.fixture
+def tiny(extras, monkeypatch):
+    """The demos with networks of few channels, on samples a few at a time."""
+    for name in DEMOS:
+        module = importlib.import_module(f"fusedseg.demo.{name}")
+        size = dataclasses.replace(module.SIZES["cpu"], widths=(2, 4), batch=2, steps=2)
+        monkeypatch.setitem(module.SIZES, "cpu", size)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert main(["demo", name, "--out", str(out), "--seed", "5"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("IoU, white matter", "kept for backward", "peak of a step", "time of a step", "largest difference"):
+        assert text in printed
+    picture, figures = out / f"{name}.png", json.loads((out / f"{name}.json").read_text())
+    assert picture.read_bytes().startswith(PNG)
+    assert (figures["demo"], figures["steps"], figures["seed"]) == (name, 2, 5)
+    eager, ours = figures["networks"]["eager"], figures["networks"]["fusedseg"]
+    # the first step is from the same weights on the same batch; fp32 over few channels
+    assert ours["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-4)
+    assert ours["kept_bytes"] < eager["kept_bytes"]
+    for found in (eager, ours):
+        assert all(0 <= value <= 1 for value in found["iou"].values())
+        assert len(found["losses"]) == 2
+
+
+def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
+    earlier = tmp_path / "slices.png"
+    earlier.write_text("mine")
+    arguments = ["demo", "slices", "--steps", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert f"{earlier} exists" in message
+    assert "--overwrite" in message
+    assert earlier.read_text() == "mine"
+    assert main([*arguments, "--overwrite"]) == 0
+    assert earlier.read_bytes().startswith(PNG)
+
+
+def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
+    from fusedseg.demo.report import write_json
+
+    path = tmp_path / "slices.json"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_json(path, {}, overwrite=False)
+    assert path.read_text() == "mine"
+
+
+def test_missing_packages_are_named_with_what_installs_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "EXTRAS", ("torch", "no_such_package", "nor_this_one"))
+    assert main(["demo", "volume", "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message == (
+        "fusedseg demo volume: needs no_such_package and nor_this_one, not installed here: "
+        'pip install "fusedseg[demo]"\n'
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda: torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+    ids=["no steps", "no GPU"],
+)
+def test_what_cannot_be_done_is_refused(extras, arguments, message, tmp_path, capsys):
+    assert main(["demo", "slices", "--out", str(tmp_path), *arguments]) == 2
+    assert capsys.readouterr().err == f"fusedseg demo slices: {message}\n"
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(extras, tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    assert main(["demo", "slices", "--out", str(tmp_path / "taken")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_an_unknown_demo_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "sices"])
+    assert "invalid choice: 'sices'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEMOS)
+def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
+    """At the default steps and seed; rounding alone tells the two apart."""
+    assert main(["demo", name, "--out", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / f"{name}.json").read_text())
+    assert figures["largest_iou_difference"] <= 0.02
+    assert figures["fusedseg / eager"]["kept"] < 0.5
+    # learned, rather than alike in having learned nothing
+    assert min(figures["networks"]["eager"]["iou"].values()) > 0.4
