@@ -88,6 +88,16 @@ def _forward(settings, sources, w, conv_bias, weight, bias, running_mean, runnin
     return _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
 
 
+def _step(settings, sources, w, conv_bias, norm):
+    """z, rstd, and xhat of the kept channels; moves the running statistics."""
+    z, _, rstd, xhat_kept = _forward(settings, sources, w, conv_bias, *norm)
+    running_mean = norm[2]
+    # an empty batch moves nothing
+    if settings.training and conv_bias is not None and running_mean is not None and z.numel():
+        running_mean.add_(conv_bias, alpha=settings.momentum)
+    return z, rstd, xhat_kept
+
+
 class _Convolution(torch.autograd.Function):
     """All of the forward, but only the convolution's part of the graph: ``InPlaceABNFunction``, called next on what
     this returns, has the rest.  One node for both would hold dz, dy and dx at once in backward, two hold two each.
@@ -96,11 +106,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, norm, done, enlarges, w, conv_bias, *tensors):
         sources = sources_of(tensors, enlarges)
-        z, _, *done[:] = _forward(settings, sources, w, conv_bias, *norm)
-        running_mean = norm[2]
-        # an empty batch moves nothing
-        if settings.training and conv_bias is not None and running_mean is not None and z.numel():
-            running_mean.add_(conv_bias, alpha=settings.momentum)
+        z, *done[:] = _step(settings, sources, w, conv_bias, norm)
         ctx.geometry, ctx.training, ctx.enlarges = settings.geometry, settings.training, enlarges
         ctx.save_for_backward(w, *tensors)
         return z
@@ -233,12 +239,11 @@ def conv_abn(
     geometry, training, momentum, eps, act, kept, conv_backend = settings
     norm = (weight, bias, running_mean, running_var)
     if not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return _step(settings, sources, w, conv_bias, norm)[0]
         # rstd, and xhat of the kept channels: what the second node keeps beside z
         done: list[Tensor | None] = []
-        values = tuple(None if t is None else t.detach() for t in norm)
-        z = _Convolution.apply(
-            settings, values, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources)
-        )  # fmt: skip
+        z = _Convolution.apply(settings, norm, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources))
         return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if len(sources) > 1 or isinstance(sources[0], Interpolated):

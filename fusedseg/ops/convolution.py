@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from .check import check_dtype
 
@@ -103,10 +102,14 @@ def check_convolution(
         )
 
 
+def is_channels_last(t: Tensor) -> bool:
+    """As aten decides: by the strides, also where sizes of 1 make both formats the same."""
+    return t.stride(1) == 1 and t.stride(-1) >= t.shape[1] and t.is_contiguous(memory_format=FORMATS[t.dim()])
+
+
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     """channels_last where x or w is, as aten's convolutions choose."""
-    last = FORMATS[x.dim()]
-    return last if last in (suggest_memory_format(x), suggest_memory_format(w)) else torch.contiguous_format
+    return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
