@@ -14,8 +14,8 @@ from . import mni152, slices
 from .problem import Problem, Scan, Size, Split
 
 SIZES = {
-    "cpu": Size(2, (12, 24, 48, 96), batch=8, steps=200, autocast=False),
-    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, autocast=True),
+    "cpu": Size(2, (12, 24, 48, 96), batch=8, steps=200, learning_rate=2e-3, autocast=False),
+    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, learning_rate=2e-3, autocast=True),
 }
 # through the motor cortex, so that both parts hold activation
 SPLIT = Split(trained_below=-24.0, held_out_above=-16.0)
@@ -37,6 +37,8 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
     size = size or SIZES[device.type]
     whole = load(size.resolution, device)
     seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
+    ventricles = len(whole.labels) * 46 // 100
+    most_active = int((held_out.labels == CLASSES.index("active grey matter")).sum(dim=(1, 2)).argmax())
 
     def network(plain: bool) -> nn.Module:
         return MultiEncoderUNet((1, 1), len(CLASSES), widths=size.widths, plain=plain)
@@ -52,5 +54,5 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
         batch=lambda generator: slices.draw(seen, size.batch, generator),
         held_out=slices.as_batch(held_out),
         network=network,
-        views=slices.views(whole),
+        views={"held-out part of that slice": (ventricles,), "of the slice most active": (most_active,)},
     )

@@ -16,6 +16,7 @@ from .report import MEBIBYTE, Outcome, headline
 
 COLORS = {"eager": "#9b9b9b", "fusedseg": "#2a6fdb"}
 NAMES = {"eager": "eager PyTorch", "fusedseg": "fusedseg"}
+SIGNED = ("activation map",)
 TRAINED, HELD_OUT = "#2a6fdb", "#f08a24"
 # steps that the loss is averaged over: that of single batches hides the curve
 SMOOTH = 10
@@ -64,7 +65,7 @@ def draw_losses(ax, outcome: Outcome) -> None:
         smooth = np.convolve(of.losses, np.ones(span) / span, mode="valid")
         steps = np.arange(span, len(of.losses) + 1)
         ax.plot(steps, smooth, color=COLORS[name], linewidth=width, label=NAMES[name])
-    ax.set_yscale("log")
+    ax.set_ylim(bottom=0)
     ax.set_title(f"training loss, mean of {min(SMOOTH, len(of.losses))} steps", fontsize=11)
     ax.set_xlabel("step")
     ax.grid(which="both", color="#e4e4e4", linewidth=0.6)
@@ -80,10 +81,12 @@ def draw_views(figure, problem: Problem, outcome: Outcome) -> None:
     grid = figure.subplots(len(names), len(problem.views), squeeze=False)
     for column, (title, at) in enumerate(problem.views.items()):
         grid[0, column].set_title(title, fontsize=11)
-        for ax, image in zip(grid[:, column], problem.held_out.images, strict=False):
+        for ax, name, image in zip(grid[:, column], problem.inputs, problem.held_out.images, strict=False):
             # of the batch: without the channel
             values = image[:, 0][at].cpu().numpy()
-            ax.imshow(values, cmap="gray", origin="lower")
+            # a map with a sign has its zero in the middle of its colours
+            signed = {"cmap": "RdBu_r", "vmin": -abs(values).max(), "vmax": abs(values).max()}
+            ax.imshow(values, origin="lower", **(signed if name in SIGNED else {"cmap": "gray"}))
         for ax, classes in zip(grid[len(problem.inputs) :, column], labels.values(), strict=True):
             values = classes[at].cpu().numpy()
             options = {"cmap": colors, "vmin": 0, "vmax": colors.N - 1}

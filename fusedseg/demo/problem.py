@@ -47,12 +47,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Size:
-    """resolution in mm, channels of the levels, samples in a batch, steps unless told otherwise, bf16 autocast."""
+    """resolution in mm, channels of the levels, samples in a batch; steps, unless told otherwise; bf16 autocast.
+
+    The learning rate is the first step's; it falls to none.
+    """
 
     resolution: int
     widths: tuple[int, ...]
     batch: int
     steps: int
+    learning_rate: float
     autocast: bool
 
 

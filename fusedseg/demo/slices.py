@@ -8,8 +8,8 @@ from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split
 
 SIZES = {
-    "cpu": Size(2, (16, 32, 64, 128), batch=8, steps=200, autocast=False),
-    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, autocast=True),
+    "cpu": Size(2, (16, 32, 64, 128), batch=8, steps=200, learning_rate=2e-3, autocast=False),
+    "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, learning_rate=2e-3, autocast=True),
 }
 SPLIT = Split(trained_below=4.0, held_out_above=12.0)
 
@@ -27,7 +27,7 @@ def draw(scan: Scan, count: int, generator: torch.Generator) -> Batch:
 def views(scan: Scan) -> dict[str, tuple[int | slice, ...]]:
     """A slice through the ventricles, where all classes are met, and one well above them."""
     count = len(scan.labels)
-    return {"held-out part of that slice": (int(0.46 * count),), "of another slice": (int(0.68 * count),)}
+    return {"held-out part of that slice": (int(0.46 * count),), "held-out part of another slice": (int(0.68 * count),)}
 
 
 def problem(device: torch.device, size: Size | None = None) -> Problem:

@@ -15,7 +15,6 @@ from .problem import Batch, Problem
 
 # name -> plain
 NETWORKS = {"eager": True, "fusedseg": False}
-LEARNING_RATE = 4e-3
 # far above the rounding of a gradient that is zero, such as of a bias in front of a norm: with Adam's 1e-8 that noise
 # alone moves such a parameter by the full learning rate
 ADAM_EPS = 1e-5
@@ -66,7 +65,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
     device = problem.whole.labels.device
     class_weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes))
     trainings = {
-        name: Training(net.train(), torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS))
+        name: Training(net.train(), torch.optim.Adam(net.parameters(), lr=problem.size.learning_rate, eps=ADAM_EPS))
         for name, net in networks.items()
     }
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +73,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
     for step in bar:
         batch = problem.batch(generator)
         # a cosine from the full learning rate to none
-        rate = LEARNING_RATE / 2 * (1 + math.cos(math.pi * step / steps))
+        rate = problem.size.learning_rate / 2 * (1 + math.cos(math.pi * step / steps))
         for training in trainings.values():
             training.optimizer.param_groups[0]["lr"] = rate
             start = time.perf_counter()

@@ -11,8 +11,8 @@ from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split
 
 SIZES = {
-    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=100, autocast=False),
-    "cuda": Size(2, (64, 128, 256, 256), batch=4, steps=200, autocast=True),
+    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=120, learning_rate=8e-3, autocast=False),
+    "cuda": Size(2, (64, 128, 256, 256), batch=4, steps=120, learning_rate=8e-3, autocast=True),
 }
 SPLIT = Split(trained_below=4.0, held_out_above=12.0)
 PATCH = 48
@@ -49,6 +49,6 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
         network=network,
         views={
             "held-out part of that slice": (0, depth // 2),
-            "seen from the left": (0, slice(None), slice(None), int(0.4 * width)),
+            "held-out part, from the side (nose to the right)": (0, slice(None), slice(None), int(0.4 * width)),
         },
     )
