@@ -54,5 +54,5 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
         batch=lambda generator: slices.draw(seen, size.batch, generator),
         held_out=slices.as_batch(held_out),
         network=network,
-        views={"held-out part of that slice": (ventricles,), "of the slice most active": (most_active,)},
+        views={"held-out part of that slice": (ventricles,), "held-out part of the most active slice": (most_active,)},
     )

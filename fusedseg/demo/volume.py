@@ -11,8 +11,8 @@ from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split
 
 SIZES = {
-    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=120, learning_rate=8e-3, autocast=False),
-    "cuda": Size(2, (64, 128, 256, 256), batch=4, steps=120, learning_rate=8e-3, autocast=True),
+    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=150, learning_rate=4e-3, autocast=False),
+    "cuda": Size(2, (64, 128, 256, 256), batch=4, steps=150, learning_rate=4e-3, autocast=True),
 }
 SPLIT = Split(trained_below=4.0, held_out_above=12.0)
 PATCH = 48
