@@ -135,11 +135,13 @@ def conv_contenders(kind: str, inference: bool) -> list[str]:
     return [name for name in CONV_CONTENDERS if name not in absent]
 
 
-def unet(name: str, in_channels: int, classes: int, *, dims: int = 2, **options: Any) -> nn.Module:
+def unet(
+    name: str, in_channels: Any, classes: int, make: Callable[..., nn.Module] = UNet, dims: int = 2, **options: Any
+) -> nn.Module:
     """The U-Net of a contender, untreated: ours as it is by default, the others' of stock modules but for their norm.
 
-    All have the same parameters in the same order.
+    All have the same parameters in the same order.  ``make`` is the class or preset, of ``dims`` dimensions.
     """
     if name != "ours":
         options |= {"norm_act": CONTENDERS[name][0](dims), "plain": True}
-    return UNet(in_channels, classes, dims=dims, **options)
+    return make(in_channels, classes, **options)

@@ -1,12 +1,15 @@
-"""One training step of a whole U-Net: forward, cross entropy and backward.  Ours is ``fusedseg.unet.UNet`` as it is by
-default; the others are its plain twin, of stock modules, with their norm."""
+"""One training step of a whole network: forward, cross entropy and backward.  Ours is that of ``fusedseg.unet`` as it
+is by default; the others are its plain twin, of stock modules, with their norm."""
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from fusedseg.unet import MultiEncoderUNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 from .contenders import CONTENDERS, unet
 from .harness import Result, compete
@@ -15,7 +18,7 @@ from .replay import CLOCK, report_step
 from .report import Section
 
 CLASSES = 4
-SECONDS = {"cpu": 12.0, "cuda": 15.0}
+SECONDS = {"cpu": 5.0, "cuda": 15.0}
 # relu is another function, and costs what leaky_relu does
 NAMES = [name for name in CONTENDERS if name != "relu"]
 # relative error of the logits and of all gradients together (2-norms), or twice eager's own.  Rounding adds up over the
@@ -24,39 +27,75 @@ TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16:
 
 
 class Case(NamedTuple):
-    shape: tuple[int, ...]
-    widths: tuple[int, ...]
+    """A network and its input; several images are one tensor, split by their channels."""
+
+    title: str
+    channels: tuple[int, ...]
+    size: tuple[int, ...]
+    batch: int
+    options: dict[str, Any]
     dtype: str = "fp32"
     channels_last: bool = False
+    make: Callable[..., nn.Module] = MultiEncoderUNet
 
     def __str__(self) -> str:
-        layout = "nhwc" if self.channels_last else "nchw"
-        return f"{'x'.join(map(str, self.shape))} to {self.widths[-1]} channels, {self.dtype} {layout}"
+        shape = "x".join(map(str, (self.batch, sum(self.channels), *self.size)))
+        return f"{self.title}, {shape} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
 
 
+WIDTHS = (64, 128, 256, 512, 1024)
+# reduced sizes of the presets, with their structure
+LIDAR_OPTICAL = {"widths": (16, 32, 64)}
+LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
+SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
 CASES = {
-    "cpu": [Case((2, 3, 160, 160), (32, 64, 128))],
+    "cpu": [
+        Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
+        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet),
+        Case("3D large", (1,), (40, 32, 24), 1, LARGE, make=unet3d_large),
+        Case("3D small", (1,), (40, 32, 24), 1, SMALL, make=unet3d_small),
+    ],
     "cuda": [
-        Case((8, 3, 512, 512), (64, 128, 256, 512, 1024), "amp", True),
-        Case((8, 3, 512, 512), (64, 128, 256, 512, 1024), "amp"),
-        Case((8, 3, 512, 512), (64, 128, 256, 512, 1024), "fp32"),
-        Case((2, 1, 160, 160, 64), (32, 64, 128, 256), "amp"),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp"),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "fp32"),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", False, lidar_optical_unet),
+        Case("3D large", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_large),
+        Case("3D small", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_small),
     ],
 }
 
 
+class Images(nn.Module):
+    """A network of several images, called with one tensor of all their channels."""
+
+    def __init__(self, net: nn.Module, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.net, self.channels = net, list(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(*x.split(self.channels, dim=1))
+
+
 @cache
-def run(case: Case, device: torch.device) -> dict[str, Result]:
+def case_named(name: str, kind: str) -> Case:
+    return next(case for case in CASES[kind] if str(case) == name)
+
+
+@cache
+def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
+    case = case_named(name_of_case, device.type)
     torch.manual_seed(0)
-    dims = len(case.shape) - 2
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
-    x = torch.randn(case.shape, device=device).to(memory_format=memory_format)
-    target = torch.randint(CLASSES, (case.shape[0], *case.shape[2:]), device=device)
+    x = torch.randn(case.batch, sum(case.channels), *case.size, device=device).to(memory_format=memory_format)
 
     def network(name: str) -> nn.Module:
-        return unet(name, case.shape[1], CLASSES, dims=dims, widths=case.widths)
+        channels: Any = case.channels[0] if case.make in (unet3d_large, unet3d_small) else case.channels
+        return Images(unet(name, channels, CLASSES, make=case.make, dims=len(case.size), **case.options), case.channels)
 
     weights = list(network("eager").state_dict().values())
+    target = torch.randint(CLASSES, (case.batch, *case.size), device=device)
 
     def build(name: str) -> NetJob:
         net = network(name)
@@ -82,12 +121,12 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize("case", CASES[kind], ids=str)
+    metafunc.parametrize("case", map(str, CASES[kind]))
 
 
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("contender", NAMES)
 def test_step(case, contender, device, report, benchmark):
-    section = report.section("unet", Section("U-Net, forward + cross entropy + backward"))
-    results = section.cases[str(case)] = run(case, device)
-    report_step(benchmark, f"step of a U-Net, {case}", contender, results[contender])
+    section = report.section("unet", Section("U-Nets, forward + cross entropy + backward"))
+    results = section.cases[case] = run(case, device)
+    report_step(benchmark, f"step of {case}", contender, results[contender])

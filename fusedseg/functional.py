@@ -103,7 +103,7 @@ def conv_abn(
 
     Args:
         x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; or a sequence of such
-            tensors, for their concatenation along the channels, which is never formed; any of them may be an
+            tensors, for their concatenation along the channels, which is not kept; any of them may be an
             ``Interpolated``.  Left alone.
         conv_weight: (K, C / groups, *kernel); conv_bias: (K,) or None; both in the dtype of ``x``.
         running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 beside half precision.
@@ -162,7 +162,7 @@ def join_conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolution of a concatenation that is never formed, in two or three dimensions.
+    """Convolution of a concatenation that is not kept, and if large never formed, in two or three dimensions.
 
     Equals ``conv2d(cat(x, dim=1), conv_weight, conv_bias, stride, padding, dilation, groups)``, where an
     ``Interpolated`` in ``x`` stands for ``interpolate`` of its tensor.

@@ -171,8 +171,8 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
 
     Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64; channels_last where the input or the
     weight is.  The input may be a sequence of tensors, which stands for their concatenation along the channels, and any
-    of them an ``functional.Interpolated``: neither the concatenation nor the enlarged tensor is kept, and the first is
-    never formed; each is convolved with its part of the weight.
+    of them an ``functional.Interpolated``: neither the concatenation nor the enlarged tensor is kept, and a large one
+    is not formed: each source is convolved with its part of the weight.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in

@@ -30,7 +30,7 @@ def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Sour
     return op.join_conv(sources, weight, bias, geometry)
 
 
-DOC = """``nn.Conv{dims}d`` of a concatenation that is never formed.
+DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept, and if it is large never formed.
 
     Equals ``nn.Conv{dims}d(C, K, ...)(torch.cat(x, dim=1))`` for a sequence ``x`` of tensors, of C channels together;
     any of them may be an ``functional.Interpolated``, of which the enlarged tensor is not kept.  One tensor is a

@@ -1,4 +1,6 @@
-"""Convolutions of a concatenation that is never formed: conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:]).
+"""Convolutions of a concatenation that is not kept, and if it is large never formed:
+
+    conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:])
 
 A source may be ``Interpolated``: what is kept is its small tensor, and the enlarged one exists only while its part of
 the convolution, forward or backward, is computed.
@@ -18,8 +20,8 @@ MODES = {
     5: ("nearest", "nearest-exact", "trilinear", "area"),
 }
 aten = torch.ops.aten
-# an enlarged tensor beyond this, and wider than the result, exists in parts only; below, they are not worth their while
-ENLARGED_BYTES = 2**26
+# a concatenation up to this is formed for the moment: one convolution of it is faster than several of its parts
+FORMED_BYTES = 2**26
 # those that take align_corners
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
@@ -164,20 +166,22 @@ class _Part(NamedTuple):
     w: Tensor
 
 
+def _apart(sources: Sequence[Source], geometry: Geometry) -> bool:
+    """Whether each source is convolved by itself, since all of them together are large."""
+    if geometry.groups > 1 or (len(sources) == 1 and isinstance(sources[0], Tensor)):
+        return False
+    return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
+
+
 def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
-    """Those that are to be enlarged come first: that needs memory for a while, and is done before there is more.  A
-    large one of more channels than the result has is enlarged in parts of as many."""
-    if len(sources) == 1 and isinstance(sources[0], Tensor):
-        # the weight is its part, in groups or not
-        return [_Part(0, sources[0], w)]
+    """Those that are to be enlarged come first: that needs memory for a while, and is done before there is more.  One
+    of more channels than the result has is enlarged in parts of as many."""
     parts, start = [], 0
     for of, source in enumerate(sources):
         C, K = source.shape[1], w.shape[0]
-        ranges: list[Source]
-        if isinstance(source, Interpolated) and source.shape.numel() * source.x.element_size() > ENLARGED_BYTES:
+        ranges: list[Source] = [source]
+        if isinstance(source, Interpolated):
             ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
-        else:
-            ranges = [source]
         for part in ranges:
             parts.append(_Part(of, part, w[:, start : start + part.shape[1]]))
             start += part.shape[1]
@@ -186,6 +190,8 @@ def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
 
 def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution of what the sources stand for."""
+    if not _apart(sources, geometry):
+        return convolve(concatenated(sources), w, bias, geometry)
     first, *others = _parts(sources, w)
     y = convolve(formed(first.source), first.w, bias, geometry)
     for part in others:
@@ -198,6 +204,13 @@ def convolve_sources_backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of w, of the bias and of the sources' tensors; ``wanted`` is in that order."""
     need_w, need_bias, *needs = wanted
+    if not _apart(sources, geometry):
+        dx, dw, dbias = convolve_backward(dy, concatenated(sources), w, geometry, (any(needs), need_w, need_bias))
+        if dx is None:
+            return dw, dbias, *(None for _ in sources)
+        parts = dx.split([source.shape[1] for source in sources], dim=1) if len(sources) > 1 else (dx,)
+        pairs = zip(sources, parts, needs, strict=True)
+        return dw, dbias, *(_gradient(source, part) if need else None for source, part, need in pairs)
     # by source, in the order of their channels
     dsources: list[list[Tensor | None]] = [[] for _ in sources]
     dws: list[list[Tensor | None]] = [[] for _ in sources]
@@ -205,24 +218,19 @@ def convolve_sources_backward(
     for i, source, part in _parts(sources, w):
         # the bias's gradient comes with the first
         asked = (needs[i], need_w, need_bias and dbias is None)
-        if isinstance(source, Interpolated):
-            dx, dw, db = _interpolated_backward(dy, source, part, geometry, asked)
-        else:
-            dx, dw, db = convolve_backward(dy, source, part, geometry, asked)
-        dsources[i].append(dx)
+        dx, dw, db = convolve_backward(dy, formed(source), part, geometry, asked)
+        dsources[i].append(None if dx is None else _gradient(source, dx))
         dws[i].append(dw)
         dbias = db if dbias is None else dbias
     return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
+
+
+def _gradient(source: Source, d: Tensor) -> Tensor:
+    """Of a source's tensor, from that of what it stands for."""
+    return source.enlarge.backward(d, source.x) if isinstance(source, Interpolated) else d
 
 
 def _cat(gradients: list[Tensor | None]) -> Tensor | None:
     """Of ranges of channels; all of them are there, or none is."""
     given = [gradient for gradient in gradients if gradient is not None]
     return torch.cat(given, dim=1) if len(given) > 1 else given[0] if given else None
-
-
-def _interpolated_backward(
-    dy: Tensor, source: Interpolated, w: Tensor, geometry: Geometry, asked: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dlarge, dw, dbias = convolve_backward(dy, source.formed(), w, geometry, asked)
-    return None if dlarge is None else source.enlarge.backward(dlarge, source.x), dw, dbias

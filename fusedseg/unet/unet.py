@@ -32,8 +32,8 @@ class MultiEncoderUNet(nn.Module):
     floors, and the way up restores the size.
 
     Kept for backward: one tensor for each convolution and its norm, and a byte for each element that pooling leaves.
-    The concatenations, of the bottoms and of the skips with the enlarged map, are neither kept nor formed, nor is the
-    enlarged map kept; ``plain=True`` is the twin that keeps them all.
+    The concatenations, of the bottoms and of the skips with the enlarged map, are not kept, nor formed where they are
+    large, nor is the enlarged map kept; ``plain=True`` is the twin that keeps them all.
 
     Args:
         in_channels: of each image.

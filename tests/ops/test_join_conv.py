@@ -17,11 +17,11 @@ MODES = {
 CASES = [(dims, *mode) for dims, modes in MODES.items() for mode in modes]
 
 
-@pytest.fixture(params=["whole", "parts"])
-def enlarged(request, monkeypatch):
-    """Enlarged tensors whole, and as large ones of more channels than the result has are: in parts."""
-    if request.param == "parts":
-        monkeypatch.setattr(module, "ENLARGED_BYTES", 0)
+@pytest.fixture(params=["formed", "apart"])
+def joined(request, monkeypatch):
+    """As small sources are joined; and as large ones are, each by itself, wide enlarged ones in ranges of channels."""
+    if request.param == "apart":
+        monkeypatch.setattr(module, "FORMED_BYTES", 0)
 
 
 def tensors(dims, dtype=torch.float64):
@@ -33,7 +33,7 @@ def tensors(dims, dtype=torch.float64):
     return size, a, b, c, w, torch.randn(2, dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.usefixtures("enlarged")
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize(("dims", "mode", "align_corners"), CASES)
 def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
     size, a, b, c, w, bias = tensors(dims)
@@ -46,7 +46,7 @@ def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
     torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
 
 
-@pytest.mark.usefixtures("enlarged")
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("dims", [2, 3])
 def test_conv_abn_of_sources(dims, training):
@@ -68,6 +68,14 @@ def test_conv_abn_of_sources(dims, training):
     torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
 
 
+def test_groups_of_one_enlarged_source(monkeypatch):
+    monkeypatch.setattr(module, "FORMED_BYTES", 0)
+    x, w = torch.randn(1, 4, 3, 3, dtype=torch.float64), torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    out = join_conv(Interpolated(x, (6, 6), "bilinear"), w, groups=2)
+    torch.testing.assert_close(out, F.conv2d(F.interpolate(x, (6, 6), mode="bilinear"), w, groups=2))
+
+
+@pytest.mark.usefixtures("joined")
 def test_gradcheck():
     size, a, b, c, w, bias = tensors(2)
 
@@ -77,6 +85,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(joined, (a, b, c, w, bias))
 
 
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("needed", ["a", "b", "w", "bias"])
 def test_only_what_is_needed_gets_a_gradient(needed):
     size, a, b, c, w, bias = tensors(2)
@@ -91,6 +100,7 @@ def test_only_what_is_needed_gets_a_gradient(needed):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.usefixtures("joined")
 def test_keeps_the_sources_and_the_weight():
     a = torch.randn(2, 8, 32, 32, requires_grad=True)
     b = torch.randn(2, 8, 16, 16, requires_grad=True)
