@@ -35,7 +35,7 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
     def network(plain: bool) -> nn.Module:
         return unet3d_small(1, len(mni152.CLASSES), widths=size.widths, up_widths=up_widths, plain=plain)
 
-    depth, _, width = held_out.labels.shape
+    depth, length, _ = held_out.labels.shape
     return Problem(
         title="A 3D U-Net",
         inputs=("T1 image",),
@@ -49,6 +49,6 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
         network=network,
         views={
             "held-out part of that slice": (0, depth // 2),
-            "held-out part, from the side (nose to the right)": (0, slice(None), slice(None), int(0.4 * width)),
+            "held-out part, cut upright": (0, slice(None), length // 4),
         },
     )
