@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedseg.__main__ import DEMOS, main
+from fusedseg.demo import training
 
 # the package's attribute of that name is the function
 command = importlib.import_module("fusedseg.demo.run")
@@ -27,6 +28,7 @@ def tiny(extras, monkeypatch):
         module = importlib.import_module(f"fusedseg.demo.{name}")
         size = dataclasses.replace(module.SIZES["cpu"], widths=(2, 4), batch=2, steps=2)
         monkeypatch.setitem(module.SIZES, "cpu", size)
+    monkeypatch.setattr(training, "SETTLED_BATCHES", 2)
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -109,6 +111,22 @@ def test_an_unknown_demo_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "sices"])
     assert "invalid choice: 'sices'" in capsys.readouterr().err
+
+
+def test_settled_statistics_are_those_of_the_final_weights(tiny):
+    """Of one batch over and over they are the batch's own, whatever they were before."""
+    problem = importlib.import_module("fusedseg.demo.slices").problem(torch.device("cpu"))
+    batch = problem.batch(torch.Generator().manual_seed(0))
+    networks = training.build(problem, torch.device("cpu"), seed=0)
+    training.settle(dataclasses.replace(problem, batch=lambda generator: batch), networks, torch.Generator())
+    for net in networks.values():
+        first = net.incs[0][0]
+        seen = first.conv(batch.images[0]).transpose(0, 1).flatten(1)
+        norm = next(module for module in first.modules() if hasattr(module, "running_mean"))
+        # fp32 over about ten thousand values
+        torch.testing.assert_close(norm.running_mean, seen.mean(1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm.running_var, seen.var(1), rtol=1e-4, atol=1e-5)
+        assert norm.momentum == 0.1
 
 
 @pytest.mark.slow
