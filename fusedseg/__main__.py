@@ -35,7 +35,7 @@ def add_demo(commands) -> None:
         help="trains a network on real images with eager PyTorch and with fusedseg, and compares them",
         description="Trains a network on the MNI152 brain template twice, of stock modules and of fusedseg's, from the "
         "same weights on the same batches; prints the overlap with held-out truth, memory and time of both, and "
-        "writes a picture and the figures. Nothing is downloaded. One to two minutes on two CPU cores.",
+        "writes a picture and the figures. Nothing is downloaded. A few minutes on two CPU cores.",
     )
     command.add_argument(
         "name",
