@@ -52,8 +52,8 @@ CASES = {
     "cpu": [
         Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
         Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet),
-        Case("3D large", (1,), (40, 32, 24), 1, LARGE, make=unet3d_large),
-        Case("3D small", (1,), (40, 32, 24), 1, SMALL, make=unet3d_small),
+        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large),
+        Case("3D small", (1,), (32, 32, 32), 1, SMALL, make=unet3d_small),
     ],
     "cuda": [
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
