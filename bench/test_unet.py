@@ -37,6 +37,8 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     channels_last: bool = False
     make: Callable[..., nn.Module] = MultiEncoderUNet
+    # all benches together are to end within minutes
+    slow: bool = False
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (self.batch, sum(self.channels), *self.size)))
@@ -51,8 +53,8 @@ SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
 CASES = {
     "cpu": [
         Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
-        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet),
-        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large),
+        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
+        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large, slow=True),
         Case("3D small", (1,), (32, 32, 32), 1, SMALL, make=unet3d_small),
     ],
     "cuda": [
@@ -121,7 +123,8 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize("case", map(str, CASES[kind]))
+    marks = {True: [pytest.mark.slow], False: []}
+    metafunc.parametrize("case", [pytest.param(str(case), marks=marks[case.slow]) for case in CASES[kind]])
 
 
 @pytest.mark.benchmark(timer=CLOCK)
