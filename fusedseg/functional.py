@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from .activation import parse_invertible
 from .ops import conv_abn as _conv_abn
@@ -13,9 +12,8 @@ from .ops import max_pool as _max_pool
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
-from .ops.convolution import parse_geometry
 from .ops.kept import find
-from .ops.sources import Interpolated, Source, concatenated, parse_sources
+from .ops.sources import Interpolated, Source, padded, parse_sources
 
 __all__ = ["Interpolated", "conv_abn", "inplace_abn", "join_conv", "load_conv_choices", "max_pool", "save_conv_choices"]
 
@@ -147,9 +145,7 @@ def _joined(op, x, weight, bias, stride, padding, dilation, groups):
             f"{op}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
             f"got {tuple(weight.shape)}"
         )
-    geometry, uneven = parse_geometry(op, weight.shape[2:], stride, padding, dilation, groups)
-    if uneven and len(sources[0].shape) == weight.dim():
-        sources = (F.pad(concatenated(sources), uneven),)
+    sources, geometry = padded(op, sources, weight.shape[2:], stride, padding, dilation, groups)
     return *_join_conv.autocast(sources, weight, bias), geometry
 
 

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..activation import Activation
 from ..ops import conv_abn as op
 from ..ops.conv_choice import check_conv_backend
-from ..ops.convolution import parse_geometry
 from ..ops.join_conv import autocast
-from ..ops.sources import Source, concatenated, parse_sources, shape_of
+from ..ops.sources import Source, concatenated, padded, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
-from .join_conv import JoinConv2d, JoinConv3d
+from .join_conv import JoinConv2d, JoinConv3d, arguments_of
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def activation_module(act: Activation) -> nn.Module:
@@ -86,13 +88,7 @@ class _ConvABN(nn.Module):
             y = conv(concatenated(sources))
             # hooks of backward hand on a view that must not be written over
             return norm(y.clone() if conv._backward_hooks or conv._backward_pre_hooks else y)
-        padding: int | str | Sequence[int] = conv.padding
-        if conv.padding_mode != "zeros":
-            pads = conv._reversed_padding_repeated_twice
-            sources, padding = (F.pad(concatenated(sources), pads, mode=conv.padding_mode),), 0
-        geometry, uneven = parse_geometry(name, conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
-        if uneven:
-            sources = (F.pad(concatenated(sources), uneven),)
+        sources, geometry = padded(name, sources, *arguments_of(conv))
         sources, weight, bias = autocast(sources, conv.weight, conv.bias)
         batch_stats, running_mean, running_var, momentum = norm._statistics()
         norms = (running_mean, running_var, norm.weight, norm.bias)
@@ -105,9 +101,10 @@ class _ConvABN(nn.Module):
 
     def _is_fused(self) -> bool:
         """Not where a child was replaced, or has hooks that want to see it called."""
-        if type(self.conv) not in (self.conv_class, self.join_class) or type(self.norm) is not InPlaceABN:
+        conv, norm = self.conv, self.norm
+        if type(conv) not in (self.conv_class, self.join_class) or type(norm) is not InPlaceABN:
             return False
-        return not any(getattr(child, hooks) for child in (self.conv, self.norm) for hooks in HOOKS)
+        return not (has_hooks(conv) or has_hooks(norm))
 
     def extra_repr(self) -> str:
         return "" if self.conv_backend == "auto" else f"conv_backend={self.conv_backend}"
@@ -135,7 +132,7 @@ class _ConvABN(nn.Module):
         if type(conv) is not cls.conv_class:
             raise TypeError(f"{name}: conv must be an nn.{cls.conv_class.__name__}, got {type(conv).__name__}")
         for what, child in (("conv", conv), ("bn", bn)):
-            if any(getattr(child, hooks) for hooks in HOOKS):
+            if has_hooks(child):
                 raise TypeError(f"{name}: {what} must have no hooks, since the fused op would not call them")
         norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)  # type: ignore[arg-type]
         if norm.num_features != conv.out_channels:

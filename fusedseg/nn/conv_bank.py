@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..ops.convolution import parse_geometry, per_dimension
 from .branch_sum import running_sum
-from .conv_abn import HOOKS
+from .conv_abn import has_hooks
 
 Size = int | Sequence[int]
 # parameters added up at once
@@ -123,7 +123,7 @@ class _ConvBank(nn.Module):
             # not type(branch): a parametrization makes a class of its own
             if not isinstance(branch, self.conv_class) or type(branch).forward is not self.conv_class.forward:
                 return False
-            if any(getattr(branch, hooks) for hooks in HOOKS):
+            if has_hooks(branch):
                 return False
         return True
 

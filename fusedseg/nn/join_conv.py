@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..ops import join_conv as op
-from ..ops.convolution import parse_geometry
-from ..ops.sources import Source, concatenated, parse_sources, shape_of
+from ..ops.sources import Source, padded, parse_sources, shape_of
+
+
+def arguments_of(conv: nn.Conv2d | nn.Conv3d) -> tuple:
+    """What ``padded`` is to know of it."""
+    pads = conv._reversed_padding_repeated_twice
+    return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode, pads
 
 
 def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
@@ -18,13 +22,7 @@ def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Sour
         raise ValueError(
             f"{name}: input must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
         )
-    padding: int | str | Sequence[int] = module.padding
-    if module.padding_mode != "zeros":
-        pads = module._reversed_padding_repeated_twice
-        sources, padding = (F.pad(concatenated(sources), pads, mode=module.padding_mode),), 0
-    geometry, uneven = parse_geometry(name, module.kernel_size, module.stride, padding, module.dilation, module.groups)
-    if uneven:
-        sources = (F.pad(concatenated(sources), uneven),)
+    sources, geometry = padded(name, sources, *arguments_of(module))
     sources, weight, bias = op.autocast(sources, module.weight, module.bias)
     op.check(name, sources, weight, bias, geometry)
     return op.join_conv(sources, weight, bias, geometry)

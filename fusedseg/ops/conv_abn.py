@@ -20,14 +20,15 @@ from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
 from .double_backward import differentiated_once
 from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
+from .inplace_abn_aten import activate_
 from .kept import Kept
 from .layout import dense, layout_of
 from .sources import (
-    Interpolated,
     Source,
     convolve_sources,
     convolve_sources_backward,
     enlarges_of,
+    is_tensor,
     shape_of,
     sources_of,
     tensors_of,
@@ -54,6 +55,8 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
     if training:
         conv_bias = None
     if name == "aten":
+        if not training and kept is None and _folds(sources, w, geometry):
+            return _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
         return z, *inplace_abn.forward(
             z, z, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
@@ -72,19 +75,36 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
         )  # fmt: skip
 
 
+def _folds(sources, w, geometry):
+    """Whether the norm goes into the weight: not where half precision would round that once more, nor where there is
+    more of it than of the result, which would be scaled instead."""
+    wide = w.dtype in (torch.float32, torch.float64)
+    return wide and w.numel() <= geometry.output_shape(shape_of(sources), w.shape).numel()
+
+
+def _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
+    """In eval mode: the activation of one convolution, in its memory.  As ``_forward_with``."""
+    rstd = torch.rsqrt(running_var + settings.eps)
+    scale = rstd if weight is None else weight * rstd
+    shift = -running_mean if conv_bias is None else conv_bias - running_mean
+    shift = shift * scale if bias is None else torch.addcmul(bias, shift, scale)
+    z = convolve_sources(sources, w * scale.view(-1, *(1,) * (w.dim() - 1)), shift, settings.geometry)
+    return activate_(dense(z)[0], settings.act), running_mean, rstd, None
+
+
 def _forward(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
     """As ``_forward_with``, by whom ``conv_choice`` says."""
-    geometry, conv_backend = settings.geometry, settings.conv_backend
-    shape = geometry.output_shape(shape_of(sources), w.shape)
     name = "aten"
-    x = sources[0]
-    if shape.numel() and len(sources) == 1 and isinstance(x, Tensor):
-        # what is measured moves no running statistics
-        unmoved = (None, None) if settings.training else (running_mean, running_var)
-        name = conv_choice.choose(
-            OP, conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
-            lambda name: _forward_with(name, settings, sources, w, conv_bias, weight, bias, *unmoved)[0],
-        )  # fmt: skip
+    if is_tensor(sources) and conv_choice.is_open(settings.conv_backend, sources[0]):
+        x, geometry = sources[0], settings.geometry
+        shape = geometry.output_shape(x.shape, w.shape)
+        if shape.numel():
+            # what is measured moves no running statistics
+            unmoved = (None, None) if settings.training else (running_mean, running_var)
+            name = conv_choice.choose(
+                OP, settings.conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
+                lambda name: _forward_with(name, settings, sources, w, conv_bias, weight, bias, *unmoved)[0],
+            )  # fmt: skip
     return _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
 
 
@@ -213,16 +233,13 @@ def check(
     conv_backend: str,
 ) -> None:
     """Raises ValueError or TypeError for arguments that the op cannot take."""
-    first = tensors_of(sources)[0]
-    shape, dtype, device = shape_of(sources), first.dtype, first.device
-    join_conv.check(OP, sources, w, conv_bias, geometry)
-    if conv_backend == "triton" and not (len(sources) == 1 and isinstance(sources[0], Tensor)):
+    shape = join_conv.check(OP, sources, w, conv_bias, geometry)
+    if conv_backend == "triton" and not is_tensor(sources):
         raise ValueError(
             f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
         )
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    shape = geometry.output_shape(shape, w.shape)
-    check_batch_norm(OP, vectors, training, shape, dtype, device, "the convolution's output")
+    check_batch_norm(OP, vectors, training, shape, w.dtype, w.device, "the convolution's output")
 
 
 def conv_abn(
@@ -246,7 +263,7 @@ def conv_abn(
         z = _Convolution.apply(settings, norm, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources))
         return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
-    if len(sources) > 1 or isinstance(sources[0], Interpolated):
+    if not is_tensor(sources):
         # the compiler sees through a join, and forms as little of it as it finds fit
         y = convolve_sources(sources, w, None if training else conv_bias, geometry)
         z = inplace_abn.inplace_abn(y, *norm, training, momentum, eps, act, kept)

@@ -132,6 +132,15 @@ def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, trai
     )
 
 
+def is_open(conv_backend: str, x: Tensor) -> bool:
+    """Whether there is anything to choose; False in eager mode on a CPU, at little cost."""
+    return (
+        conv_backend != "aten"
+        and not isinstance(x, FakeTensor)
+        and (conv_backend == "triton" or _backend.use_triton(x))
+    )
+
+
 def choose(
     op: str,
     conv_backend: str,
@@ -147,18 +156,13 @@ def choose(
     Raises:
         RuntimeError: ``conv_backend="triton"`` where it cannot serve, or was found to be wrong on this device.
     """
-    if conv_backend == "aten" or isinstance(x, FakeTensor):
+    if not is_open(conv_backend, x):
         return "aten"
     layout = layout_of(x)
     if conv_backend == "triton":
         if reason := unfit(x, positions):
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    elif (
-        not _backend.use_triton(x)
-        or unfit(x, positions)
-        or not could_win(x, layout, w, geometry)
-        or torch.are_deterministic_algorithms_enabled()
-    ):
+    elif unfit(x, positions) or not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled():
         return "aten"
     key = key_of(x, layout, w, geometry, training, positions)
     record = _records.get(key)

@@ -74,8 +74,9 @@ def check_convolution(
     w: Tensor,
     bias: Tensor | None,
     geometry: Geometry,
-) -> None:
-    """Raises ValueError or TypeError for a convolution that does not fit x, of that shape, dtype and device."""
+) -> torch.Size:
+    """The result's shape; ValueError or TypeError for a convolution that does not fit x, of that shape, dtype and
+    device."""
     dims = w.dim() - 2
     if len(shape) != w.dim():
         raise ValueError(f"{op}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}")
@@ -95,11 +96,13 @@ def check_convolution(
             raise ValueError(f"{op}: {name} must be on {device}, the device of x, got {t.device}")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"{op}: conv_bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
-    if min(geometry.output_shape(shape, w.shape)[2:]) < 1:
+    result = geometry.output_shape(shape, w.shape)
+    if min(result[2:]) < 1:
         raise ValueError(
             f"{op}: the kernel, {tuple(w.shape[2:])} with dilation {geometry.dilation}, does not fit in x "
             f"{tuple(shape)} with padding {geometry.padding}"
         )
+    return result
 
 
 def is_channels_last(t: Tensor) -> bool:
@@ -115,7 +118,8 @@ def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution, in ``output_format``."""
     stride, padding, dilation, groups = geometry
-    y = aten.convolution(x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    # not through torch.ops, whose calls cost half as much again
+    y = torch.convolution(x, w, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
     return y.contiguous(memory_format=output_format(x, w))
 
 

@@ -57,16 +57,13 @@ def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
     """out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
     unused = mean.new_empty(0)
-    aten.native_batch_norm.out(
-        x, weight, bias, mean, var, False, 0.0, eps, out=out, save_mean=unused, save_invstd=unused
-    )
+    torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
 
 
-def _activate_(z: Tensor, act: Activation) -> None:
+def activate_(z: Tensor, act: Activation) -> Tensor:
     if act.name == "leaky_relu":
-        aten.leaky_relu_(z, act.param)
-    elif act.name == "elu":
-        aten.elu_(z, act.param)
+        return torch._C._nn.leaky_relu_(z, act.param)
+    return torch._C._nn.elu_(z, act.param) if act.name == "elu" else z
 
 
 def _act_grad(dz: Tensor, z: Tensor, act: Activation) -> Tensor:
@@ -111,11 +108,11 @@ def forward(
     slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
     own_update = running_mean is not None and running_mean.dtype != acc
     if training and kept is None and not slow and not own_update:
-        mean, rstd = torch.empty(2, layout.C, dtype=acc, device=x.device)
-        aten.native_batch_norm.out(
-            xv, weight, bias, running_mean, running_var, True, momentum, eps, out=outv, save_mean=mean, save_invstd=rstd
+        mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
+        torch.native_batch_norm(
+            xv, weight, bias, running_mean, running_var, True, momentum, eps, out=(outv, mean, rstd)
         )
-        _activate_(outv, act)
+        activate_(outv, act)
         return mean, rstd, None
     if not training:
         mean, var = running_mean.to(acc), running_var.to(acc)  # type: ignore[union-attr]
@@ -134,7 +131,7 @@ def forward(
         xhat_kept = x.new_empty(xhat.numel())
         channel_view(xhat_kept, layout._replace(C=kept.count)).copy_(xhat)
     _scale_shift(xv, outv, weight, bias, mean, var, eps)
-    _activate_(outv, act)
+    activate_(outv, act)
     if training and running_mean is not None and running_var is not None:
         m = layout.N * layout.S
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)

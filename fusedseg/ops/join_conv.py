@@ -38,29 +38,26 @@ class JoinConvFunction(torch.autograd.Function):
         return None, None, *differentiated_once(OP, convolve_sources_backward, *args)
 
 
-def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
-    """Raises ValueError or TypeError for arguments that a convolution of sources cannot take."""
+def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> torch.Size:
+    """The result's shape; ValueError or TypeError for arguments that a convolution of sources cannot take."""
     check_agree(op, sources)
     first = tensors_of(sources)[0]
-    check_convolution(op, shape_of(sources), first.dtype, first.device, w, bias, geometry)
+    shape = check_convolution(op, shape_of(sources), first.dtype, first.device, w, bias, geometry)
     if len(sources) > 1 and geometry.groups > 1:
         raise ValueError(f"{op}: groups must be 1 for several sources, got {geometry.groups}")
+    return shape
 
 
 def autocast(
     sources: tuple[Source, ...], w: Tensor, bias: Tensor | None
 ) -> tuple[tuple[Source, ...], Tensor, Tensor | None]:
     """As a stock convolution would take them."""
-    tensors = tensors_of(sources)
-    device = tensors[0].device.type
+    device = w.device.type
     # meta tensors have no autocast, and asking for it raises
-    if (
-        device == "meta"
-        or not torch.is_autocast_enabled(device)
-        or torch.float64 in (w.dtype, *(t.dtype for t in tensors))
-    ):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return sources, w, bias
-    if not all(t.is_floating_point() for t in tensors):
+    tensors = tensors_of(sources)
+    if torch.float64 in (w.dtype, *(t.dtype for t in tensors)) or not all(t.is_floating_point() for t in tensors):
         return sources, w, bias
     dtype = torch.get_autocast_dtype(device)
     return cast_sources(sources, dtype), w.to(dtype), None if bias is None else bias.to(dtype)

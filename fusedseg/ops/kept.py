@@ -143,7 +143,8 @@ class KeptChannels:
             return None
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
             return self.kept
-        key = (act, dtype, *((p.data_ptr(), p._version) for p in (weight, bias) if p is not None))
+        other = bias if bias is not None else first
+        key = (act, dtype, first.data_ptr(), first._version, other.data_ptr(), other._version)
         if key != self._key:
             if self._may_lag(weight, bias) and self._key is not None and _optimizer_steps != self._steps:
                 self._request(weight, bias, act, dtype)

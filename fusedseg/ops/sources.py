@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .convolution import Geometry, convolve, convolve_backward
+from .convolution import Geometry, convolve, convolve_backward, parse_geometry
 
 MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
@@ -117,6 +117,8 @@ def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
 
 def check_agree(op: str, sources: Sequence[Source]) -> None:
     """Raises ValueError for sources of several dtypes or devices."""
+    if len(sources) == 1:
+        return
     tensors = tensors_of(sources)
     for name in ("dtype", "device"):
         if len({getattr(t, name) for t in tensors}) > 1:
@@ -152,10 +154,39 @@ def concatenated(sources: Sequence[Source]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
 
+def is_tensor(sources: Sequence[Source]) -> bool:
+    """Whether there is nothing to join or enlarge."""
+    return len(sources) == 1 and isinstance(sources[0], Tensor)
+
+
 def shape_of(sources: Sequence[Source]) -> torch.Size:
     """That of the concatenation."""
+    if len(sources) == 1:
+        return sources[0].shape
     N, _, *size = sources[0].shape
     return torch.Size([N, sum(source.shape[1] for source in sources), *size])
+
+
+def padded(
+    op: str,
+    sources: tuple[Source, ...],
+    kernel: Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | str | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+    mode: str = "zeros",
+    pads: Sequence[int] = (),
+) -> tuple[tuple[Source, ...], Geometry]:
+    """The geometry, and sources in one tensor that is padded already where a convolution cannot pad so itself: by
+    ``pads`` in another mode than zeros, or by "same" with an even kernel."""
+    if mode != "zeros":
+        sources, padding = (F.pad(concatenated(sources), pads, mode=mode),), 0
+    geometry, uneven = parse_geometry(op, kernel, stride, padding, dilation, groups)
+    # what has another number of dimensions is left for ``check_convolution`` to refuse
+    if uneven and len(sources[0].shape) == len(kernel) + 2:
+        sources = (F.pad(concatenated(sources), uneven),)
+    return sources, geometry
 
 
 class _Part(NamedTuple):
@@ -168,7 +199,7 @@ class _Part(NamedTuple):
 
 def _apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     """Whether each source is convolved by itself, since all of them together are large."""
-    if geometry.groups > 1 or (len(sources) == 1 and isinstance(sources[0], Tensor)):
+    if geometry.groups > 1 or is_tensor(sources):
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
 
