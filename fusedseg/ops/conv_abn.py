@@ -124,7 +124,8 @@ class _Convolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, settings, norm, done, enlarges, w, conv_bias, *tensors):
+    def forward(ctx, arguments, w, conv_bias, *tensors):
+        settings, norm, done, enlarges = arguments
         sources = sources_of(tensors, enlarges)
         z, *done[:] = _step(settings, sources, w, conv_bias, norm)
         ctx.geometry, ctx.training, ctx.enlarges = settings.geometry, settings.training, enlarges
@@ -134,7 +135,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
-        need_w, need_bias, *needs = ctx.needs_input_grad[4:]
+        need_w, need_bias, *needs = ctx.needs_input_grad[1:]
         args = (
             dy,
             sources_of(tensors, ctx.enlarges),
@@ -145,7 +146,7 @@ class _Convolution(torch.autograd.Function):
         dw, dbias, *dtensors = differentiated_once(OP, convolve_sources_backward, *args)
         if need_bias and ctx.training:
             dbias = dy.new_zeros(w.shape[0])
-        return None, None, None, None, dw, dbias, *dtensors
+        return None, dw, dbias, *dtensors
 
 
 @torch.library.custom_op("fusedseg::conv_abn", mutates_args=())
@@ -260,8 +261,10 @@ def conv_abn(
             return _step(settings, sources, w, conv_bias, norm)[0]
         # rstd, and xhat of the kept channels: what the second node keeps beside z
         done: list[Tensor | None] = []
-        z = _Convolution.apply(settings, norm, done, enlarges_of(sources), w, conv_bias, *tensors_of(sources))
-        return InPlaceABNFunction.apply(z, *norm, training, momentum, eps, act, kept, done)
+        arguments = settings, norm, done, enlarges_of(sources)
+        z = _Convolution.apply(arguments, w, conv_bias, *tensors_of(sources))
+        rest = running_mean, running_var, training, momentum, eps, act, kept
+        return InPlaceABNFunction.apply(z, weight, bias, rest, done)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):
         # the compiler sees through a join, and forms as little of it as it finds fit

@@ -63,11 +63,13 @@ def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) ->
 class InPlaceABNFunction(torch.autograd.Function):
     """Keeps z (the output), rstd, weight, bias and xhat of the kept channels.
 
+    ``settings``: what else ``inplace_abn`` is given, in one tuple since autograd looks at every argument.
     ``done``: rstd and that xhat, where x is the output already, as a convolution has left it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, done=None):
+    def forward(ctx, x, weight, bias, settings, done=None):
+        running_mean, running_var, training, momentum, eps, act, kept = settings
         out, layout = dense(x)
         if done is not None:
             rstd, xhat_kept = done
@@ -91,7 +93,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         dx, dweight, dbias = differentiated_once(OP, backward, *args)
         dweight = dweight if ctx.needs_input_grad[1] else None
         dbias = dbias if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, *(None,) * 8
+        return dx, dweight, dbias, None, None
 
 
 @torch.library.custom_op("fusedseg::inplace_abn", mutates_args=())
@@ -221,7 +223,8 @@ def inplace_abn(
 ) -> Tensor:
     """The op on checked arguments: overwrites ``x`` in eager mode, leaves it alone under ``torch.compile``."""
     if not torch.compiler.is_compiling():
-        return InPlaceABNFunction.apply(x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept)
+        settings = running_mean, running_var, training, momentum, eps, act, kept
+        return InPlaceABNFunction.apply(x, weight, bias, settings)
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     mean, var = (None, None) if training else (running_mean, running_var)
     z, stats, _ = inplace_abn_op(x, weight, bias, mean, var, eps, act.name, act.param, slots, count)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..activation import Activation
 from .kept import Kept
@@ -25,6 +26,11 @@ aten = torch.ops.aten
 WHOLE = 6
 # aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
 SLOW_STATISTICS = 2**16
+
+
+def cast(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """``v.to(dtype)``, without the call where there is nothing to do, as nearly always."""
+    return v if v.dtype == dtype else v.to(dtype)
 
 
 def _chunk_elements(x: Tensor) -> int:
@@ -62,8 +68,8 @@ def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
 
 def activate_(z: Tensor, act: Activation) -> Tensor:
     if act.name == "leaky_relu":
-        return torch._C._nn.leaky_relu_(z, act.param)
-    return torch._C._nn.elu_(z, act.param) if act.name == "elu" else z
+        return F.leaky_relu_(z, act.param)
+    return F.elu_(z, act.param) if act.name == "elu" else z
 
 
 def _act_grad(dz: Tensor, z: Tensor, act: Activation) -> Tensor:
@@ -76,7 +82,7 @@ def _act_grad(dz: Tensor, z: Tensor, act: Activation) -> Tensor:
 
 def _act_inverse(z: Tensor, act: Activation) -> Tensor:
     if act.name == "leaky_relu":
-        return aten.leaky_relu(z, 1.0 / act.param)
+        return F.leaky_relu(z, 1.0 / act.param)
     if act.name == "elu":
         # the clamp is the middle of what rounds to a distance of 0 from -1
         tail = z.div(act.param).clamp_(torch.finfo(z.dtype).eps / 8 - 1.0, 0.0).log1p_()
@@ -103,8 +109,8 @@ def forward(
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
     # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
-    weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else weight.to(acc)
-    bias = None if bias is None else bias.to(acc)
+    weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
+    bias = None if bias is None else cast(bias, acc)
     slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
     own_update = running_mean is not None and running_mean.dtype != acc
     if training and kept is None and not slow and not own_update:
@@ -115,7 +121,7 @@ def forward(
         activate_(outv, act)
         return mean, rstd, None
     if not training:
-        mean, var = running_mean.to(acc), running_var.to(acc)  # type: ignore[union-attr]
+        mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
     elif slow:
         mean, var = _plane_moments(xv)
     elif x.device.type == "cpu":
@@ -144,8 +150,8 @@ class _Backward:
 
     def __init__(self, layout, weight, bias, rstd, xhat_kept, kept, act):
         self.act, self.kept = act, kept
-        self.shift = torch.zeros_like(rstd) if bias is None else bias.to(rstd.dtype)
-        self.weight = torch.ones_like(rstd) if weight is None else weight.to(rstd.dtype)
+        self.shift = torch.zeros_like(rstd) if bias is None else cast(bias, rstd.dtype)
+        self.weight = torch.ones_like(rstd) if weight is None else cast(weight, rstd.dtype)
         self.inverse = self.weight.reciprocal()
         self.rescaled = self.weight.square().mul_(rstd)
         if kept is not None:
@@ -203,7 +209,7 @@ def backward(
     dx = dx.as_strided(z.shape, z.stride())
     if dparam_dtype is None:
         return dx, None, None
-    return dx, s2.to(dparam_dtype), s1.to(dparam_dtype)
+    return dx, cast(s2, dparam_dtype), cast(s1, dparam_dtype)
 
 
 def _backward_planes(
