@@ -17,6 +17,7 @@ from .nn import (
     MaxPool3d,
 )
 from .ops import reuse as _reuse
+from .ops.recompute import recompute
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "backend",
     "functional",
     "memory",
+    "recompute",
     "reuse_output",
     "unet",
 ]

@@ -1,0 +1,235 @@
+"""What a graph holds in place of a saved tensor: ``Kept`` data, or a ``Handle`` of a ``Recipe``; and how it comes back.
+
+A recipe is rebuilt when backward asks for it.  The result is held a little longer where the same graph asks for it
+again soon: by the order in which handles were made, which backward walks down.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# a rebuilt tensor is held for a handle that was made at most so many handles before the one at work
+NEAR = 4
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Place(NamedTuple):
+    """Where in its storage a tensor lies."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Tensor) -> "Place":
+        return cls(t.size(), t.stride(), int(t.storage_offset()), t.dtype)
+
+    def end(self) -> int:
+        return self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
+
+    def _dense(self) -> bool:
+        """Every element from the first to the last, once each."""
+        expected = 1
+        for step, n in sorted(zip(self.stride, self.size, strict=True)):
+            if n != 1:
+                if step != expected:
+                    return False
+                expected *= n
+        return True
+
+    def holds(self, other: "Place") -> bool:
+        """Whether a tensor here has all elements of one there."""
+        if self == other:
+            return True
+        if self.dtype != other.dtype or 0 in self.size or 0 in other.size:
+            return False
+        return self.offset <= other.offset and other.end() <= self.end() and self._dense()
+
+
+NOWHERE = Place(torch.Size(), (), 0, torch.float32)
+
+
+def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
+    """``t``, which stands for a tensor at ``have``, as the one at ``want``, which ``have`` holds."""
+    if have == want:
+        return t
+    if t.stride() != have.stride:
+        # hooks around the scope have laid it out anew
+        t = torch.empty_strided(have.size, have.stride, dtype=t.dtype, device=t.device).copy_(t)
+    return t.as_strided(want.size, want.stride, t.storage_offset() + want.offset - have.offset)
+
+
+class Kept:
+    """Data in the graph: the tensor, or what the hooks around the scope (``outer``) have made of it."""
+
+    __slots__ = ("__weakref__", "at", "copied", "in_recipe", "outer", "packed", "version")
+
+    def __init__(self, t: Tensor, outer: Hooks | None) -> None:
+        self.at = Place.of(t) if t.layout == torch.strided else NOWHERE
+        self.outer, self.in_recipe, self.copied = outer, False, False
+        self._take(t)
+
+    def _take(self, t: Tensor) -> None:
+        # detached: an output that is packed with its own graph would keep itself alive
+        t, self.version = t.detach(), t._version
+        self.packed = t if self.outer is None else self.outer[0](t)
+
+    def changed(self) -> bool:
+        # what other hooks hold is theirs to watch
+        return self.outer is None and self.packed._version != self.version
+
+    def copy_before_change(self, t: Tensor) -> None:
+        """``t`` shares the memory and is about to be written to."""
+        at = self.at
+        memory = t.detach().as_strided((at.end() - at.offset,), (1,), at.offset).clone()
+        self._take(memory.as_strided(at.size, at.stride, 0))
+        self.copied = True
+
+    def load(self) -> Tensor:
+        if self.changed():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.at.dtype} {list(self.at.size)} is at version {self.packed._version}; expected version "
+                f"{self.version} instead.  It was saved under fusedseg.recompute(), where a tensor that others are "
+                "rebuilt from may be modified inside the scope only"
+            )
+        return self.packed if self.outer is None else self.outer[1](self.packed)
+
+
+class Autocast(NamedTuple):
+    """The autocast state of a device type: casts are part of what a function computes."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, kind: str) -> "Autocast":
+        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self, kind: str) -> Any:
+        if not self.enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        # without the cache, which belongs to a region of the caller's
+        return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
+
+
+class Recipe:
+    """How a tensor is rebuilt from kept data and other recipes.
+
+    Args:
+        at: where the tensor lies, which the result is laid out as.
+        rebuild: called with the inputs; returns the tensor, in memory of its own.
+        overwrite: the same, written over the first input; None where there is no such function.
+        autocast: the state it was computed in.
+        inputs: each a source, and where in it the input lies.
+    """
+
+    __slots__ = ("__weakref__", "at", "autocast", "held", "inputs", "orders", "overwrite", "rebuild")
+
+    def __init__(
+        self,
+        at: Place,
+        rebuild: Callable[..., Tensor],
+        overwrite: Callable[..., Tensor] | None,
+        autocast: Autocast,
+        inputs: Sequence[tuple["Kept | Recipe", Place]],
+    ) -> None:
+        self.at, self.rebuild, self.overwrite, self.autocast, self.inputs = at, rebuild, overwrite, autocast, inputs
+        # of its handles
+        self.orders: list[int] = []
+        # the value and its version
+        self.held: tuple[Tensor, int] | None = None
+
+    def near(self, order: int) -> bool:
+        return any(order - NEAR <= own < order for own in self.orders)
+
+    def load(self, order: int) -> tuple[Tensor, bool]:
+        """The tensor, and whether it is the caller's, to write over."""
+        # the version: somebody's backward may write over what it unpacks
+        if self.held is not None and self.held[0]._version == self.held[1]:
+            value = self.held[0]
+        else:
+            value = self._rebuilt(order)
+        if self.near(order) and (self.held is not None or _hold(self)):
+            self.held = value, value._version
+            return value, False
+        self.held = None
+        return value, True
+
+    def _rebuilt(self, order: int) -> Tensor:
+        inputs, first_is_ours = [], False
+        for i, (source, at) in enumerate(self.inputs):
+            t, ours = (source.load(), False) if isinstance(source, Kept) else source.load(order)
+            inputs.append(seen_as(t, source.at, at))
+            first_is_ours |= ours and i == 0
+        with self.autocast.again(inputs[0].device.type):
+            out = (self.overwrite if self.overwrite and first_is_ours else self.rebuild)(*inputs)
+        if out.stride() == self.at.stride and out.dtype == self.at.dtype:
+            return out
+        laid = torch.empty_strided(self.at.size, self.at.stride, dtype=self.at.dtype, device=out.device)
+        return laid.copy_(out)
+
+
+class Handle:
+    """One saved tensor that will be rebuilt: the recipe, and where in its result the tensor lies."""
+
+    __slots__ = ("at", "order", "recipe")
+
+    def __init__(self, recipe: Recipe, at: Place) -> None:
+        self.recipe, self.at, self.order = recipe, at, next(_orders)
+        recipe.orders.append(self.order)
+
+    def load(self) -> Tensor:
+        _let_go(_thread.held, self.order)
+        value, _ = self.recipe.load(self.order)
+        return seen_as(value, self.recipe.at, self.at)
+
+
+class _Thread(threading.local):
+    """Recipes whose value is held for the backward that runs in this thread."""
+
+    def __init__(self) -> None:
+        self.held: list[weakref.ref[Recipe]] = []
+
+
+_thread = _Thread()
+_orders = itertools.count()
+
+
+def _hold(recipe: Recipe) -> bool:
+    """Whether its value will be let go: when the backward that runs in this thread moves on, or ends."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    held = _thread.held
+    if not held:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _let_go(held))
+    held.append(weakref.ref(recipe))
+    return True
+
+
+def _let_go(held: list["weakref.ref[Recipe]"], order: int | None = None) -> None:
+    """Of what no handle at ``order`` or soon after asks for; without one, of all."""
+    stay = []
+    for ref in held:
+        recipe = ref()
+        if recipe is None:
+            continue
+        if order is not None and recipe.near(order + 1):
+            stay.append(ref)
+        else:
+            recipe.held = None
+    held[:] = stay
+
+
+def unpack(packed: Kept | Handle) -> Tensor:
+    """The hook of backward."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return packed.load()

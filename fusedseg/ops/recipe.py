@@ -1,0 +1,89 @@
+"""The registry of recipes: which live tensor can be rebuilt in backward, from what is kept for it anyway.
+
+While a scope is active (``fusedseg.recompute()``, see ``recompute.py``), saved tensors pass through ``Registry.pack``.
+An op that can rebuild its output cheaply says so right after it ran:
+
+    z = NormActFunction.apply(x, mean, rstd, weight, bias)    # saves x
+    recipe.offer(z, rebuild, x, mean, rstd, weight, bias)     # rebuild(x, mean, rstd, weight, bias) gives z again
+
+and whoever saves ``z``, or a view of it, from then on has the recipe saved in place of the data.
+
+The contract:
+
+* ``rebuild`` gets tensors of the inputs' values, shapes, strides and dtypes, detached, without grad mode and under the
+  autocast state of the call; it returns the values of ``output`` in memory of its own, and changes no input.  It must
+  not hold a tensor of the size of an activation: what it closes over is kept as long as the output lives.
+* ``overwrite``, optional, computes the same over its first input's memory and returns that.
+* Without an active scope, or without grad mode, ``offer`` returns at once and does nothing; the same while
+  ``torch.compile`` traces.
+* Nothing is kept alive by an offer that is not kept anyway, but for two things: small inputs (under a sixteenth of the
+  output, such as one value per channel) are copied, so that an optimizer may change them before backward; and large
+  inputs that nobody keeps are held as long as the output lives, where all of them together are smaller than it.  Where
+  they are not, the recipe would save nothing and is not recorded.  So: save your input first, then offer.
+* An offer is of the output's memory, place in it, dtype and version.  After the output was modified in place it finds
+  nobody.  An op that overwrites its input and saves the result while it runs calls ``expect`` before.
+* Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .registry import Registry
+
+
+def innermost() -> Registry | None:
+    """The registry whose hooks see what this thread saves now; None where other hooks lie within it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    registry = getattr(hooks[0], "__self__", None) if hooks else None
+    return registry if type(registry) is Registry else None
+
+
+def active() -> Registry | None:
+    """The innermost registry, where anything is going to be saved."""
+    return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()
+
+
+def offer(
+    output: Tensor,
+    rebuild: Callable[..., Tensor],
+    *inputs: Tensor,
+    overwrite: Callable[..., Tensor] | None = None,
+) -> None:
+    """``output`` was computed as ``rebuild(*inputs)``: see the contract above."""
+    registry = active()
+    if registry is not None:
+        with torch._C.DisableTorchFunction():
+            registry.offer(output, rebuild, inputs, overwrite)
+
+
+@contextmanager
+def expect(
+    x: Tensor,
+    rebuild: Callable[..., Tensor],
+    *others: Tensor,
+    overwrite: Callable[..., Tensor] | None = None,
+    saves_input: bool = False,
+) -> Iterator[None]:
+    """For one call that overwrites ``x``, once, by ``rebuild(x, *others)``, and saves the result while it runs; or a
+    copy of what ``x`` was (``saves_input``)."""
+    registry = active()
+    if registry is None:
+        yield
+        return
+    with torch._C.DisableTorchFunction():
+        registry.before_change(x)
+        before, version = registry.source(x) if saves_input else None, x._version
+        offered = registry.offer(x, rebuild, (x, *others), overwrite, changes=1)
+    outer_claim = registry.claim
+    if before is not None:
+        size, memory = x.size(), x.untyped_storage()
+        registry.claim = lambda t: before if t.size() == size and t.untyped_storage() is not memory else None
+    try:
+        yield
+    finally:
+        registry.claim = outer_claim
+        if offered is not None and x._version != version + 1:
+            registry.withdraw(x, offered)

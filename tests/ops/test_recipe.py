@@ -1,0 +1,218 @@
+"""Offers, and what is saved in their place: an op of our own that keeps its input, under the scope."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedseg.memory import SavedBytes
+from fusedseg.ops import recipe
+from fusedseg.ops.recompute import recompute
+
+SHAPE = (2, 4, 8, 8)
+BYTES = 2 * 4 * 8 * 8 * 4
+
+
+class Scaled(torch.autograd.Function):
+    """silu(x * weight[c]), keeps x."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return rebuild(x, weight)
+
+    @staticmethod
+    def backward(ctx, dz):
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            return torch.autograd.grad(rebuild(x, weight), (x, weight), dz)
+
+
+def rebuild(x, weight):
+    return F.silu(x * weight.view(-1, 1, 1))
+
+
+def scaled(x, weight):
+    z = Scaled.apply(x, weight)
+    recipe.offer(z, rebuild, x, weight)
+    return z
+
+
+@pytest.fixture
+def made():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    weight = torch.rand(4, requires_grad=True)
+    return conv, weight, torch.randn(SHAPE)
+
+
+def gradients(fn, made):
+    """Of the parameters; and the bytes that were saved."""
+    conv, weight, x = made
+    with SavedBytes([*conv.parameters(), weight]) as saved:
+        out = fn(conv, weight, x)
+        kept = saved.nbytes
+    return torch.autograd.grad(out.square().mean(), [*conv.parameters(), weight]), kept
+
+
+def same(fn, made, bytes_fewer):
+    """Gradients with and without the scope are identical, and so many tensors fewer are saved."""
+    plain, kept_plain = gradients(fn, made)
+    inside, kept = gradients(recompute()(fn), made)
+    for got, expected in zip(inside, plain, strict=True):
+        assert torch.equal(got, expected)
+    # the copies of the weight
+    assert abs(kept_plain - kept - bytes_fewer) <= 4 * 16
+
+
+def test_the_consumer_of_an_offered_output_keeps_no_data(made):
+    same(lambda conv, w, x: conv(scaled(conv(x), w)), made, BYTES)
+
+
+def test_several_consumers_and_a_view(made):
+    def fn(conv, w, x):
+        z = scaled(conv(x), w)
+        return conv(z) + conv(z.flip(0)) * z[:, :1].exp() + z[:, 1:3].transpose(1, 3).sigmoid().sum() + z.square()
+
+    plain, kept_plain = gradients(fn, made)
+    inside, kept = gradients(recompute()(fn), made)
+    assert kept < kept_plain
+    for got, expected in zip(inside, plain, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_recipes_of_recipes(made):
+    same(lambda conv, w, x: conv(scaled(scaled(conv(x), w), w)), made, 2 * BYTES)
+
+
+def test_a_scope_that_ended_and_none_at_all(made):
+    conv, weight, x = made
+    with recompute():
+        z = scaled(conv(x), weight)
+    assert recipe.active() is None
+    with SavedBytes([*conv.parameters(), weight]) as saved:
+        out = conv(z)
+    assert saved.nbytes == BYTES
+    del out
+
+
+@pytest.mark.parametrize("how", ["add_", "view", "data", "no_grad"])
+def test_modified_output_is_saved_as_data(made, how):
+    def fn(conv, w, x):
+        z = scaled(conv(x), w)
+        if how == "add_":
+            z.add_(1)
+        elif how == "view":
+            z[:, :2].mul_(2)
+        elif how == "no_grad":
+            with torch.no_grad():
+                z.mul_(2)
+        else:
+            z = z.data
+            z.mul_(2)
+        return conv(z) * w.sum()
+
+    same(fn, made, 0)
+
+
+def test_reused_memory_is_not_mistaken(made):
+    """The allocator hands out the same address at once."""
+
+    def fn(conv, w, x):
+        z = scaled(conv(x), w)
+        address = z.data_ptr()
+        del z
+        others = [conv(x) for _ in range(8)]
+        fn.hit = any(other.data_ptr() == address for other in others)
+        return sum(conv(other) for other in others) * w.sum()
+
+    same(fn, made, 0)
+
+
+def test_what_the_graph_no_longer_keeps_is_no_source(made):
+    def fn(conv, w, x):
+        # the graph that keeps the input of `scaled` is gone
+        z = scaled(conv(x), w).detach()
+        return conv(z) * w.sum()
+
+    same(fn, made, 0)
+
+
+def test_an_optimizer_may_change_the_weight_before_backward(made):
+    """By a path that does not pass the op: eager keeps the data, and does not mind."""
+
+    def fn(conv, w, x):
+        z = scaled(conv(x), w)
+        fn.graph = z
+        out = conv(z.detach()) * w.detach().sum()
+        with torch.no_grad():
+            w.mul_(2)
+        return out
+
+    conv, weight, x = made
+    value = weight.detach().clone()
+    results = []
+    for scope in (fn, recompute()(fn)):
+        with torch.no_grad():
+            weight.copy_(value)
+        results.append(torch.autograd.grad(scope(conv, weight, x).square().mean(), conv.parameters()))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_modified_source_raises_as_in_eager(made):
+    def fn(conv, w, x):
+        y = conv(x)
+        out = conv(scaled(y, w))
+        y.add_(1)
+        return out
+
+    for scope in (fn, recompute()(fn)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            scope(*made).sum().backward()
+
+
+def test_nothing_is_left_behind(made):
+    conv, weight, x = made
+    gc.collect()
+    gc.disable()
+    try:
+        with recompute():
+            z = scaled(conv(x), weight)
+            out = conv(z)
+        memory = [weakref.ref(z.untyped_storage()), weakref.ref(z.grad_fn.saved_tensors[0].untyped_storage())]
+        del z
+        assert memory[0]() is None
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        assert memory[1]() is None
+        # a graph that never runs backward
+        with recompute():
+            out = conv(scaled(conv(x), weight))
+        memory = weakref.ref(out.untyped_storage())
+        del out
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_rebuilt_once_for_neighbours(made):
+    calls = []
+
+    def counted(x, weight):
+        calls.append(1)
+        return rebuild(x, weight)
+
+    def fn(conv, w, x):
+        z = Scaled.apply(conv(x), w)
+        recipe.offer(z, counted, z.grad_fn.saved_tensors[0], w)
+        return conv(z) + conv(z)
+
+    out = recompute()(fn)(*made)
+    for _ in range(2):
+        calls.clear()
+        out.sum().backward(retain_graph=True)
+        assert len(calls) == 1
