@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .activation import parse_invertible
@@ -69,7 +70,7 @@ def inplace_abn(
     """
     act = parse_invertible(_inplace_abn.OP, activation, activation_param)
     _inplace_abn.check(x, weight, bias, running_mean, running_var, training)
-    kept = find(weight, bias, act, x.dtype)
+    kept = find(weight, bias, act, x.dtype) if torch.is_grad_enabled() else None
     return _inplace_abn.inplace_abn(x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept)
 
 
@@ -130,7 +131,7 @@ def conv_abn(
     )
     norms = (running_mean, running_var, weight, bias)
     _conv_abn.check(sources, conv_weight, conv_bias, *norms, geometry, training, conv_backend)
-    kept = find(weight, bias, act, conv_weight.dtype)
+    kept = find(weight, bias, act, conv_weight.dtype) if torch.is_grad_enabled() else None
     settings = _conv_abn.Settings(geometry, training, momentum, eps, act, kept, conv_backend)
     return _conv_abn.conv_abn(sources, conv_weight, conv_bias, *norms, settings)
 

@@ -13,7 +13,8 @@ PROGRAMS_PER_SM = 8
 TILE_ROWS = 128
 # tl.dot takes 16 or more of the reduced dimension
 MIN_REDUCED = 16
-STAGES = 3
+# tiles in flight; without tensor cores arithmetic hides the loads, and a third one spills on sm_80
+STAGES, STAGES_WITHOUT = 3, 2
 
 
 class Geometry(NamedTuple):
@@ -66,7 +67,8 @@ def conv_blocks(
     tiles_per_split = triton.cdiv(tiles, splits)
     # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and in fp32 that of 128 x 16
     num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
-    meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
+    stages = STAGES if tensor_cores else STAGES_WITHOUT
+    meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": stages}
     return ConvBlocks(
         channel_tiles, triton.cdiv(C, block_c), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
     )

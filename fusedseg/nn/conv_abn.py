@@ -164,7 +164,9 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
     ``InPlaceABN``: a state dict of the ``Sequential`` fits with ``0.`` renamed to ``conv.`` and ``1.`` to ``norm.``.
 
     On a GPU a Triton kernel may convolve: its epilogue leaves the statistics of what it stores, so that training reads
-    the convolution's output once less; in eval mode it normalises and activates before it stores anything.
+    the convolution's output once less; in eval mode it normalises and activates before it stores anything.  In
+    eval mode, in fp32 and fp64, the vendor's convolution gets a weight scaled by the norm, where the weight is smaller
+    than the output: equal up to rounding.
 
     Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64; channels_last where the input or the
     weight is.  The input may be a sequence of tensors, which stands for their concatenation along the channels, and any

@@ -29,9 +29,6 @@ SPILLS = {
     ("sm_100", "3x3x3-512-512-fp16-norm"): 8,
     ("sm_100", "3x3x3-512-512-bf16-norm"): 8,
     ("sm_100", "3x3x3-512-512-tf32-norm"): 16,
-    # without tensor cores, where ptxas stops at 128 registers
-    ("sm_80", "1x1-64-64-fp32-stats"): 16,
-    ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
 }
 # arguments as large as the activation tensor
 ACTIVATIONS = {"x_ptr", "out_ptr", "z_ptr", "dz_ptr", "dx_ptr"}

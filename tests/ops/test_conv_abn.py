@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedseg.functional import conv_abn
 from tests.ops.conv_abn_cases import CASES, Inputs, inputs, running, stock
@@ -125,3 +127,37 @@ def test_gradients(backend, device, dtype, case, fmt):
         for name, t, mine, theirs in zip(given._fields, given, grads, expected, strict=True):
             assert mine.dtype == t.dtype
             assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], (training, name)
+
+
+class Names(TorchDispatchMode):
+    """The aten ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "folded"),
+    [(torch.float32, 9, True), (torch.float64, 9, True), (torch.float16, 9, False), (torch.float32, 1, False)],
+    ids=["fp32", "fp64", "half would be rounded twice", "the weight is larger than the output"],
+)
+def test_inference_normalises_the_smaller(dtype, size, folded):
+    """The vendor's convolution: a copy of the weight is scaled, and no pass over the output but the activation's."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 8, size, size, dtype=dtype), torch.randn(8, 8, 3, 3, dtype=dtype)
+    vectors = torch.randn(4, 8, dtype=dtype)
+    weight, bias, mean, conv_bias = vectors
+    # a channel that is off
+    weight[3] = 0
+    var = torch.rand(8, dtype=dtype) + 0.5
+    with Names() as names, torch.no_grad():
+        z = conv_abn(x, w, conv_bias, mean, var, weight, bias, padding=1, conv_backend="aten")
+    assert ("native_batch_norm" not in names.seen) == folded
+    y = F.conv2d(x.double(), w.double(), conv_bias.double(), padding=1)
+    expected = F.leaky_relu(F.batch_norm(y, mean.double(), var.double(), weight.double(), bias.double()), 0.01)
+    assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype]
