@@ -1,5 +1,5 @@
 """The convolution of ``conv_abn`` alone, with the statistics of what it stores: Triton's kernel, whose epilogue leaves
-them, against the vendor's convolution followed by the statistics kernel of ``inplace_abn``.
+them, against the vendor's convolution followed by the statistics kernel of ``norm_act``.
 
 Triton breaks even at that fraction of the vendor's speed which the statistics kernel would cost: with r = vendor /
 (vendor + statistics), in seconds, it pays to convolve at more than r times the vendor's TFLOP/s.
@@ -50,21 +50,14 @@ class KernelJob:
 
 
 class VendorStatsJob(KernelJob):
-    """The same, and the first of the two launches that ``inplace_abn_fwd`` makes for a large tensor."""
+    """The same, and the first of the two launches that ``norm_act_fwd`` makes for a large tensor."""
 
     def forward(self, prepared: None) -> Tensor:
-        from fusedseg.kernels.inplace_abn import inplace_abn_fwd_stats_kernel
-        from fusedseg.kernels.launch import acc_dtype, split_blocks
+        from fusedseg.kernels.norm_stats import norm_stats
 
         y = super().forward(prepared)
-        layout = layout_of_dense(y)
-        blocks = split_blocks(layout, y.dtype, y.device)
-        self.partial = torch.empty(3, blocks.splits, layout.C, dtype=torch.float32, device=y.device)
         with torch.cuda.device_of(y):
-            inplace_abn_fwd_stats_kernel[(blocks.groups, blocks.splits)](
-                y, self.partial, *layout[1:], blocks.tiles_per_split, blocks.splits, ACC=acc_dtype(y.dtype),
-                **blocks.meta,
-            )  # fmt: skip
+            self.partial = norm_stats(y, layout_of_dense(y))
         return y
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedseg.ops.conv_choice import tf32_allowed
 from fusedseg.ops.convolution import Geometry
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, batch_norm_act, convolve
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
 from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders
 from .conv_kernels import KERNELS, VENDOR, Choice, KernelSection, choice_of, flops
@@ -109,7 +109,7 @@ def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
         "running_var": source.uniform(channels, 0.5, 1.5),
     }
     # a y within rounding of the kink has one slope here and another there, and its dz would count against either
-    y = batch_norm_act(exact_conv(case, data), data["weight"], data["bias"], activation="identity").out
+    y = norm_act(exact_conv(case, data), data["weight"], data["bias"], activation="identity").out
     data["dz"].masked_fill_(y.abs() < KINK[case.dtype], 0)
     data["x"].requires_grad_()
     return data
@@ -122,14 +122,14 @@ def exact_conv(case: Case, data: dict[str, Tensor]) -> Tensor:
 def expected(case: Case, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
     leaves = {name: data[name].detach().double().requires_grad_() for name in ("x", *PARAMETERS)}
     y = convolve(leaves["x"], leaves["conv_weight"], None, *case.geometry)
-    z = batch_norm_act(y, leaves["weight"], leaves["bias"], param=slope).out
+    z = norm_act(y, leaves["weight"], leaves["bias"], param=slope).out
     grads = torch.autograd.grad(z, tuple(leaves.values()), data["dz"].double())
     return {"z": z.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 def expected_in_inference(case: Case, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
     norm = {name: data[name] for name in ("weight", "bias", "running_mean", "running_var")}
-    return {"z": batch_norm_act(exact_conv(case, data), **norm, training=False, param=slope).out}  # type: ignore[arg-type]
+    return {"z": norm_act(exact_conv(case, data), **norm, training=False, param=slope).out}  # type: ignore[arg-type]
 
 
 def expected_of_kernels(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, batch_norm_act, gradients
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
 from .contenders import CONTENDERS, SLOPE
 from .data import DTYPES, Source, describe
@@ -67,7 +67,7 @@ def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
     weight, bias = source.uniform(channels, 0.5, 1.5), source.uniform(channels, -0.5, 0.5)
     x, dz = source.normal(*case), source.normal(*case)
     # a y within rounding of the kink has one slope here and another there, and its dz would count against either
-    y = batch_norm_act(x, weight, bias, activation="identity").out
+    y = norm_act(x, weight, bias, activation="identity").out
     dz.masked_fill_(y.abs() < KINK, 0)
     return {"x": x.requires_grad_(), "dz": dz, "weight": weight, "bias": bias}
 
@@ -77,7 +77,7 @@ def expected(data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
     grads = gradients(dz, x, weight, bias, param=slope)
     assert grads.dweight is not None
     assert grads.dbias is not None
-    out = batch_norm_act(x, weight, bias, param=slope).out
+    out = norm_act(x, weight, bias, param=slope).out
     return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
 
 
@@ -86,8 +86,8 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
     data = make_data(case, device)
 
     def build(name: str) -> LayerJob:
-        norm_act, treat = CONTENDERS[name]
-        return LayerJob(treat(norm_act(len(case.shape) - 2)(case.shape[1]).to(device)), data)
+        layer, treat = CONTENDERS[name]
+        return LayerJob(treat(layer(len(case.shape) - 2)(case.shape[1]).to(device)), data)
 
     dtype = DTYPES[case.dtype]
     return compete(

@@ -61,12 +61,13 @@ def _launch(
 ) -> dict[str, torch.Tensor]:
     """Forward and backward straight from the launchers; ``x`` is left alone."""
     from .kernels.conv_abn import conv_abn_fwd
-    from .kernels.inplace_abn import inplace_abn_bwd, inplace_abn_fwd
+    from .kernels.norm_act import norm_act_fwd
+    from .kernels.norm_act_bwd import norm_act_bwd
 
     act, z, of_conv = ("leaky_relu", SLOPE), torch.empty_like(x), torch.empty_like(x)
     layout, running = layout_of(x), (None, None, True, 0.1, 1e-5, act, None)
-    _, rstd, kept = inplace_abn_fwd(x, z, layout, weight, bias, *running)
-    dx, dweight, dbias = inplace_abn_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, act, torch.float32)
+    _, rstd, kept = norm_act_fwd(x, z, layout, weight, bias, *running)
+    dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, act, torch.float32)
     conv_abn_fwd(x, w, of_conv, layout, layout, CONVOLUTION, None, weight, bias, *running, False)
     return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "z of a convolution": of_conv}
 

@@ -1,4 +1,4 @@
-"""The activations whose output can be inverted, on the device.
+"""Activations on the device.
 
     activation   phi(y)                            phi'(y), from z = phi(y)   phi^-1(z)
     identity     y                                 1                          z
@@ -26,11 +26,23 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
 
 @triton.jit
 def act_grad(dz, z, ACT: tl.constexpr, PARAM: tl.constexpr):
-    """dz * phi'(y)."""
+    """dz * phi'(y), from z."""
     if ACT == "leaky_relu":
         g = tl.where(z > 0, dz, dz * PARAM)
     elif ACT == "elu":
         g = tl.where(z > 0, dz, dz * (z + PARAM))
+    else:
+        g = dz
+    return g
+
+
+@triton.jit
+def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
+    """dz * phi'(y), from y."""
+    if ACT == "leaky_relu":
+        g = tl.where(y > 0, dz, dz * PARAM)
+    elif ACT == "elu":
+        g = tl.where(y > 0, dz, dz * PARAM * tl.exp(tl.minimum(y, 0.0)))
     else:
         g = dz
     return g

@@ -3,13 +3,13 @@
 An implicit matrix product of M = N OD OH OW rows (output positions) and K columns (output channels), reduced over the
 taps of the kernel and the input's channels; the epilogue works on the fp32 accumulator:
 
-    "stats"   y is stored, and (count, mean, M2) of the stored values left per run of tiles; ``inplace_abn`` merges them
+    "stats"   y is stored, and (count, mean, M2) of the stored values left per run of tiles; ``norm_act`` merges them
               in a fixed order, normalises and activates in one more pass
     "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale,
               z = phi(scale y + shift); nothing else touches memory
     "none"    y + conv_bias is stored
 
-Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward is ``inplace_abn_bwd``, which
+Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward is ``norm_act_bwd``, which
 gives dy, and then the vendor's convolution backward.
 
 Tensors are (N, C, D, H, W), with D = 1 for two dimensions, of any strides; channels_last loads and stores rows of
@@ -24,8 +24,8 @@ import triton.language as tl
 
 from .activation import act_fwd
 from .conv import Geometry, conv_blocks
-from .inplace_abn import inplace_abn_fwd, load_affine
 from .launch import Layout
+from .norm_act import load_affine, norm_act_fwd
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
     w_row = channel * (KD * KH * KW * C)
 
     if EPILOGUE == "norm":
-        weight, bias = load_affine(weight_ptr, bias_ptr, tl.where(in_k, channel, GROUPS * K), GROUPS * K, tl.float32)
+        weight, bias = load_affine(weight_ptr, bias_ptr, channel, in_k, tl.float32)
         mean = tl.load(mean_ptr + channel, mask=in_k, other=0.0).to(tl.float32)
         rstd = 1.0 / tl.sqrt(tl.load(var_ptr + channel, mask=in_k, other=1.0).to(tl.float32) + EPS)
         if split == 0:
@@ -202,7 +202,7 @@ def conv_abn_fwd(x, w, out, x_layout, layout, geometry, conv_bias, weight, bias,
     """Writes z into ``out``, which is dense, as ``x`` is; ``w`` is (K, C / groups, *kernel).
 
     ``conv_bias`` is left out of what is normalised in training, where the mean takes it along.  The rest, and what is
-    returned, is that of ``inplace_abn_fwd``.
+    returned, is that of ``norm_act_fwd``.
     """
     norm = (weight, bias, running_mean, running_var)
     if not training and kept is None:
@@ -212,4 +212,4 @@ def conv_abn_fwd(x, w, out, x_layout, layout, geometry, conv_bias, weight, bias,
     partial = launch_conv(
         x, w, out, x_layout, layout, geometry, "stats" if training else "none", tf32, None if training else conv_bias
     )
-    return inplace_abn_fwd(out, out, layout, *norm, training, momentum, eps, act, kept, partial)
+    return norm_act_fwd(out, out, layout, *norm, training, momentum, eps, act, kept, partial)

@@ -1,7 +1,7 @@
 """Compiles every launch for a GPU that need not be there, with the arguments it would have: nothing runs.
 
     with dry_run("sm_90") as launches:
-        inplace_abn_fwd(cpu_tensor, ...)        # outputs stay as ``torch.empty`` left them
+        norm_act_fwd(cpu_tensor, ...)        # outputs stay as ``torch.empty`` left them
     for launch in launches:
         print(launch.name, launch.grid, launch.compiled.asm["ptx"])
 

@@ -21,12 +21,23 @@ DEFAULT_SMS = 132
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory: see ``kernels/tile.py``.  For rows, N counts samples times positions and S is 1."""
+    """How a tensor lies in memory, and which of its values share statistics: see ``kernels/tile.py``.
+
+    Statistics of the batch: for rows, N counts samples times positions and S is 1.  Of each of I samples: N is 1
+    (planes) or counts positions (rows), and D adjacent channels share them.
+    """
 
     rows: bool
     N: int
     C: int
     S: int
+    I: int = 1
+    D: int = 1
+
+    @property
+    def stat(self) -> str:
+        """STAT of kernels: one sample's own statistics are those of a batch of one."""
+        return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
 
 
 class Blocks(NamedTuple):
@@ -49,6 +60,10 @@ def acc_dtype(dtype: torch.dtype):
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def row_lanes(C: int, at_most: int) -> int:
     """Channels a program: the power of two that leaves the fewest lanes idle, the larger one of equals."""
     candidates = [at_most]
@@ -63,19 +78,33 @@ def warps(elements: int, per_thread: int) -> int:
 
 
 def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
-    """One program a channel (planes) or 32 bytes of channels (rows), or None where such a slab exceeds the capacity."""
+    """Programs that read whole statistics groups at once, or None where such a slab exceeds the capacity.
+
+    One channel a program (planes), 32 bytes of channels (rows), or one group of channels; and of small planes of single
+    samples as many as give a warp, of up to 64 threads, 16 bytes a thread.
+    """
+    stat, units = layout.stat, layout.I * layout.C
+    vector = 16 // dtype.itemsize
+    block_n, block_l = triton.next_power_of_2(layout.N), triton.next_power_of_2(layout.S)
     if layout.rows:
-        block_l = min(triton.next_power_of_2(layout.C), 32 // dtype.itemsize)
+        block_l = triton.next_power_of_2(layout.D if stat == "group" else min(layout.C, 2 * vector))
         # an address for every vector of 16 bytes leaves fewer registers for values
         capacity = min(capacity, ONCHIP_BWD)
+        groups = units // layout.D if stat == "group" else layout.I * triton.cdiv(layout.C, block_l)
+        # of what is fetched for fewer channels, most would be thrown away
+        if stat == "group" and vector > layout.D:
+            return None
+    elif stat == "group":
+        block_n, groups = triton.next_power_of_2(layout.D), units // layout.D
+    elif stat == "instance":
+        block_n = max(1, min(triton.next_power_of_2(units), 64 * vector // block_l))
+        groups = triton.cdiv(units, block_n)
     else:
-        block_l = triton.next_power_of_2(layout.S)
-    block_n = triton.next_power_of_2(layout.N)
+        groups = layout.C
     if block_n * block_l * dtype.itemsize > capacity:
         return None
-    groups = triton.cdiv(layout.C, block_l) if layout.rows else layout.C
-    meta = {"ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l, "num_warps": warps(block_n * block_l, 16)}
-    return Blocks(groups, 1, 1, meta)
+    meta = {"STAT": stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
+    return Blocks(groups, 1, 1, meta | {"num_warps": warps(block_n * block_l, 16)})
 
 
 def split_blocks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Blocks:
@@ -83,13 +112,13 @@ def split_blocks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Bl
     tile = TILE_BYTES // dtype.itemsize
     if layout.rows:
         block_l = row_lanes(layout.C, 128 // dtype.itemsize)
-        groups = triton.cdiv(layout.C, block_l)
+        groups = layout.I * triton.cdiv(layout.C, block_l)
     else:
         block_l = min(triton.next_power_of_2(layout.S), tile)
-        groups = layout.C
+        groups = layout.I * layout.C
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
     splits = min(tiles, MAX_SPLITS, max(1, PROGRAMS_PER_SM * multiprocessors(device) // groups))
     tiles_per_split = triton.cdiv(tiles, splits)
-    meta = {"ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l, "num_warps": warps(tile, 16)}
-    return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)
+    meta = {"STAT": layout.stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
+    return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta | {"num_warps": warps(tile, 16)})

@@ -1,13 +1,22 @@
 """How normalisation kernels walk an activation tensor, and how they merge statistics.
 
-A tensor of N samples, C channels and S positions comes in one of two layouts, told apart by the constexpr ROWS:
+A tensor of I N samples, C channels and S positions comes in one of two layouts, told apart by the constexpr ROWS:
 
-    planes   element (n, c, s) at (n C + c) S + s     contiguous: a program owns one channel
-    rows     element (n, c)    at  n C + c            channels_last (n counts samples times positions): BLOCK_L of them
+    planes   element (i, n, c, s) at ((i N + n) C + c) S + s     contiguous: positions of a channel are adjacent
+    rows     element (i, n, c)    at  (i N + n) C + c            channels_last (n counts samples times positions)
+
+STAT says what shares a mean and a variance, and with that what I, N and D are:
+
+    "batch"      a channel: I = 1, D = 1                                                      BatchNorm
+    "instance"   a channel of a sample: I samples; N = 1 (planes) or their positions (rows); D = 1   InstanceNorm
+    "group"      D adjacent channels of a sample: I and N likewise                            GroupNorm
+
+What is found per channel has I C values, c of sample i at i C + c; per statistics group I C / D, at (i C + c) // D.
 
 A tile is a block (BLOCK_N, BLOCK_L) whose lanes, the last axis, are adjacent in memory: positions of one channel
-(planes) or channels (rows).  Values per channel have the shape (1, 1) or (1, BLOCK_L), so both layouts share one code.
-Planes with S > BLOCK_L have BLOCK_N = 1; a tile therefore is cut short along one axis only.
+(planes) or channels (rows).  Values per channel have the shape (1, 1), (1, BLOCK_L) or, where a tile holds planes of
+several channels, (BLOCK_N, 1), so that all share one code.  Planes with S > BLOCK_L have BLOCK_N = 1; a tile therefore
+is cut short along one axis only.
 """
 
 import triton
@@ -39,12 +48,21 @@ def tail_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.con
 
 
 @triton.jit
-def channel_index(group, ROWS: tl.constexpr, BLOCK_L: tl.constexpr):
+def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Of a program that walks tiles: its sample i, and its channel (planes) or BLOCK_L channels (rows)."""
+    i = tl.cast(0, tl.int32)
+    group = program
+    if STAT != "batch":
+        groups = C
+        if ROWS:
+            groups = tiles_of(C, BLOCK_L)
+        i = program // groups
+        group = program % groups
     if ROWS:
         c = group * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
     else:
         c = group + tl.zeros((1, 1), tl.int32)
-    return c
+    return i, group, c
 
 
 @triton.jit
@@ -61,30 +79,69 @@ def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 
 @triton.jit
-def tile_offsets(j, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Offsets and mask of tile j of a channel group, both of shape (BLOCK_N, BLOCK_L)."""
+def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Offsets and mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L)."""
     n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
     # int64 within the tile too: 128 samples of 2**25 elements are one tile where planes are small
     n = tl.arange(0, BLOCK_N)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_L)[None, :]
     group = tl.cast(group, tl.int64)
+    first = tl.cast(i, tl.int64) * N + n0
     if ROWS:
-        offs = n0 * C + group * BLOCK_L + (n * C + lane)
+        offs = first * C + group * BLOCK_L + (n * C + lane)
         mask = (n0 + n < N) & (group * BLOCK_L + lane < C)
     elif BLOCK_N == 1:
-        offs = (n0 * C + group) * S + s0 + lane
+        offs = (first * C + group) * S + s0 + lane
         mask = s0 + lane < S
     else:
-        offs = (n0 * C + group) * S + (n * C * S + lane)
+        offs = (first * C + group) * S + (n * C * S + lane)
         mask = (n0 + n < N) & (lane < S)
     return offs, mask
 
 
 @triton.jit
-def kept_offsets(j, slot, N, C, S, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_L: tl.constexpr):  # fmt: skip
+    """Of a program that has whole statistics groups in one tile: sample, channels, which of those exist; and offsets
+    and mask of the tile.
+
+    "batch": as tile 0 above.  Planes of a sample lie one after the other, those of a group or as many as fit.
+    """
+    n = tl.arange(0, BLOCK_N)[:, None]
+    lane = tl.arange(0, BLOCK_L)[None, :]
+    if STAT == "group" and ROWS:
+        i = program // (C // D)
+        c = (program % (C // D)) * D + lane
+        valid = lane < D
+        offs = (tl.cast(i, tl.int64) * N + n) * C + c
+        mask = (n < N) & valid
+    elif STAT == "batch" or ROWS:
+        i, group, c = channels_of(program, C, STAT, ROWS, BLOCK_L)
+        valid = c < C
+        offs, mask = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+    else:
+        if STAT == "group":
+            plane = program * D + n
+            valid = n < D
+        else:
+            plane = program * BLOCK_N + n
+            valid = plane < I * C
+        i = plane // C
+        c = plane % C
+        offs = plane.to(tl.int64) * S + lane
+        mask = valid & (lane < S)
+    return i, c, valid, offs, mask
+
+
+@triton.jit
+def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_L: tl.constexpr):  # fmt: skip
     """Offsets of tile j in the side buffer of kept channels: the tensor's layout, K channels; slot < 0: not kept."""
     n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
-    n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    n = tl.cast(i, tl.int64) * N + n0
+    # rows of a tile are samples, but for planes of one sample
+    if ROWS or STAT == "batch":
+        n += tl.arange(0, BLOCK_N)[:, None]
     if ROWS:
         offs = n * K + slot
     else:
@@ -93,26 +150,26 @@ def kept_offsets(j, slot, N, C, S, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def channel_sum(v, ROWS: tl.constexpr):
+def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
     """Sum of a tile per channel."""
-    v = tl.sum(v, axis=0, keep_dims=True)
+    if ROWS or STAT == "batch":
+        v = tl.sum(v, axis=0, keep_dims=True)
     if not ROWS:
         v = tl.sum(v, axis=1, keep_dims=True)
     return v
 
 
 @triton.jit
-def chan_merge(count, mean, m2, ROWS: tl.constexpr):
-    """Chan's formula over all entries of a channel at once, in a fixed order: (count, mean, M2)."""
-    n = channel_sum(count, ROWS)
-    safe = tl.maximum(n, 1.0)
-    total = channel_sum(count * mean, ROWS) / safe
-    d = tl.where(count > 0, mean - total, 0.0)
-    return n, total, channel_sum(m2 + count * d * d, ROWS)
+def group_sum(v):
+    """Sum over all of a tile, or of its channels' values, where what is masked is 0."""
+    return tl.sum(tl.sum(v, axis=0, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
-def load_partials(ptr, k: tl.constexpr, c, C, first, splits, BLOCK_P: tl.constexpr):
-    """Entry k of BLOCK_P splits from the first one on, shape (BLOCK_P, channels); the buffer is (k, splits, C)."""
-    p = first + tl.arange(0, BLOCK_P)[:, None]
-    return tl.load(ptr + (k * splits + p) * C + c, mask=(p < splits) & (c < C), other=0.0)
+def chan_merge(count, mean, m2, ROWS: tl.constexpr):
+    """Chan's formula over all entries of a channel at once, in a fixed order: (count, mean, M2)."""
+    n = channel_sum(count, "batch", ROWS)
+    safe = tl.maximum(n, 1.0)
+    total = channel_sum(count * mean, "batch", ROWS) / safe
+    d = tl.where(count > 0, mean - total, 0.0)
+    return n, total, channel_sum(m2 + count * d * d, "batch", ROWS)

@@ -38,6 +38,7 @@ class Gradients(NamedTuple):
     dx: Tensor
     dweight: Tensor | None
     dbias: Tensor | None
+    dresidual: Tensor | None
 
 
 def _double(t: Tensor | None) -> Tensor | None:
@@ -73,7 +74,7 @@ def convolve(
     return conv(x.double(), w.double(), _double(bias), stride, padding, dilation, groups)
 
 
-def batch_norm_act(
+def norm_act(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -84,36 +85,53 @@ def batch_norm_act(
     eps: float = 1e-5,
     activation: str = "leaky_relu",
     param: float = 0.01,
+    groups: int | None = None,
+    residual: Tensor | None = None,
 ) -> Result:
-    """activation(weight * (x - mean) / sqrt(var + eps) + bias), differentiable; no argument is changed.
+    """activation(weight * (x - mean) / sqrt(var + eps) + bias + residual), differentiable; no argument is changed.
 
-    Statistics in two passes, so that a mean far from zero costs the variance nothing.
+    Statistics of a channel over the batch, or of each of so many groups of channels of a sample: of C groups, those of
+    an instance norm.  In two passes, so that a mean far from zero costs the variance nothing.
     """
     x, weight, bias, running_mean, running_var = map(_double, (x, weight, bias, running_mean, running_var))
     assert x is not None
     if training:
-        m = x.numel() // x.shape[1]
-        axes = [d for d in range(x.dim()) if d != 1]
-        mean = x.sum(axes) / m
-        var = (x - _per_channel(mean, x)).square().sum(axes) / m
+        # statistics groups first
+        grouped = x.transpose(0, 1).flatten(1) if groups is None else x.reshape(x.shape[0] * groups, -1)
+        m = grouped.shape[1]
+        mean = grouped.sum(1, keepdim=True) / m
+        d = grouped - mean
+        var = d.square().sum(1, keepdim=True) / m
         if running_mean is not None and running_var is not None:
-            running_mean = (1 - momentum) * running_mean + momentum * mean.detach()
-            running_var = (1 - momentum) * running_var + momentum * var.detach() * m / (m - 1)
+            means, variances = (v.detach().view(-1, x.shape[1]).mean(0) for v in (mean, var))
+            running_mean = (1 - momentum) * running_mean + momentum * means
+            running_var = (1 - momentum) * running_var + momentum * variances * m / (m - 1)
+        xhat = d / (var + eps).sqrt()
+        xhat = xhat.view(x.transpose(0, 1).shape).transpose(0, 1) if groups is None else xhat.view(x.shape)
     else:
-        mean, var = running_mean, running_var
-    y = (x - _per_channel(mean, x)) / _per_channel((var + eps).sqrt(), x)
-    if weight is not None:
-        y = y * _per_channel(weight, x)
+        assert running_mean is not None
+        assert running_var is not None
+        xhat = (x - _per_channel(running_mean, x)) / _per_channel((running_var + eps).sqrt(), x)
+    y = xhat if weight is None else xhat * _per_channel(weight, x)
     if bias is not None:
         y = y + _per_channel(bias, x)
+    if residual is not None:
+        y = y + residual.double()
     return Result(activate(y, activation, param), running_mean, running_var)
 
 
-def gradients(dz: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options) -> Gradients:
-    """Of sum(dz * batch_norm_act(x, weight, bias, **options).out), by autograd in float64."""
-    leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+def gradients(
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    **options,
+) -> Gradients:
+    """Of sum(dz * norm_act(x, weight, bias, residual=residual, **options).out), by autograd in float64."""
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias, residual)]
     given = [t for t in leaves if t is not None]
-    out = batch_norm_act(*leaves, **options).out
+    out = norm_act(*leaves[:3], residual=leaves[3], **options).out
     found = iter(torch.autograd.grad(out, given, dz.double()))
     return Gradients(*(None if t is None else next(found) for t in leaves))
 

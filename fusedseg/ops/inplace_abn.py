@@ -33,10 +33,10 @@ def forward(x, out, layout, weight, bias, running_mean, running_var, training, m
     args = (x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act)
     if not _backend.use_triton(x):
         return inplace_abn_aten.forward(*args, kept)
-    from ..kernels.inplace_abn import inplace_abn_fwd
+    from ..kernels.norm_act import norm_act_fwd
 
     with torch.cuda.device_of(x):
-        return inplace_abn_fwd(*args, None if kept is None else (kept.slots, kept.count))
+        return norm_act_fwd(*args, None if kept is None else (kept.slots, kept.count))
 
 
 def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, into=None):
@@ -47,11 +47,11 @@ def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, 
     args = (like(dz, z), z, layout, weight, bias, rstd, xhat_kept)
     if not _backend.use_triton(z):
         return inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, into)
-    from ..kernels.inplace_abn import inplace_abn_bwd
+    from ..kernels.norm_act_bwd import norm_act_bwd
 
     slots = None if kept is None else (kept.slots, kept.count)
     with torch.cuda.device_of(z):
-        return inplace_abn_bwd(*args, slots, training, act, dparam_dtype, into)
+        return norm_act_bwd(*args, slots, training, act, dparam_dtype, into)
 
 
 def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""In-place activated BatchNorm on aten ops, for every device: the mathematics of ``kernels/inplace_abn.py``.
+"""In-place activated BatchNorm on aten ops, for every device: the mathematics of ``kernels/norm_act.py``.
 
 Backward rebuilds y = phi^-1(z) and g = dz phi'(z) a chunk at a time, so that what one op writes is still in the cache
 when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  With
@@ -104,7 +104,7 @@ def forward(
     act: Activation,
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``kernels.inplace_abn.inplace_abn_fwd``."""
+    """As ``kernels.norm_act.norm_act_fwd``."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
@@ -197,7 +197,7 @@ def backward(
     dparam_dtype: torch.dtype | None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As ``kernels.inplace_abn.inplace_abn_bwd``; in one piece dx is new memory all the same, as aten makes it."""
+    """As ``kernels.norm_act_bwd.norm_act_bwd``; in one piece dx is new memory all the same, as aten makes it."""
     job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act)
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     if training and z.numel() <= WHOLE * _chunk_elements(z):

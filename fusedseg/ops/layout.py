@@ -9,12 +9,24 @@ from torch import Tensor
 
 class Layout(NamedTuple):
     """``rows``: channels are adjacent (channels_last, or N x C), N counts samples times positions and S is 1.
-    Otherwise planes: positions are adjacent, element (n, c, s) lies at (n C + c) S + s."""
+    Otherwise planes: positions are adjacent, element (n, c, s) lies at (n C + c) S + s.
+
+    A normalisation's statistics are those of a channel over all of that; or of D adjacent channels of each of I such
+    tensors, which lie one after the other: samples, where N is 1 (planes) or counts positions (rows)."""
 
     rows: bool
     N: int
     C: int
     S: int
+    I: int = 1
+    D: int = 1
+
+    def by_sample(self, samples: int, groups: int | None) -> "Layout":
+        """With statistics of each sample, in so many groups of channels; those of the batch for None."""
+        if groups is None:
+            return self
+        N = self.N // samples if samples else 0
+        return self._replace(N=N, I=samples, D=self.C // groups)
 
 
 def layout_of(x: Tensor) -> Layout | None:

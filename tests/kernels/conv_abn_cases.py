@@ -104,7 +104,7 @@ def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept
         # what is normalised is what was stored
         y = y.to(out.dtype).double()
     options = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
-    expected = reference.batch_norm_act(y, weight, bias, *before, **options)
+    expected = reference.norm_act(y, weight, bias, *before, **options)
     tolerance = TF32_TOLERANCE if tf32 and out.device.type == "cuda" else FORWARD_TOLERANCE[out.dtype]
     assert out.stride() == strides
     assert relative_error(out, expected.out) <= tolerance
@@ -119,7 +119,7 @@ def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept
         assert relative_error(running[1], expected.running_var) <= tolerance
     if kept is not None:
         slots, count = kept
-        normalised = reference.batch_norm_act(y, None, None, *before, **options | {"activation": "identity"}).out
+        normalised = reference.norm_act(y, None, None, *before, **options | {"activation": "identity"}).out
         normalised = normalised[:, slots.cpu() >= 0]
         if layout_of(out).rows:
             normalised = normalised.movedim(1, -1)

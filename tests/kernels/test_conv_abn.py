@@ -141,12 +141,12 @@ def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
 @pytest.fixture
 def small_grid(monkeypatch):
     """Few programs, each of several tiles, and few partial results a merge: what large tensors lead to."""
-    from fusedseg.kernels import conv, inplace_abn
+    from fusedseg.kernels import conv, norm_stats
 
     monkeypatch.setattr(conv, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 1)
-    monkeypatch.setattr(inplace_abn, "MAX_PARTIALS", 1)
-    monkeypatch.setattr(inplace_abn, "MAX_SPLITS", 2)
+    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 1)
+    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
 # 13 tiles of 64 positions, the last one cut short, in 7 splits: merged by launches that leave 4, 2 and 1

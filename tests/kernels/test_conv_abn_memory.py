@@ -74,7 +74,7 @@ def test_training_reads_and_writes_y_once_more(stage, record_property):
     """The convolution writes y beside partial results; one launch merges these, one reads y and writes z over it."""
     step = Forward(*stage, training=True)
     moved = step.moved
-    assert moved.launches == [CONV, "inplace_abn_fwd_merge_kernel", "inplace_abn_fwd_apply_kernel"]
+    assert moved.launches == [CONV, "norm_merge_kernel", "norm_act_fwd_apply_kernel"]
     assert step.passes(moved.loaded(CONV, "x_ptr"), CONV) == 1
     assert step.passes(moved.stored(CONV, "out_ptr"), CONV) == 1
     more = step.passes(moved.loaded(CONV, "partial_ptr") + moved.stored(CONV, "partial_ptr"), CONV)
@@ -146,5 +146,5 @@ def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch):
     for (part, taps, found, k), position in zip(ends, (slice(64), slice(-64, None)), strict=True):
         y = reference.convolve(part, taps, None, *conv[2:5])
         affine = (v[k] for v in (step.weight, step.bias, *step.running))
-        expected = reference.batch_norm_act(y, *affine, training=False).out.flatten()[position]
+        expected = reference.norm_act(y, *affine, training=False).out.flatten()[position]
         assert relative_error(found, expected) <= FORWARD_TOLERANCE[out.dtype]

@@ -1,7 +1,7 @@
 """What a GPU's compiler makes of the kernels, read on a machine without one: registers, spills, widths of accesses.
 
-    report = compile_launches("sm_90", "tests.kernels.inplace_abn_launches")
-    report[0]  ->  {"case": "planes-fp16", "kernel": "inplace_abn_fwd_stats_kernel", "registers": 40, "spilled": 0,
+    report = compile_launches("sm_90", "tests.kernels.norm_act_launches")
+    report[0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
 Kernels are compiled in a process of their own, since this one may have imported them for the interpreter.  The module

@@ -1,8 +1,8 @@
 """What Triton kernels load and store, counted in the interpreter by argument; and proof that they stay inside.
 
     with traffic() as moved:
-        inplace_abn_fwd(x, ...)
-    moved.loaded("inplace_abn_fwd_stats_kernel", "x_ptr") / x.nbytes      passes over x
+        norm_act_fwd(x, ...)
+    moved.loaded("norm_stats_kernel", "x_ptr") / x.nbytes      passes over x
     moved.total / x.nbytes                                                all bytes, in units of x
 
 Lanes that are masked off do not count.  An access outside every argument, or one that begins in one argument and ends

@@ -67,7 +67,8 @@ def inputs(shape, memory_format, dtype, device, affine=True):
 
 def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
     """Forward and backward.  ``x`` is left alone; in the interpreter every access must lie inside its argument."""
-    from fusedseg.kernels.inplace_abn import inplace_abn_bwd, inplace_abn_fwd
+    from fusedseg.kernels.norm_act import norm_act_fwd
+    from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
     checked = contextlib.nullcontext()
     if x.device.type == "cpu":
@@ -79,8 +80,8 @@ def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), 
     layout = layout_of(x)
     parameters = None if weight is None else weight.dtype
     with checked:
-        mean, rstd, xhat = inplace_abn_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept)
-        dx, dweight, dbias = inplace_abn_bwd(dz, z, layout, weight, bias, rstd, xhat, kept, training, act, parameters)
+        mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept)
+        dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, xhat, kept, training, act, parameters)
     return {"z": z, "mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
@@ -90,7 +91,7 @@ def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), k
     found = launch(x, dz, weight, bias, act, training, running, kept, **options)
     settings = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
     settings |= {"running_mean": before[0], "running_var": before[1]}
-    expected = reference.batch_norm_act(x, weight, bias, **settings)
+    expected = reference.norm_act(x, weight, bias, **settings)
     assert found["z"].stride() == found["dx"].stride() == x.stride()
     assert relative_error(found["z"], expected.out) <= FORWARD_TOLERANCE[x.dtype]
     gradients = reference.gradients(dz, x, weight, bias, **settings)

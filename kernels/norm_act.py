@@ -1,0 +1,211 @@
+"""z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd: a normalisation and its activation.
+
+Statistics are those of a channel over the batch, of a channel of each sample, or of a group of channels of each sample:
+STAT of ``kernels/tile.py``.  z may be written over x.  Backward is ``kernels/norm_act_bwd.py``.
+
+Large tensors: one launch reduces (``kernels/norm_stats.py``), several programs (`splits`) a channel group, each leaving
+its partial result; a second launch merges the partials in a fixed order, every program for itself, and applies them,
+walking backwards through memory to meet in L2 what the first one left there.  Where whole statistics groups fit in one
+tile, a single launch reads it once.  With mean and rstd given, one launch rebuilds z.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import act_fwd
+from .launch import ONCHIP_FWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .norm_stats import load_moments, merged, norm_stats
+from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
+
+
+@triton.jit
+def load_channel(ptr, c, valid, default, ACC: tl.constexpr):
+    """A parameter of the channels c; the default where there is none."""
+    v = tl.full(c.shape, default, ACC)
+    if ptr is not None:
+        v = tl.load(ptr + c, mask=valid, other=default).to(ACC)
+    return v
+
+
+@triton.jit
+def load_affine(weight_ptr, bias_ptr, c, valid, ACC: tl.constexpr):
+    """Weight and bias of the channels c; 1 and 0 where there are none."""
+    return load_channel(weight_ptr, c, valid, 1.0, ACC), load_channel(bias_ptr, c, valid, 0.0, ACC)
+
+
+@triton.jit
+def load_slot(slot_ptr, c, valid):
+    """Places in the side buffer of kept channels, -1 of the others."""
+    slot = c
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + c, mask=valid, other=-1)
+    return slot
+
+
+@triton.jit
+def update_running(running_ptr, value, momentum, c, valid):
+    """running += momentum * (value - running), rounded once to the buffer's dtype."""
+    running = tl.load(running_ptr + c, mask=valid)
+    value = running + momentum * (value - running)
+    tl.store(running_ptr + c, value.to(running_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u, valid):
+    """Leaves mean and rstd, and moves the running statistics (of the batch alone)."""
+    tl.store(mean_ptr + u, mean, mask=valid)
+    tl.store(rstd_ptr + u, rstd, mask=valid)
+    if running_mean_ptr is not None:
+        update_running(running_mean_ptr, mean, momentum, u, valid)
+        update_running(running_var_ptr, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, valid)
+
+
+@triton.jit
+def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
+                   ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
+                   ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """z of one tile, and xhat of its kept channels."""
+    xhat = (x - mean) * rstd
+    if kept_ptr is not None:
+        side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
+        tl.store(kept_ptr + side, xhat.to(kept_ptr.dtype.element_ty), mask=mask & (slot >= 0))
+    y = xhat * w + b
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
+    z = act_fwd(y, ACT, PARAM)
+    tl.store(out_ptr + offs, z.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
+                              running_mean_ptr, running_var_ptr, kept_ptr, slot_ptr, momentum: tl.float64, I, N, C, S,
+                              K, tiles_per_split, partials, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+                              ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
+                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                              BLOCK_P: tl.constexpr):  # fmt: skip
+    """SOURCE of the statistics: "batch" (what ``partial_ptr`` holds), "running", or "saved" in mean and rstd."""
+    split = tl.num_programs(1) - 1 - tl.program_id(1)
+    i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
+    valid = c < C
+    # the statistics group
+    u = (i * C + c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    if SOURCE == "batch":
+        n, mean, m2 = load_moments(partial_ptr, u, valid, I * C // D, partials, BLOCK_P)
+        rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
+        if split == 0:
+            store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u,
+                        valid & (c % D == 0))  # fmt: skip
+    elif SOURCE == "running":
+        mean = tl.load(running_mean_ptr + c, mask=valid, other=0.0).to(ACC)
+        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + c, mask=valid, other=1.0).to(ACC) + EPS)
+        if split == 0:
+            tl.store(rstd_ptr + c, rstd, mask=valid)
+    else:
+        mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
+        rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
+    slot = load_slot(slot_ptr, c, valid)
+
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    for k in range(last - first):
+        j = last - 1 - k
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+        normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
+                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+
+
+@triton.jit
+def slab_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
+    """Sum of a slab per statistics group."""
+    if STAT == "group":
+        v = group_sum(v)
+    else:
+        v = channel_sum(v, STAT, ROWS)
+    return v
+
+
+@triton.jit
+def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
+                               running_mean_ptr, running_var_ptr, kept_ptr, slot_ptr, momentum: tl.float64, I, N, C, S,
+                               K, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                               PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
+                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """Whole statistics groups in one tile: read once, two-pass statistics in registers unless they are "saved"."""
+    program = tl.program_id(0)
+    i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
+    u = (i * C + c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+    if SOURCE == "batch":
+        n = slab_sum(mask.to(ACC), STAT, ROWS)
+        mean = slab_sum(x, STAT, ROWS) / tl.maximum(n, 1.0)
+        d = tl.where(mask, x - mean, 0.0)
+        m2 = slab_sum(d * d, STAT, ROWS)
+        rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
+        if STAT == "group":
+            tl.store(mean_ptr + program + tl.zeros((1, 1), tl.int32), mean)
+            tl.store(rstd_ptr + program + tl.zeros((1, 1), tl.int32), rstd)
+        else:
+            store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u, valid)
+    else:
+        mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
+        rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
+    slot = load_slot(slot_ptr, c, valid)
+    normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
+                   ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+
+
+def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act, kept,
+           partial, residual):  # fmt: skip
+    """Writes ``out``, and returns xhat of the kept channels."""
+    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
+    slots, K = kept if kept is not None else (None, 0)
+    xhat_kept = torch.empty(I * N * K * S, dtype=x.dtype, device=x.device) if K else None
+    name, param = act
+    constants = {"SOURCE": source, "EPS": eps, "D": D, "ACT": name, "PARAM": param, "ACC": acc_dtype(x.dtype)}
+    tensors = weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots
+    blocks = None
+    # statistics at hand need no slab, but small planes of single samples then share a tile
+    if partial is None and (source == "batch" or (source == "saved" and layout.stat != "batch")):
+        blocks = onchip_blocks(layout, x.dtype, ONCHIP_FWD)
+    if blocks is not None:
+        norm_act_fwd_onchip_kernel[(blocks.groups,)](
+            x, out, residual, *tensors, momentum, I, N, C, S, K, **constants, **blocks.meta
+        )
+        return xhat_kept
+    if source == "batch":
+        partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
+    partials = 1 if partial is None else partial.shape[1]
+    blocks = split_blocks(layout, x.dtype, x.device)
+    norm_act_fwd_apply_kernel[(blocks.groups, blocks.splits)](
+        x, out, residual, partial, *tensors, momentum, I, N, C, S, K, blocks.tiles_per_split, partials,
+        BLOCK_P=triton.next_power_of_2(partials), **constants, **blocks.meta,
+    )  # fmt: skip
+    return xhat_kept
+
+
+def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
+                 partial=None, residual=None):  # fmt: skip
+    """Writes z into ``out`` (``x`` itself, or as strided as ``x``).
+
+    ``act`` is (name, parameter); ``kept`` is None or (slots, count): int32 slot of each channel, -1 where not kept.
+    Training moves the running statistics, where given (of the batch alone), by ``momentum``; ``partial`` holds (count,
+    mean, M2) of parts of ``x``, (3, parts, I C), where it is known already.  ``residual`` lies in memory as ``x`` does.
+    Returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64), and xhat of the kept channels, flat,
+    or None.
+    """
+    layout = Layout(*layout)
+    mean, rstd = torch.empty(2, layout.I * layout.C // layout.D, dtype=stats_dtype(x.dtype), device=x.device)
+    source = "batch" if training else "running"
+    xhat_kept = launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act,
+                       kept, partial, residual)  # fmt: skip
+    return mean, rstd, xhat_kept
+
+
+def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
+    """Writes z into ``out`` again, from x and the statistics that ``norm_act_fwd`` returned: one read, one write."""
+    args = (x, out, Layout(*layout), weight, bias, mean, rstd, None, None, 0.0, 0.0, act, None, None, residual)
+    launch("saved", *args)

@@ -1,0 +1,258 @@
+"""Backward of z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd.
+
+Kept is one tensor of that size, which KEEP names, beside rstd, weight, bias (and the residual, where there is one):
+
+    "output"   z, from which y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
+    "input"    x and mean, from which xhat and y
+
+With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
+
+    s1 = sum(g)          s2 = sum(g * xhat)            per channel of a statistics group
+    dbias = sum(s1)      dweight = sum(s2)             per channel, over samples with statistics of their own
+    dx = weight * rstd * (g - s1 / m - xhat * s2 / m)
+    dx = weight * rstd * g                             running statistics
+    dresidual = g
+
+and for a group of channels dx = rstd * (weight * g - t1 / m - xhat * t2 / m), where t1 and t2 are the sums of
+weight * s1 and weight * s2 over it.
+
+Launches are those of the forward: sums, then what is made of them, or both at once where a slab fits on chip.  The sums
+are left per channel, and may be changed before they are used (``sums``), as statistics may.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import act_grad, act_grad_of_input, act_inverse
+from .launch import ONCHIP_BWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .norm_act import load_affine, load_channel, load_slot
+from .norm_stats import few, load_sums, merged
+from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
+
+
+@triton.jit
+def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
+                  KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
+                  STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """g and xhat of one tile; both 0 where masked."""
+    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
+    dz = tl.load(dz_ptr + offs, mask=mask, other=0.0).to(ACC)
+    shift = b
+    if residual_ptr is not None:
+        shift = b + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
+    if KEEP == "input":
+        xhat = tl.where(mask, (saved - mean) * rstd, 0.0)
+        g = act_grad_of_input(dz, xhat * w + shift, ACT, PARAM)
+    else:
+        g = act_grad(dz, saved, ACT, PARAM)
+        # weight 0 is a kept channel, but for the one step after an optimizer brought it there
+        inverse = tl.where(w == 0.0, 0.0, 1.0 / tl.where(w == 0.0, 1.0, w))
+        xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
+        if kept_ptr is not None:
+            kept = mask & (slot >= 0)
+            side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
+            xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
+    return g, xhat
+
+
+@triton.jit
+def grad_of_input(g, xhat, s1, s2, w, rstd, STAT: tl.constexpr):
+    """dx, where s1 and s2 are means over the statistics group."""
+    if STAT == "group":
+        dx = (g * w - s1 - xhat * s2) * rstd
+    else:
+        dx = (g - s1 - xhat * s2) * (w * rstd)
+    return dx
+
+
+@triton.jit
+def store_grads(dx_ptr, dresidual_ptr, offs, mask, dx, g):
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dresidual_ptr is not None:
+        tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
+    if dweight_ptr is not None:
+        tl.store(dbias_ptr + u, s1.to(dbias_ptr.dtype.element_ty), mask=valid)
+        tl.store(dweight_ptr + u, s2.to(dweight_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
+                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
+                               splits, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
+                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """Leaves sums of g and g * xhat of one split, per channel; with running statistics (dx_ptr given) dx needs neither
+    and is written here."""
+    split = tl.program_id(1)
+    i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
+    valid = c < C
+    u = i * C + c
+    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
+    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
+    slot = load_slot(slot_ptr, c, valid)
+    scale = w * rstd
+
+    s1 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
+    s2 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    for j in range(first, last):
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
+                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+        s1 += g
+        s2 += g * xhat
+        if dx_ptr is not None:
+            store_grads(dx_ptr, dresidual_ptr, offs, mask, g * scale, g)
+    U = I * C
+    tl.store(partial_ptr + split * U + u, channel_sum(s1, "batch", ROWS), mask=valid)
+    tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
+
+
+@triton.jit
+def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
+                              bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
+                              tiles_per_split, partials, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                              PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
+                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                              BLOCK_P: tl.constexpr):  # fmt: skip
+    split = tl.num_programs(1) - 1 - tl.program_id(1)
+    i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
+    valid = c < C
+    u = (i * C + c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    mean = load_channel(mean_ptr, u, valid, 0.0, ACC)
+    rstd = load_channel(rstd_ptr, u, valid, 0.0, ACC)
+    slot = load_slot(slot_ptr, c, valid)
+    s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, BLOCK_P)
+    if split == 0:
+        store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
+    # those of a group have been weighted as they were merged
+    m = tl.cast(N, ACC) * S * D
+    s1 /= m
+    s2 /= m
+
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    for k in range(last - first):
+        j = last - 1 - k
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
+                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+        store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g)
+
+
+@triton.jit
+def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr, mean_ptr,
+                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
+                               KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
+                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    i, c, valid, offs, mask = slab_offsets(tl.program_id(0), I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
+    u = i * C + c
+    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
+    rstd = mean
+    if KEEP == "input":
+        rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
+    slot = load_slot(slot_ptr, c, valid)
+    g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
+                            N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+    s1 = channel_sum(g, STAT, ROWS)
+    s2 = channel_sum(g * xhat, STAT, ROWS)
+    store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
+    m = tl.cast(N, ACC) * S * D
+    if STAT == "group":
+        s1 = group_sum(s1 * w)
+        s2 = group_sum(s2 * w)
+    s1 /= m
+    s2 /= m
+    # here, where fewer registers are taken
+    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
+    store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g)
+
+
+def over_samples(sums, layout, dtype):
+    """dweight and dbias from the sums of g and g * xhat, (2, parts, I C)."""
+    dbias, dweight = (s.sum((0, 1)).to(dtype) for s in sums.view(2, -1, layout.I, layout.C))
+    return dweight, dbias
+
+
+def constants_of(saved, mean, act, D):
+    name, param = act
+    # the middle of what rounds to a distance of 0 from -1: a quarter of the spacing of numbers in [0.5, 1)
+    clamp = torch.finfo(saved.dtype).eps / 8
+    return {"KEEP": "output" if mean is None else "input", "D": D, "ACT": name, "PARAM": param, "CLAMP": clamp,
+            "ACC": acc_dtype(saved.dtype)}  # fmt: skip
+
+
+def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean=None, residual=None,
+                      dx=None, dresidual=None):  # fmt: skip
+    """Sums of g and g * xhat per channel, (2, parts, I C); the arguments are those below.
+
+    ``dx`` (and ``dresidual``) given: written as running statistics have them.
+    """
+    layout = Layout(*layout)
+    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
+    slots, K = kept if kept is not None else (None, 0)
+    blocks = split_blocks(layout, saved.dtype, saved.device)
+    partial = torch.empty(2, blocks.splits, I * C, dtype=rstd.dtype, device=saved.device)
+    norm_act_bwd_reduce_kernel[(blocks.groups, blocks.splits)](
+        saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, I, N, C, S, K,
+        blocks.tiles_per_split, blocks.splits, **constants_of(saved, mean, act, D), **blocks.meta,
+    )  # fmt: skip
+    return few(partial, C)
+
+
+def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
+                 mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
+    """Returns dx, and dweight and dbias in ``dparam_dtype`` (None: neither is wanted, both are None).
+
+    ``saved`` is the input where its ``mean`` is given, else the output.  ``dz``, ``residual``, ``dx`` and ``dresidual``
+    lie in memory as it does; the last two, where given, are written, and ``dx`` may be ``saved``.  ``xhat_kept`` and
+    ``kept`` are what the forward launcher returned and took.  ``sums``: what ``norm_act_bwd_sums`` gives, where that is
+    known already.
+    """
+    layout = Layout(*layout)
+    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
+    batch, affine = layout.stat == "batch", dparam_dtype is not None
+    dx = torch.empty_like(saved) if dx is None else dx
+    if not training:
+        sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
+                                 dresidual)  # fmt: skip
+        return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
+    slots, K = kept if kept is not None else (None, 0)
+    constants = constants_of(saved, mean, act, D)
+    dweight = dbias = None
+    if affine and batch:
+        # two allocations: an op's outputs must not share memory
+        dweight, dbias = (torch.empty(C, dtype=dparam_dtype, device=saved.device) for _ in range(2))
+    tensors = saved, dz, residual, dx, dresidual
+    blocks = onchip_blocks(layout, saved.dtype, ONCHIP_BWD) if sums is None else None
+    if blocks is not None:
+        if affine and not batch:
+            sums = torch.empty(2, I * C, dtype=stats_dtype(saved.dtype), device=saved.device)
+            dbias, dweight = sums
+        norm_act_bwd_onchip_kernel[(blocks.groups,)](
+            *tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, I, N, C, S, K, **constants,
+            **blocks.meta,
+        )  # fmt: skip
+    else:
+        if sums is None:
+            sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual)
+        partial = merged(sums, layout, weight)
+        partials = partial.shape[1]
+        blocks = split_blocks(layout, saved.dtype, saved.device)
+        norm_act_bwd_apply_kernel[(blocks.groups, blocks.splits)](
+            *tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, I, N, C, S, K,
+            blocks.tiles_per_split, partials, BLOCK_P=triton.next_power_of_2(partials), **constants, **blocks.meta,
+        )  # fmt: skip
+    if affine and not batch:
+        dweight, dbias = over_samples(sums, layout, dparam_dtype)
+    return dx, dweight, dbias

@@ -1,0 +1,154 @@
+"""Statistics of an activation tensor, in two steps that something may come between: parts, and their merging.
+
+Parts are (count, mean, M2) of some of a channel's values, a buffer (3, parts, I C); merging follows Chan's formula in a
+fixed order.  Sums of a backward pass, (2, parts, I C), are merged alike.  Few parts are left for every program of the
+kernel that uses them to merge for itself; more, and those of a group of channels, are merged by a small launch.  Parts
+of other ranks are parts like any other.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import MAX_PARTIALS, MAX_SPLITS, Layout, acc_dtype, split_blocks, stats_dtype
+from .tile import chan_merge, channels_of, tail_period, tile_count, tile_offsets
+
+
+@triton.jit
+def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
+                      ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """Leaves (count, mean, M2) of one split of a channel group: Welford per lane, lanes merged at the end."""
+    split = tl.program_id(1)
+    i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
+    tiles = tile_count(N, S, ROWS, BLOCK_N, BLOCK_L)
+    period = tail_period(N, S, ROWS, BLOCK_N, BLOCK_L)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tiles)
+
+    mean = tl.zeros((BLOCK_N, BLOCK_L), ACC)
+    m2 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
+    # a lane is valid in every tile of the range, or in all but those cut short: two counts serve all lanes
+    _, in_tail = tile_offsets(tiles - 1, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+    n_all = tl.zeros((1, 1), ACC)
+    n_full = tl.zeros((1, 1), ACC)
+    for j in range(first, last):
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+        n_all += 1.0
+        n_full += tl.where((j + 1) % period == 0, 0.0, 1.0)
+        d = tl.where(mask, x - mean, 0.0)
+        mean += d * tl.where(in_tail, 1.0 / n_all, 1.0 / tl.maximum(n_full, 1.0))
+        m2 += d * (x - mean)
+
+    _, whole = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+    # the first tile shows which lanes lie inside the tensor at all, unless it is also the last, cut short
+    count = tl.where(in_tail, n_all, tl.where(whole, n_full, 0.0))
+    n, mean, m2 = chan_merge(count, mean, m2, ROWS)
+    u = i * C + c
+    tl.store(partial_ptr + split * U + u, n, mask=c < C)
+    tl.store(partial_ptr + (splits + split) * U + u, mean, mask=c < C)
+    tl.store(partial_ptr + (2 * splits + split) * U + u, m2, mask=c < C)
+
+
+@triton.jit
+def load_partials(partial_ptr, k: tl.constexpr, u, valid, U, partials, BLOCK_P: tl.constexpr):
+    """Entry k of all parts, shape (BLOCK_P, channels); the buffer is (k, partials, U)."""
+    p = tl.arange(0, BLOCK_P)[:, None]
+    return tl.load(partial_ptr + (k * partials + p) * U + u, mask=(p < partials) & valid, other=0.0)
+
+
+@triton.jit
+def load_moments(partial_ptr, u, valid, U, partials, BLOCK_P: tl.constexpr):
+    """(count, mean, M2) of the channels, or groups, u."""
+    return chan_merge(
+        load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P),
+        load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P),
+        load_partials(partial_ptr, 2, u, valid, U, partials, BLOCK_P),
+        True,
+    )
+
+
+@triton.jit
+def load_sums(partial_ptr, u, valid, U, partials, BLOCK_P: tl.constexpr):
+    """(s1, s2) of the channels, or groups, u."""
+    s1 = tl.sum(load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P), axis=0, keep_dims=True)
+    s2 = tl.sum(load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P), axis=0, keep_dims=True)
+    return s1, s2
+
+
+@triton.jit
+def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS: tl.constexpr, D: tl.constexpr,
+                      BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """(k, splits, U) -> (k, chunks, U / D), of moments (k = 3) or of sums, times weight where given (k = 2).
+
+    A chunk is BLOCK_P splits; D adjacent channels become one.
+    """
+    group = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    groups = U // D
+    # the rows: splits, and the channels of a group within each
+    row = tl.arange(0, BLOCK_P * BLOCK_D)[:, None]
+    p = chunk * BLOCK_P + row // BLOCK_D
+    d = row % BLOCK_D
+    u = group * D + d
+    mask = (p < splits) & (d < D) & (group < groups)
+    v0 = tl.load(partial_ptr + p * U + u, mask=mask, other=0.0)
+    v1 = tl.load(partial_ptr + (splits + p) * U + u, mask=mask, other=0.0)
+    if MOMENTS:
+        v2 = tl.load(partial_ptr + (2 * splits + p) * U + u, mask=mask, other=0.0)
+        v0, v1, v2 = chan_merge(v0, v1, v2, True)
+        tl.store(merged_ptr + (2 * chunks + chunk) * groups + group, v2, mask=group < groups)
+    else:
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + u % C, mask=mask, other=0.0).to(v0.dtype)
+            v0 *= w
+            v1 *= w
+        v0 = tl.sum(v0, axis=0, keep_dims=True)
+        v1 = tl.sum(v1, axis=0, keep_dims=True)
+    tl.store(merged_ptr + chunk * groups + group, v0, mask=group < groups)
+    tl.store(merged_ptr + (chunks + chunk) * groups + group, v1, mask=group < groups)
+
+
+def merge(partial, C, D=1, weight=None):
+    """One launch of the above: as many splits of each channel, or group of D channels, as a tile takes become one."""
+    k, splits, U = partial.shape
+    block_d = triton.next_power_of_2(D)
+    block_p = min(triton.next_power_of_2(splits), MAX_SPLITS, max(1, 8192 // block_d))
+    chunks = triton.cdiv(splits, block_p)
+    block_l = max(1, min(8, 2048 // (block_p * block_d)))
+    merged = torch.empty(k, chunks, U // D, dtype=partial.dtype, device=partial.device)
+    norm_merge_kernel[(triton.cdiv(U // D, block_l), chunks)](
+        partial, merged, weight, U, C, splits, MOMENTS=k == 3, D=D, BLOCK_P=block_p, BLOCK_D=block_d, BLOCK_L=block_l,
+        num_warps=4 if block_p * block_d <= 2048 else 16,
+    )  # fmt: skip
+    return merged
+
+
+def few(partial, C):
+    """(k, splits, I C), of splits so few that every program can merge them for itself."""
+    while partial.shape[1] > MAX_PARTIALS:
+        partial = merge(partial, C)
+    return partial
+
+
+def merged(partial, layout, weight=None):
+    """(k, splits, I C) as the kernels take them that use them: few splits, of each statistics group.
+
+    Sums of a group of channels are those of weight * g and weight * g * xhat; of a channel, without the weight.
+    """
+    partial = few(partial, layout.C)
+    return merge(partial, layout.C, layout.D, weight) if layout.D > 1 else partial
+
+
+def norm_stats(x, layout):
+    """(count, mean, M2) of parts of ``x``, (3, parts, I C), in fp32 (fp64)."""
+    layout = Layout(*layout)
+    blocks = split_blocks(layout, x.dtype, x.device)
+    U = layout.I * layout.C
+    partial = torch.empty(3, blocks.splits, U, dtype=stats_dtype(x.dtype), device=x.device)
+    norm_stats_kernel[(blocks.groups, blocks.splits)](
+        x, partial, layout.N, layout.C, layout.S, U, blocks.tiles_per_split, blocks.splits, ACC=acc_dtype(x.dtype),
+        **blocks.meta,
+    )  # fmt: skip
+    return partial

@@ -1,0 +1,55 @@
+"""Launches of the normalisation kernels, to be compiled for a GPU: shapes of real U-Net stages, aligned to 16 bytes.
+
+``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
+"""
+
+import itertools
+from functools import partial
+
+import torch
+from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
+from fusedseg.kernels.norm_act_bwd import norm_act_bwd
+
+from fusedseg.ops.layout import layout_of
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FORMATS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
+# 4 GiB in fp32: offsets and the tensors' sizes need 64 bits, as compilers see by the arguments
+SHAPES = {"split": (8, 64, 512, 512), "huge": (16, 64, 1024, 1024), "onchip": (4, 512, 16, 16)}
+
+
+def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=False, groups=None,
+           residual=False, keep="output"):  # fmt: skip
+    x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+    C = shape[1]
+    weight, bias, *running = torch.ones(4, C)
+    if groups is not None:
+        running = [None, None]
+    slots = (torch.full((C,), -1, dtype=torch.int32), 1) if kept else None
+    layout = layout_of(x).by_sample(shape[0], groups)
+    r, dr = (torch.empty_like(x) if residual else None for _ in range(2))
+    mean, rstd, xhat = norm_act_fwd(x, x, layout, weight, bias, *running, training, 0.1, 1e-5, act, slots, residual=r)
+    kept_mean = mean if keep == "input" else None
+    norm_act_bwd(x, x, layout, weight, bias, rstd, xhat, slots, training, act, torch.float32, mean=kept_mean,
+                 residual=r, dresidual=dr)  # fmt: skip
+    if keep == "input":
+        norm_act_rebuild(x, x, layout, weight, bias, mean, rstd, act, r)
+
+
+def case(shape, dtype, fmt, **options):
+    return partial(launch, SHAPES[shape], DTYPES[dtype], FORMATS[fmt], **options)
+
+
+CASES = {"-".join(names): case(*names) for names in itertools.product(("split", "onchip"), DTYPES, FORMATS)}
+# the rest once each, in the dtype of training
+CASES |= {f"huge-fp16-{fmt}": case("huge", "fp16", fmt) for fmt in FORMATS}
+CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=True) for fmt in FORMATS}
+CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
+CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}
+# statistics of samples, the input kept, a residual: each with each path
+SAMPLES = {"instance": {"split": 64, "onchip": 512}, "group": {"split": 8, "onchip": 32}}
+for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "onchip"), FORMATS):
+    keep = "input" if (stat == "group") == (path == "split") else "output"
+    CASES[f"{stat}-{path}-{keep}-fp16-{fmt}"] = case(
+        path, "fp16", fmt, groups=groups[path], keep=keep, residual=path == "split" or keep == "output"
+    )

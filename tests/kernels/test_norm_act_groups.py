@@ -1,0 +1,196 @@
+"""The kernels with statistics of samples (InstanceNorm, GroupNorm), with residuals, and with the input kept."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+from tests import reference
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.interpreter import backwards
+from tests.tools.tensors import channels_last, slots_of
+
+LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
+EPS = 1e-5
+
+# shape and number of groups (None: the batch).  In fp32 a slab of 16384 values (backward 8192; rows 8192) is read once.
+PLANES = {
+    "instance": ((2, 5, 7, 9), 5),
+    "instance-tiny-planes-share-a-tile": ((3, 7, 2, 2), 7),
+    "instance-forward-one-launch-backward-split": ((2, 2, 90, 91), 2),
+    "instance-split": ((2, 3, 129, 131), 3),
+    "instance-one-sample": ((1, 3, 9, 5), 3),
+    "instance-volume": ((2, 3, 3, 5, 4), 3),
+    "group": ((2, 6, 7, 9), 2),
+    "group-of-3": ((3, 6, 5, 5), 2),
+    "group-of-all": ((2, 5, 7, 9), 1),
+    "group-split": ((2, 6, 65, 67), 2),
+    "group-of-one-channel": ((2, 3, 7, 9), 3),
+    "batch": ((3, 5, 7, 9), None),
+    "batch-split": ((9, 2, 65, 65), None),
+}
+ROWS = {
+    "rows-instance": ((2, 5, 7, 9), 5),
+    "rows-instance-channels-over-the-block": ((2, 37, 5, 3), 37),
+    "rows-instance-split": ((2, 20, 40, 31), 20),
+    "rows-instance-more-splits-than-a-program-merges": ((1, 4, 150, 140), 4),
+    "rows-group": ((2, 8, 7, 9), 2),
+    "rows-group-of-5": ((3, 10, 5, 5), 2),
+    "rows-group-narrow": ((3, 12, 5, 5), 6),
+    "rows-group-split": ((2, 24, 40, 31), 3),
+    "rows-group-more-splits-than-a-program-merges": ((1, 4, 150, 140), 2),
+    "rows-group-n-by-c": ((6, 8), 2),
+    "rows-batch": ((2, 5, 7, 9), None),
+    "rows-batch-split": ((3, 10, 20, 21), None),
+}
+CASES = [pytest.param(shape, groups, False, id=name) for name, (shape, groups) in PLANES.items()]
+CASES += [pytest.param(shape, groups, True, id=name) for name, (shape, groups) in ROWS.items()]
+# one of each path
+NAMES = ("instance", "instance-split", "group", "group-split")
+PATHS = [pytest.param(*PLANES[name], False, id=name) for name in NAMES]
+PATHS += [pytest.param(*ROWS[f"rows-{name}"], True, id=f"rows-{name}") for name in NAMES]
+
+
+def inputs(shape, rows, dtype, device, affine=True):
+    """x, dz, residual, weight, bias; weights of both signs around 1, biases around 0, no rounding is magnified."""
+    C = shape[1]
+    x, dz, residual = torch.randn(3, *shape, dtype=torch.float64)
+    # or dweight would be a small difference of large sums
+    dz += x / 4
+    # means that are not zero, and differ between channels and samples
+    x += torch.linspace(-2, 3, shape[0] * C).view(*shape[:2], *(1,) * (len(shape) - 2))
+    x, dz, residual = (t.to(device, dtype) for t in (x, dz, residual))
+    if rows:
+        x, dz, residual = map(channels_last, (x, dz, residual))
+    if not affine:
+        return x, dz, residual, None, None
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.linspace(0.6, 1.4, C, device=device, dtype=parameters)
+    weight[1::2] *= -1
+    return x, dz, residual, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
+
+
+def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None):
+    """Forward and backward.  In the interpreter every access must lie inside its argument."""
+    from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
+    from fusedseg.kernels.norm_act_bwd import norm_act_bwd
+
+    checked = contextlib.nullcontext()
+    if x.device.type == "cpu":
+        from tests.tools.traffic import traffic
+
+        checked = traffic()
+    layout = layout_of(x).by_sample(x.shape[0], groups)
+    z = x.clone() if keep == "output" else torch.empty_like(x)
+    source = z if keep == "output" else x
+    dresidual = None if residual is None else torch.empty_like(x)
+    parameters = None if weight is None else weight.dtype
+    with checked:
+        mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,
+                                        residual=residual)  # fmt: skip
+        options = {"residual": residual, "dresidual": dresidual, "mean": mean if keep == "input" else None}
+        saved = x if keep == "input" else z
+        dx, dweight, dbias = norm_act_bwd(
+            dz, saved, layout, weight, bias, rstd, xhat, kept, True, act, parameters, **options
+        )
+        if keep == "input":
+            again = torch.empty_like(z)
+            norm_act_rebuild(x, again, layout, weight, bias, mean, rstd, act, residual)
+            assert torch.equal(again, z)
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
+
+
+def check(x, dz, residual, weight, bias, groups, act=LEAKY, **options):
+    """Compares everything that ``launch`` returns with float64."""
+    found = launch(x, dz, residual, weight, bias, groups, act, **options)
+    settings = {"eps": EPS, "activation": act[0], "param": act[1], "groups": groups, "residual": residual}
+    expected = reference.norm_act(x, weight, bias, **settings)
+    assert found["z"].stride() == found["dx"].stride() == x.stride()
+    assert relative_error(found["z"], expected.out) <= FORWARD_TOLERANCE[x.dtype]
+    for name, value in reference.gradients(dz, x, weight, bias, **settings)._asdict().items():
+        if value is not None:
+            assert relative_error(found[name], value) <= GRADIENT_TOLERANCE[x.dtype], name
+    return found
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("keep", ["output", "input"])
+@pytest.mark.parametrize(("shape", "groups", "rows"), CASES)
+def test_training_with_a_residual(shape, groups, rows, keep, device):
+    check(*inputs(shape, rows, torch.float32, device), groups, keep=keep)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_without_residual_or_affine(shape, groups, rows, device):
+    x, dz, _, weight, bias = inputs(shape, rows, torch.float32, device)
+    check(x, dz, None, weight, bias, groups)
+    found = check(x, dz, None, None, None, groups, keep="input")
+    assert found["dweight"] is None
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_dtypes(shape, groups, rows, dtype, device):
+    for keep in ("output", "input"):
+        check(*inputs(shape, rows, dtype, device), groups, keep=keep)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_activations(shape, groups, rows, act, device):
+    for keep in ("output", "input"):
+        check(*inputs(shape, rows, torch.float32, device), groups, act, keep=keep)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_kept_channels(shape, groups, rows, device):
+    """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    x, dz, residual, weight, bias = inputs(shape, rows, torch.float32, device)
+    weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
+    check(x, dz, residual, weight, bias, groups, kept=slots_of([0, 2], shape[1], device))
+
+
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_the_order_of_programs_does_not_matter(shape, groups, rows, device):
+    arguments = inputs(shape, rows, torch.float32, device)
+    forward = launch(*arguments, groups)
+    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+        again = launch(*arguments, groups)
+    assert all(torch.equal(again[name], value) for name, value in forward.items())
+
+
+@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
+def test_statistics_and_sums_given_from_outside(shape, groups, rows, device):
+    """What stands between reduction and use may be changed, as merging over ranks does: two halves of the samples of
+    a batch, each of which knows the other's parts."""
+    from fusedseg.kernels.norm_act import norm_act_fwd
+    from fusedseg.kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
+    from fusedseg.kernels.norm_stats import norm_stats
+
+    x, dz, _, weight, bias = inputs((4, *shape[1:]), rows, torch.float32, device)
+    halves = [slice(0, 2), slice(2, 4)]
+    parts = [norm_stats(x[h], layout_of(x[h])) for h in halves]
+    partial = torch.cat(parts, dim=1)
+    outs, sums = [], []
+    for h in halves:
+        layout, z = layout_of(x[h]), torch.empty_like(x[h])
+        _, rstd, _ = norm_act_fwd(x[h], z, layout, weight, bias, None, None, True, 0.1, EPS, LEAKY, None, partial)
+        outs.append((z, layout, weight, bias, rstd))
+        sums.append(norm_act_bwd_sums(dz[h], *outs[-1], None, None, LEAKY))
+    # the kernel divides by the values of one half
+    both = torch.stack([s.sum(1, keepdim=True) for s in sums]).mean(0)
+    dx = [
+        norm_act_bwd(dz[h], *out, None, None, True, LEAKY, None, sums=both)[0]
+        for h, out in zip(halves, outs, strict=True)
+    ]
+    expected = reference.norm_act(x, weight, bias, eps=EPS)
+    assert relative_error(torch.cat([out[0] for out in outs]), expected.out) <= FORWARD_TOLERANCE[x.dtype]
+    exact = reference.gradients(dz, x, weight, bias, eps=EPS)
+    assert relative_error(torch.cat(dx), exact.dx) <= GRADIENT_TOLERANCE[x.dtype]
