@@ -13,8 +13,7 @@ PROGRAMS_PER_SM = 8
 TILE_ROWS = 128
 # tl.dot takes 16 or more of the reduced dimension
 MIN_REDUCED = 16
-# tiles in flight; without tensor cores arithmetic hides the loads, and a third one spills on sm_80
-STAGES, STAGES_WITHOUT = 3, 2
+STAGES = 3
 
 
 class Geometry(NamedTuple):
@@ -67,8 +66,7 @@ def conv_blocks(
     tiles_per_split = triton.cdiv(tiles, splits)
     # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and in fp32 that of 128 x 16
     num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
-    stages = STAGES if tensor_cores else STAGES_WITHOUT
-    meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": stages}
+    meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
     return ConvBlocks(
         channel_tiles, triton.cdiv(C, block_c), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
     )
