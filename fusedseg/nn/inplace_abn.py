@@ -8,6 +8,7 @@ from ..activation import parse_invertible
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
 from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
+from ..ops.recomputation import recomputing
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -35,6 +36,8 @@ class InPlaceABN(_NormBase):
     whose weight is too small beside their bias to rebuild it (see ``functional.inplace_abn``).  On a GPU that list of
     channels follows an optimizer's step without making the host wait, and may lag behind it by a step; loading a state
     dict or changing the parameters in place refreshes it at once (changes through ``.data`` are not seen).
+
+    Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
     Falls back: an input that is neither contiguous nor channels_last is copied once; ``momentum=None`` breaks the graph
     under ``torch.compile``, as in ``nn.BatchNorm2d``.  ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone.
@@ -92,7 +95,7 @@ class InPlaceABN(_NormBase):
 
     def _statistics(self) -> tuple[bool, Tensor | None, Tensor | None, float]:
         """Whether the statistics are the batch's, the running ones that are moved or used, and their momentum."""
-        if self.training and not self.track_running_stats:
+        if self.training and (not self.track_running_stats or recomputing()):
             return True, None, None, 0.0
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.momentum is None and self.num_batches_tracked is not None:
@@ -100,7 +103,7 @@ class InPlaceABN(_NormBase):
         return self.training or self.running_mean is None, self.running_mean, self.running_var, momentum
 
     def _count_batch(self) -> None:
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None and not recomputing():
             self.num_batches_tracked.add_(1)
 
     def _kept_now(self, dtype: torch.dtype) -> Kept | None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import Activation
+from .recomputation import recomputing
 
 # |bias| > KAPPA |weight| is kept: u |bias / weight| then stays below 2**-6, 2**-9, 2**-18, 2**-41
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
@@ -151,7 +152,8 @@ class KeptChannels:
             else:
                 self.kept, self._pending = find(weight, bias, act, dtype), None
             self._key, self._steps = key, _optimizer_steps
-        if self._pending is not None and self._pending[2].query():
+        # a forward that is computed again keeps what the first one kept
+        if self._pending is not None and not recomputing() and self._pending[2].query():
             slots, mask, _ = self._pending
             count = int(mask.sum())
             self.kept, self._pending = (Kept(slots, count, mask) if count else None), None

@@ -1,0 +1,101 @@
+"""Activation checkpointing: gradients and running statistics are those without it, and less is kept."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fusedseg
+from fusedseg.memory import measure
+
+
+class Checkpointed(nn.Module):
+    """Each part is checkpointed, and all of them together where ``nested``."""
+
+    def __init__(self, parts, use_reentrant, nested=False, **options):
+        super().__init__()
+        self.parts, self.nested = parts, nested
+        self.options = {"use_reentrant": use_reentrant, **options}
+
+    def each(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, **self.options)
+        return x
+
+    def forward(self, x):
+        return checkpoint(self.each, x, **self.options) if self.nested else self.each(x)
+
+
+def parts(dtype=torch.float64):
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), fusedseg.InPlaceABN(8))
+    tail = nn.Sequential(fusedseg.MaxPool2d(2), nn.Tanh())
+    net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3, padding=1), conv, tail).to(dtype)
+    with torch.no_grad():
+        # a kept channel
+        net[1][1].weight[2] = 0
+    return net
+
+
+def step(net, x):
+    """Gradients of the input and the parameters, and the buffers afterwards."""
+    x = x.clone().requires_grad_()
+    net(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in net.parameters())], dict(net.named_buffers())
+
+
+def saving(op):
+    """Contexts of a selective checkpoint that keeps this op's results."""
+
+    def policy(ctx, called, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if called is op else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+WAYS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "nested": {"use_reentrant": False, "nested": True},
+    "nested, reentrant": {"use_reentrant": True, "nested": True},
+    "selective": {"use_reentrant": False, "context_fn": saving(torch.ops.aten.tanh.default)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
+def test_as_without(way, momentum, device):
+    plain = parts().to(device)
+    for module in plain.modules():
+        if isinstance(module, fusedseg.InPlaceABN):
+            module.momentum = momentum
+    same = copy.deepcopy(plain)
+    net = Checkpointed(same, **WAYS[way])
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, device=device)
+    # the second step starts from what the first one left
+    for _ in range(2):
+        grads, buffers = step(plain, x)
+        again, after = step(net, x)
+        torch.testing.assert_close(again, grads)
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(after[f"parts.{name}"], buffer)
+        plain.zero_grad(), net.zero_grad()
+    assert int(plain[0].norm.num_batches_tracked) == 2
+
+
+def test_selected_output_overwritten():
+    """A selective checkpoint that keeps what the norm overwrites ends in PyTorch's error, not in a wrong gradient."""
+    net = Checkpointed(parts(), False, context_fn=saving(torch.ops.aten.convolution.default))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        step(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_keeps_less(use_reentrant):
+    net = parts()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    held = [measure(module, x).held for module in (net, Checkpointed(net, use_reentrant, nested=True))]
+    assert held[1] < 0.7 * held[0]
