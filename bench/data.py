@@ -1,5 +1,9 @@
 """Tensors of the benches, by the names that cases give their dtype and memory format."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +13,11 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def memory_format_of(dim: int, channels_last: bool) -> torch.memory_format:
     return FORMATS[dim] if channels_last else torch.contiguous_format
+
+
+def parametrize_cases(metafunc: pytest.Metafunc, cases: Mapping[str, Sequence[Any]]) -> None:
+    """``case`` is one of those of the device's type."""
+    metafunc.parametrize("case", cases[torch.device(metafunc.config.getoption("--device")).type], ids=str)
 
 
 def describe(shape: tuple[int, ...], dtype: str, channels_last: bool) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
 from .contenders import CONTENDERS, SLOPE
-from .data import DTYPES, Source, describe
+from .data import DTYPES, Source, describe, parametrize_cases
 from .harness import Copy, Result, compete
 from .jobs import LayerJob
 from .replay import CLOCK, report_step
@@ -101,8 +101,7 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize("case", CASES[kind], ids=str)
+    parametrize_cases(metafunc, CASES)
 
 
 @pytest.mark.benchmark(timer=CLOCK)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import fusedseg
 from tests.reference import GRADIENT_TOLERANCE
 
+from .data import DTYPES, Source, describe, parametrize_cases
 from .harness import Copy, Result, compete
+from .jobs import LayerJob
 from .replay import CLOCK, report_step
 from .report import Section
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 SECONDS = {"cpu": 0.6, "cuda": 1.0}
 STOCK = {4: nn.MaxPool2d, 5: nn.MaxPool3d}
 OURS = {4: fusedseg.MaxPool2d, 5: fusedseg.MaxPool3d}
@@ -29,8 +29,7 @@ class Case(NamedTuple):
     window: tuple[int, int, int] = (2, 2, 0)
 
     def __str__(self) -> str:
-        fmt = "nhwc" if self.channels_last else "nchw"
-        return f"{'x'.join(map(str, self.shape))} {self.dtype} {fmt} window {self.window[0]} stride {self.window[1]}"
+        return f"{describe(*self[:3])} window {self.window[0]} stride {self.window[1]}"
 
 
 def cases(shapes: list[tuple[int, ...]], overlapping: tuple[int, ...], dtypes: tuple[str, ...]) -> list[Case]:
@@ -46,37 +45,17 @@ CASES = {
 }
 
 
-class PoolJob:
-    """A pool inside a network: x is not a leaf, dz is given."""
-
-    def __init__(self, pool: nn.Module, x: Tensor, dz: Tensor) -> None:
-        self.pool, self.x, self.dz = pool, x, dz
-
-    def prepare(self) -> Tensor:
-        return self.x * 1
-
-    def forward(self, prepared: Tensor) -> Tensor:
-        return self.pool(prepared)
-
-    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.x, self.dz)
-
-    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {"z": out.detach(), "dx": grads[0]}
-
-    def owned(self) -> list[Tensor]:
-        return [self.x]
+class PoolJob(LayerJob):
+    names = ()
 
 
 @cache
 def run(case: Case, device: torch.device) -> dict[str, Result]:
-    generator = torch.Generator(device).manual_seed(0)
-    fmt = FORMATS[len(case.shape)] if case.channels_last else torch.contiguous_format
-    dtype = DTYPES[case.dtype]
-    x = torch.randn(case.shape, generator=generator, device=device).to(dtype).contiguous(memory_format=fmt)
+    source = Source(device)
     stock = STOCK[len(case.shape)](*case.window)
-    dz = torch.randn(stock(x).shape, generator=generator, device=device).to(dtype).contiguous(memory_format=fmt)
-    x.requires_grad_()
+    x = source.normal(*case[:3])
+    dz = source.normal(tuple(stock(x).shape), *case[1:3])
+    data = {"x": x.requires_grad_(), "dz": dz}
 
     def expected() -> dict[str, Tensor]:
         leaf = x.detach().double().requires_grad_()
@@ -84,10 +63,10 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
         return {"z": z.detach(), "dx": torch.autograd.grad(z, leaf, dz.double())[0]}
 
     return compete(
-        {name: partial(PoolJob, made[len(case.shape)](*case.window), x, dz) for name, made in CONTENDERS.items()},
+        {name: partial(PoolJob, made[len(case.shape)](*case.window), data) for name, made in CONTENDERS.items()},
         {"": expected},
         # a maximum is exact
-        {"z": 0.0, "dx": GRADIENT_TOLERANCE[dtype]},
+        {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         device,
         SECONDS[device.type],
         probes={"copy": Copy(x)},
@@ -95,8 +74,7 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize("case", CASES[kind], ids=str)
+    parametrize_cases(metafunc, CASES)
 
 
 @pytest.mark.benchmark(timer=CLOCK)

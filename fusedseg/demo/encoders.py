@@ -11,7 +11,7 @@ from torch import nn
 
 from ..unet import MultiEncoderUNet
 from . import mni152, slices
-from .problem import Problem, Scan, Size, Split
+from .problem import Problem, Scan, Size, Split, split_problem
 
 SIZES = {
     "cpu": Size(2, (12, 24, 48, 96), batch=8, steps=200, learning_rate=2e-3, autocast=False),
@@ -36,23 +36,22 @@ def load(resolution: int, device: torch.device) -> Scan:
 def problem(device: torch.device, size: Size | None = None) -> Problem:
     size = size or SIZES[device.type]
     whole = load(size.resolution, device)
-    seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
     ventricles = len(whole.labels) * 46 // 100
-    most_active = int((held_out.labels == CLASSES.index("active grey matter")).sum(dim=(1, 2)).argmax())
+    most_active = int((SPLIT.held_out(whole).labels == CLASSES.index("active grey matter")).sum(dim=(1, 2)).argmax())
 
     def network(plain: bool) -> nn.Module:
         return MultiEncoderUNet((1, 1), len(CLASSES), widths=size.widths, plain=plain)
 
-    return Problem(
+    return split_problem(
+        SPLIT,
+        whole,
+        size,
+        slices.draw,
+        slices.as_batch,
         title="A U-Net of two encoders",
         inputs=("T1 image", "activation map"),
         classes=CLASSES,
         colors=COLORS,
-        split=SPLIT,
-        size=size,
-        whole=whole,
-        batch=lambda generator: slices.draw(seen, size.batch, generator),
-        held_out=slices.as_batch(held_out),
         network=network,
         views={"held-out part of that slice": (ventricles,), "held-out part of the most active slice": (most_active,)},
     )

@@ -6,6 +6,8 @@ Sources: Fonov et al., "Unbiased average age-appropriate atlases for pediatric s
 image 10426 of neurovault.org, pressing a button with the left against the right hand.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -13,6 +15,8 @@ from .problem import Scan
 
 CLASSES = ("background", "fluid", "grey matter", "white matter")
 COLORS = ("#1b1b1f", "#4cc9f0", "#9a9a9a", "#f5f1e3")
+# what the network sees and tells apart: fields of a ``Problem``
+TISSUES: dict[str, Any] = {"inputs": ("T1 image",), "classes": CLASSES, "colors": COLORS}
 GREY = CLASSES.index("grey matter")
 # the brain's box in the MNI space, in mm, and the axial slices that hold much of it
 X_RANGE, Y_RANGE, Z_RANGE = (-84.0, 84.0), (-112.0, 80.0), (-72.0, 84.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,3 +84,23 @@ class Problem:
     held_out: Batch
     network: Callable[[bool], nn.Module]
     views: dict[str, tuple[int | slice, ...]]
+
+
+def split_problem(
+    split: Split,
+    whole: Scan,
+    size: Size,
+    draw: Callable[[Scan, int, torch.Generator], Batch],
+    as_batch: Callable[[Scan], Batch],
+    **rest: Any,
+) -> Problem:
+    """The problem of a scan: batches are drawn from one part of it, the other is held out.  ``rest``: other fields."""
+    seen, held_out = split.trained(whole), split.held_out(whole)
+    return Problem(
+        split=split,
+        size=size,
+        whole=whole,
+        batch=lambda generator: draw(seen, size.batch, generator),
+        held_out=as_batch(held_out),
+        **rest,
+    )

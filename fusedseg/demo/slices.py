@@ -5,7 +5,7 @@ from torch import nn
 
 from ..unet import UNet
 from . import mni152
-from .problem import Batch, Problem, Scan, Size, Split
+from .problem import Batch, Problem, Scan, Size, Split, split_problem
 
 SIZES = {
     "cpu": Size(2, (16, 32, 64, 128), batch=8, steps=200, learning_rate=2e-3, autocast=False),
@@ -33,21 +33,18 @@ def views(scan: Scan) -> dict[str, tuple[int | slice, ...]]:
 def problem(device: torch.device, size: Size | None = None) -> Problem:
     size = size or SIZES[device.type]
     whole = mni152.load(size.resolution, device, mni152.SLICES)
-    seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
 
     def network(plain: bool) -> nn.Module:
         return UNet(1, len(mni152.CLASSES), widths=size.widths, plain=plain)
 
-    return Problem(
+    return split_problem(
+        SPLIT,
+        whole,
+        size,
+        draw,
+        as_batch,
         title="A 2D U-Net",
-        inputs=("T1 image",),
-        classes=mni152.CLASSES,
-        colors=mni152.COLORS,
-        split=SPLIT,
-        size=size,
-        whole=whole,
-        batch=lambda generator: draw(seen, size.batch, generator),
-        held_out=as_batch(held_out),
         network=network,
         views=views(whole),
+        **mni152.TISSUES,
     )

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..unet import unet3d_small
 from . import mni152
-from .problem import Batch, Problem, Scan, Size, Split
+from .problem import Batch, Problem, Scan, Size, Split, split_problem
 
 SIZES = {
     "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=150, learning_rate=4e-3, autocast=False),
@@ -26,29 +26,31 @@ def draw(scan: Scan, count: int, generator: torch.Generator) -> Batch:
     return Batch(images, torch.stack([scan.labels[box] for box in boxes]))
 
 
+def as_batch(scan: Scan) -> Batch:
+    """The whole scan as one sample."""
+    return Batch(tuple(image[None, None] for image in scan.images), scan.labels[None])
+
+
 def problem(device: torch.device, size: Size | None = None) -> Problem:
     size = size or SIZES[device.type]
     whole = mni152.load(size.resolution, device)
-    seen, held_out = SPLIT.trained(whole), SPLIT.held_out(whole)
     up_widths = tuple(reversed(size.widths[:-1]))
 
     def network(plain: bool) -> nn.Module:
         return unet3d_small(1, len(mni152.CLASSES), widths=size.widths, up_widths=up_widths, plain=plain)
 
-    depth, length, _ = held_out.labels.shape
-    return Problem(
+    depth, length, _ = SPLIT.held_out(whole).labels.shape
+    return split_problem(
+        SPLIT,
+        whole,
+        size,
+        draw,
+        as_batch,
         title="A 3D U-Net",
-        inputs=("T1 image",),
-        classes=mni152.CLASSES,
-        colors=mni152.COLORS,
-        split=SPLIT,
-        size=size,
-        whole=whole,
-        batch=lambda generator: draw(seen, size.batch, generator),
-        held_out=Batch(tuple(image[None, None] for image in held_out.images), held_out.labels[None]),
         network=network,
         views={
             "held-out part of that slice": (0, depth // 2),
             "held-out part, cut upright": (0, slice(None), length // 4),
         },
+        **mni152.TISSUES,
     )

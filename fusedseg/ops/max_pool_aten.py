@@ -7,6 +7,7 @@ position of the window + what its code adds, and calls aten's backward; a chunk 
 way holds int64 indices of the whole tensor.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,8 +19,12 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 CHUNK_BYTES = 2**21
+# of channels_last, of which fewer chunks are worth more than smaller ones
+ROWS_CHUNK_BYTES = 2**24
 # outputs whose codes are made, or read, at a time
-PIECE = 2**18
+PIECE = 2**20
+# channels in a vector of any CPU, or a multiple of it
+VECTOR = 64
 # as wide as a value
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,6 +37,10 @@ class Pool(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     ceil_mode: bool
+
+    @property
+    def overlaps(self) -> bool:
+        return any((k - 1) * d >= s for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
 
     def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
         out = []
@@ -59,13 +68,13 @@ def _rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
 
 def _first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
     """Flat index of the first position of every window, which may lie in the padding; or the first one inside x."""
-    first = torch.zeros((1,) * len(size), dtype=dtype, device=like.device)
+    first = torch.zeros((), dtype=torch.int64, device=like.device)
     for axis, (step, s, p, d) in enumerate(zip(_steps(size), *pool[1:4], strict=True)):
-        along = torch.arange(out_size[axis], dtype=dtype, device=like.device) * s - p
+        along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
         if inside:
             along = torch.where(along < 0, along + -(along // d) * d, along)
         first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))
-    return first
+    return first.to(dtype)
 
 
 def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -76,12 +85,13 @@ def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tupl
         yield (everything,), (everything,)
         return
     N, C, count = *x.shape[:2], z.shape[2]
-    planes = max(1, CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
+    nbytes = ROWS_CHUNK_BYTES if rows else CHUNK_BYTES
+    planes = max(1, nbytes // (x.element_size() * x[0, 0].numel()))
     samples, channels = max(1, planes // C), C if rows else min(planes, C)
     k, s, p, d = (values[0] for values in pool[:4])
     step = count
-    if rows and p == 0 and (k - 1) * d < s:
-        step = max(1, CHUNK_BYTES // (x.element_size() * s * x[0, :, 0].numel()))
+    if rows and samples == 1 and p == 0 and (k - 1) * d < s:
+        step = max(1, nbytes // (x.element_size() * s * x[0, :, 0].numel()))
     for n in range(0, N, samples):
         for c in range(0, C, channels):
             part = slice(n, n + samples), slice(c, c + channels)
@@ -114,10 +124,10 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
         return
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
     # unused without codes
-    first = _first_positions(size, out_size, pool, x, torch.int64).to(_narrow(size, pool))
+    first = _first_positions(size, out_size, pool, x, _narrow(size, pool))
     inside = None
-    if rows and len(size) == 3 and x.device.type == "cpu":
-        # in channels_last_3d aten's index is too low where all of a window is -inf
+    if rows and len(size) == 3 and x.device.type == "cpu" and x.shape[1] % VECTOR:
+        # in channels_last_3d, of channels that fill no vector, aten's index is too low where all of a window is -inf
         inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
     index = None
     for of_x, of_z in _chunks(x, z, rows, pool):
@@ -130,74 +140,120 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
             taken = index[:, :, piece]
             if inside is not None:
                 taken = torch.maximum(taken, inside[piece])
-            codes[of_z][:, :, piece].copy_(_codes_of(taken.to(first.dtype).sub_(first[piece]), size, pool))
+            distance = taken.to(first.dtype).sub_(first[piece])
+            codes[of_z][:, :, piece].copy_(_recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel))
 
 
 def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
-    """Integers that hold the distance of two positions of a window: differences of indices that wrap are exact."""
+    """Integers that hold the distance of two positions of a window, and codes: differences of indices that wrap are
+    exact."""
     reach = sum((k - 1) * d * step for k, d, step in zip(pool.kernel, pool.dilation, _steps(size), strict=True))
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64
 
 
-def _codes_of(distance: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
-    """Codes from distances to the first position of the window, which are used up."""
-    codes = None
-    passed = torch.empty_like(distance)
-    for axis, (step, k, d) in enumerate(zip(_steps(size), pool.kernel, pool.dilation, strict=True)):
-        weight = math.prod(pool.kernel[axis + 1 :])
-        if axis == len(size) - 1:
-            last = distance if d == 1 else distance.div_(d, rounding_mode="floor")
-            return last if codes is None else codes.add_(last)
+def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...]) -> Tensor:
+    """Positions of a window, numbers of ``old`` a step along each dimension, as numbers of ``new`` a step; in place."""
+    later = []
+    passed = torch.empty_like(number)
+    alike = old[-1] == new[-1]
+    for axis, (k, of_old, of_new) in enumerate(zip(kernel[:-1], old, new, strict=False)):
         if k == 1:
             continue
-        count = torch.ge(distance, d * step, out=torch.empty_like(distance))
+        count = torch.ge(number, of_old, out=torch.empty_like(number))
         for j in range(2, k):
-            count.add_(torch.ge(distance, j * d * step, out=passed))
-        distance.sub_(count, alpha=d * step)
-        codes = count.mul_(weight) if codes is None else codes.add_(count, alpha=weight)
-    raise AssertionError("no spatial dimension")
+            count.add_(torch.ge(number, j * of_old, out=passed))
+        if alike and axis == len(kernel) - 2:
+            # what is left is right as it is
+            number.sub_(count, alpha=of_old - of_new)
+        else:
+            number.sub_(count, alpha=of_old)
+            later.append((count, of_new))
+    if not alike:
+        number.div_(old[-1], rounding_mode="floor").mul_(new[-1])
+    for count, of_new in later:
+        number.add_(count, alpha=of_new)
+    return number
+
+
+def _distances(size: tuple[int, ...], pool: Pool) -> list[int]:
+    """From one position of a window to the next along each dimension, in flat indices."""
+    return [d * step for d, step in zip(pool.dilation, _steps(size), strict=True)]
 
 
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The flat int64 index in x that each window took."""
-    dtype = torch.int32 if math.prod(size) < 2**31 - 2**8 else torch.int64
-    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
-    return _indices(codes, first, size, pool).to(torch.int64)
-
-
-def _indices(codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
-    steps = _steps(size)
-    code = codes.to(first.dtype)
-    index = code * pool.dilation[-1] if pool.dilation[-1] != 1 else code.clone()
-    index.add_(first)
-    inner = 1
-    for axis in range(len(size) - 1, 0, -1):
-        inner *= pool.kernel[axis]
-        # carrying from one dimension to the one before: code // inner, exact for codes below 256
-        carry = (code * (2**16 // inner + 1)).bitwise_right_shift_(16)
-        index.add_(
-            carry,
-            alpha=pool.dilation[axis - 1] * steps[axis - 1] - pool.kernel[axis] * pool.dilation[axis] * steps[axis],
-        )
+    index = torch.empty_like(codes, dtype=torch.int64)
+    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
+    for piece in _pieces(codes):
+        _write_indices(index[:, :, piece], codes[:, :, piece], first[piece], size, pool)
     return index
+
+
+def _write_indices(index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool) -> None:
+    distance = _recoded(codes.to(_narrow(size, pool)), _steps(pool.kernel), _distances(size, pool), pool.kernel)
+    index.copy_(distance).add_(first)
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     """Writes dx; all as dense as ``rows`` says."""
     size = tuple(dx.shape[2:])
+    if dx.device.type == "cpu" and rows and not pool.overlaps:
+        _backward_apart(dz, codes, dx, pool)
+        return
     name = "max_pool2d_with_indices_backward" if len(size) == 2 else "max_pool3d_with_indices_backward"
     op = getattr(aten, name).grad_input
-    dtype = torch.int32 if math.prod(size) < 2**31 - 2**8 else torch.int64
-    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
+    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
     index = None
     for of_x, of_z in _chunks(dx, dz, rows, pool):
         into, code = dx[of_x], codes[of_z]
         if index is None or index.shape != code.shape:
             index = torch.empty_like(code, dtype=torch.int64)
         for piece in _pieces(code):
-            index[:, :, piece].copy_(_indices(code[:, :, piece], first[piece], size, pool))
+            _write_indices(index[:, :, piece], code[:, :, piece], first[piece], size, pool)
         # aten asks its input for no more than its shape
         op(dz[of_z], into, *pool, index, grad_input=into)
+
+
+def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
+    """Of windows that do not overlap: each position of the window selects from dz what is its own."""
+    size, count = dx.shape[2:], dz.shape[2:]
+    if any(s != k or d > 1 or c * s - p < n for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True)):
+        # some lie in no window
+        dx.zero_()
+    # of each position: the windows whose position lies inside x, there and along the first dimension; and where it is
+    parts = []
+    for position in itertools.product(*map(range, pool.kernel)):
+        of, at = [slice(None)] * 2, [slice(None)] * 2
+        for j, n, c, s, p, d in zip(position, size, count, *pool[1:4], strict=True):
+            shift = j * d - p
+            low, high = max(0, -(shift // s)), min(c, -((shift - n) // s))
+            of.append(slice(low, max(low, high)))
+            at.append(slice(low * s + shift, max(low * s + shift, (high - 1) * s + shift + 1), s))
+        along = of[2]
+        of[2] = slice(None)
+        parts.append((along, tuple(of), dz[tuple(of)], dx[tuple(at)]))
+    for n, begin, end in _row_chunks(dz):
+        code = codes[n, :, begin:end].to(dz.dtype)
+        for number, (along, across, of_dz, of_dx) in enumerate(parts):
+            low, high = max(begin, along.start), min(end, along.stop)
+            if low < high:
+                # dz where the code is this position's, 0 elsewhere: of all such selections in aten the fastest
+                aten.hardtanh_backward.grad_input(
+                    of_dz[n].narrow(2, low, high - low),
+                    code[across].narrow(2, low - begin, high - low),
+                    number - 0.5,
+                    number + 0.5,
+                    grad_input=of_dx[n].narrow(2, low - along.start, high - low),
+                )
+
+
+def _row_chunks(z: Tensor) -> Iterator[tuple[slice, int, int]]:
+    """Samples, and a range of their first spatial dimension, of few enough values to stay in the cache."""
+    step = max(1, PIECE // z[0, :, 0].numel())
+    samples = max(1, step // z.shape[2])
+    for n in range(0, z.shape[0], samples):
+        for begin in range(0, z.shape[2], step):
+            yield slice(n, n + samples), begin, min(begin + step, z.shape[2])
 
 
 def pick(ddx: Tensor, codes: Tensor, pool: Pool) -> Tensor:

@@ -89,9 +89,9 @@ class ConvNormAct(nn.Module):
 def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:
     """``ConvNormAct``, as one op where its norm is an ``InPlaceABN``."""
     module = ConvNormAct(in_channels, out_channels, **options)
-    if options["plain"] or type(module.norm) is not InPlaceABN:
+    if options.get("plain") or type(module.norm) is not InPlaceABN:
         return module
-    return CONV_ABN[options["dims"]]._of(module.conv, module.norm)
+    return CONV_ABN[options.get("dims", 2)]._of(module.conv, module.norm)
 
 
 class DoubleConv(nn.Sequential):
@@ -100,18 +100,8 @@ class DoubleConv(nn.Sequential):
     Arguments and what is kept for backward: see ``ConvNormAct``.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        dims: int = 2,
-        bias: bool = False,
-        norm_act: NormAct | None = None,
-        plain: bool = False,
-    ) -> None:
-        check_dims("DoubleConv", dims)
-        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
+    def __init__(self, in_channels: int, out_channels: int, **options: Any) -> None:
+        check_dims("DoubleConv", options.get("dims", 2))
         super().__init__(
             conv_norm_act(in_channels, out_channels, **options), conv_norm_act(out_channels, out_channels, **options)
         )
@@ -124,19 +114,10 @@ class Down(nn.Sequential):
     and what ``DoubleConv`` keeps.  Arguments: see ``ConvNormAct``.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        dims: int = 2,
-        bias: bool = False,
-        norm_act: NormAct | None = None,
-        plain: bool = False,
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, **options: Any) -> None:
+        dims = options.get("dims", 2)
         check_dims("Down", dims)
-        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
-        pool = PLAIN_MAX_POOL if plain else MAX_POOL
+        pool = PLAIN_MAX_POOL if options.get("plain") else MAX_POOL
         super().__init__(pool[dims](2), DoubleConv(in_channels, out_channels, **options))
 
 
@@ -178,17 +159,15 @@ class Up(nn.Module):
         skip_channels: int,
         out_channels: int,
         *,
-        dims: int = 2,
         mode: str = "linear",
         reduce: bool = True,
         up_channels: int | None = None,
         fit: str = "resize",
         align_corners: bool = False,
-        bias: bool = False,
-        norm_act: NormAct | None = None,
-        plain: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
+        dims, plain = options.get("dims", 2), options.get("plain", False)
         check_dims("Up", dims)
         check_choice("Up", "mode", mode, MODES)
         check_choice("Up", "fit", fit, FITS)
@@ -202,7 +181,6 @@ class Up(nn.Module):
             self.up = conv[dims](in_channels, up_channels, kernel_size=1)
         else:
             self.up, up_channels = nn.Identity(), in_channels
-        options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
         self.conv = DoubleConv(skip_channels + up_channels, out_channels, **options)
 
     def forward(self, x: Tensor | Sequence[Tensor], skips: Tensor | Sequence[Tensor]) -> Tensor:

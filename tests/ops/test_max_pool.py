@@ -24,6 +24,7 @@ CASES = {
     "256-positions": ((1, 1, 9, 8), 16, 4, 8, 1, True),
     "3d-halving": ((2, 3, 4, 5, 6), 2, None, 0, 1, False),
     "3d-overlapping": ((1, 2, 5, 4, 6), 3, 2, 1, 1, True),
+    "3d-whole-vectors": ((1, 64, 4, 4, 5), 3, 2, 1, 1, False),
     "3d-mixed": ((1, 2, 5, 4, 6), (1, 2, 3), (1, 2, 1), (0, 1, 1), (1, 1, 2), False),
 }
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
@@ -34,6 +35,7 @@ def chunking(request, monkeypatch):
     """The aten path in one piece, and in many."""
     if request.param == "chunked":
         monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)
         monkeypatch.setattr(max_pool_aten, "PIECE", 30)
 
 
