@@ -5,12 +5,16 @@ import types
 
 from . import _backend, functional, memory, unet
 from .nn import (
+    ABN,
+    BatchNormAct,
     BranchSum,
     ConvABN2d,
     ConvABN3d,
     ConvBank2d,
     ConvBank3d,
+    GroupNormAct,
     InPlaceABN,
+    InstanceNormAct,
     JoinConv2d,
     JoinConv3d,
     MaxPool2d,
@@ -21,12 +25,16 @@ from .ops.recompute import recompute
 
 __version__ = "0.1.0"
 __all__ = [
+    "ABN",
+    "BatchNormAct",
     "BranchSum",
     "ConvABN2d",
     "ConvABN3d",
     "ConvBank2d",
     "ConvBank3d",
+    "GroupNormAct",
     "InPlaceABN",
+    "InstanceNormAct",
     "JoinConv2d",
     "JoinConv3d",
     "MaxPool2d",

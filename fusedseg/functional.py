@@ -5,18 +5,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .activation import parse_invertible
+from .activation import parse_activation, parse_invertible
 from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
 from .ops import join_conv as _join_conv
 from .ops import max_pool as _max_pool
+from .ops import norm_act as _norm_act
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
 from .ops.kept import find
 from .ops.sources import Interpolated, Source, padded, parse_sources
 
-__all__ = ["Interpolated", "conv_abn", "inplace_abn", "join_conv", "load_conv_choices", "max_pool", "save_conv_choices"]
+__all__ = [
+    "Interpolated",
+    "conv_abn",
+    "inplace_abn",
+    "join_conv",
+    "load_conv_choices",
+    "max_pool",
+    "norm_act",
+    "save_conv_choices",
+]
 
 
 def inplace_abn(
@@ -72,6 +82,62 @@ def inplace_abn(
     _inplace_abn.check(x, weight, bias, running_mean, running_var, training)
     kept = find(weight, bias, act, x.dtype) if torch.is_grad_enabled() else None
     return _inplace_abn.inplace_abn(x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept)
+
+
+def norm_act(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float | str | None = None,
+    *,
+    norm: str = "batch",
+    num_groups: int | None = None,
+    residual: Tensor | None = None,
+    slope: Tensor | None = None,
+) -> Tensor:
+    """A normalisation, an optional residual and any activation, exact for all of them; ``x`` is left alone.
+
+    Equals, with the arguments of ``torch.nn.functional.batch_norm`` in their order::
+
+        y = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        leaky_relu(y if residual is None else y + residual, 0.01)
+
+    Args:
+        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.
+        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 beside half precision.
+        training: statistics of ``x``, which move the running ones by ``momentum``; else the running ones.
+        eps: added to the variance.
+        activation, activation_param: see ``BatchNormAct``.
+        norm: "batch"; "instance", for ``instance_norm`` with ``use_input_stats=training``; or "group", for
+            ``group_norm``, where the statistics are always those of ``x`` and none are running.
+        num_groups: of "group".
+        residual: like ``x``, or None.
+        slope: of prelu, (1,) or (C,), in the dtype of ``weight``.
+
+    Returns:
+        z, of the shape, dtype and memory format of ``x``.
+
+    Kept for backward, and raised: see ``BatchNormAct``.
+    """
+    op = _norm_act.OP
+    act = parse_activation(op, activation, activation_param)
+    if norm not in ("batch", "instance", "group"):
+        raise ValueError(f"{op}: norm must be 'batch', 'instance' or 'group', got {norm!r}")
+    if (norm == "group") != (num_groups is not None):
+        raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
+    if norm == "group" and (running_mean is not None or running_var is not None):
+        raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
+    own = training or norm == "group"
+    residual = _norm_act.autocast_residual(x, residual)
+    settings = _norm_act.Settings(_norm_act.Norm(norm, num_groups or 0), own, momentum, eps, act)
+    _norm_act.check(op, x, weight, bias, running_mean, running_var, residual, slope, settings)
+    return _norm_act.norm_act(x, weight, bias, residual, slope, running_mean, running_var, settings)
 
 
 def conv_abn(

@@ -7,14 +7,19 @@ from .conv_bank import ConvBank2d, ConvBank3d
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d
 from .max_pool import MaxPool2d, MaxPool3d
+from .norm_act import ABN, BatchNormAct, GroupNormAct, InstanceNormAct
 
 __all__ = [
+    "ABN",
+    "BatchNormAct",
     "BranchSum",
     "ConvABN2d",
     "ConvABN3d",
     "ConvBank2d",
     "ConvBank3d",
+    "GroupNormAct",
     "InPlaceABN",
+    "InstanceNormAct",
     "Interpolated",
     "JoinConv2d",
     "JoinConv3d",

@@ -1,0 +1,297 @@
+"""``BatchNormAct``, ``InstanceNormAct``, ``GroupNormAct``: a norm, a residual and any activation, exactly."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ..activation import Activation, parse_activation
+from ..ops import norm_act as op
+from ..ops.check import check_dtype
+from ..ops.norm_act import Norm, Settings
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+GROUP_NORMS = (nn.GroupNorm,)
+
+
+class _NormAct(nn.Module):
+    """What the three have in common: the activation, its slope, the checks, and the way to the stock norm and back."""
+
+    # the stock norms, by their spatial dimensions where these count
+    stock: tuple[type[nn.Module], ...]
+    weight: Any
+    bias: Any
+    slope: nn.Parameter | None
+    _act: Activation
+
+    def _set_activation(
+        self, activation: str, param: float | str | None, num_slopes: int, channels: int, device: Any, dtype: Any
+    ) -> None:
+        name = f"fusedseg.{type(self).__name__}"
+        if dtype is not None:
+            check_dtype(name, "dtype", dtype)
+        self._act = parse_activation(name, activation, param)
+        self.activation = activation
+        if num_slopes not in (1, channels):
+            raise ValueError(f"{name}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}")
+        if activation != "prelu" and num_slopes != 1:
+            raise ValueError(f"{name}: num_slopes is of activation 'prelu' alone, got {num_slopes} for {activation!r}")
+        self.register_parameter("slope", None)
+        if activation == "prelu":
+            self.slope = nn.Parameter(torch.full((num_slopes,), self._act.param, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        slope = getattr(self, "slope", None)
+        if slope is not None:
+            nn.init.constant_(slope, self._act.param)
+
+    def _run(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        channels: int,
+        running: tuple[Tensor | None, Tensor | None],
+        settings: Settings,
+    ) -> Tensor:
+        name = f"fusedseg.{type(self).__name__}"
+        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != channels:
+            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{name}: input must have shape (N, {channels}) with up to three spatial dimensions after it, "
+                f"got {came}"
+            )
+        residual = op.autocast_residual(x, residual)
+        op.check(name, x, self.weight, self.bias, *running, residual, self.slope, settings)
+        return op.norm_act(x, self.weight, self.bias, residual, self.slope, *running, settings)
+
+    def extra_repr(self) -> str:
+        slopes = f", num_slopes={len(self.slope)}" if self.slope is not None and len(self.slope) > 1 else ""
+        return f"{super().extra_repr()}, activation={self._act}{slopes}"
+
+    @classmethod
+    def from_norm(
+        cls,
+        norm: nn.Module,
+        activation: str = "leaky_relu",
+        activation_param: float | str | None = None,
+        *,
+        slope: nn.Parameter | None = None,
+    ) -> Any:
+        """A module with the very parameters and buffers of the stock ``norm``, and of activation "prelu" with the
+        ``slope`` of an ``nn.PReLU`` (its ``weight``).  Optimizers keep working."""
+        where = f"fusedseg.{cls.__name__}.from_norm"
+        if type(norm) not in cls.stock:
+            names = ", ".join(f"nn.{c.__name__}" for c in cls.stock)
+            raise TypeError(f"{where}: norm must be one of {names}, got {type(norm).__name__}")
+        if (slope is not None) != (activation == "prelu"):
+            raise ValueError(
+                f"{where}: slope must be given for activation 'prelu' and for no other, got {activation!r}"
+            )
+        num_slopes = 1 if slope is None else slope.numel()
+        made = cls(*_arguments(norm), activation=activation, activation_param=activation_param, num_slopes=num_slopes)
+        if slope is not None:
+            made.slope = slope
+        _adopt(made, norm)
+        return made
+
+    def to_norm(self, dims: int = 2) -> nn.Module:
+        """The stock norm, for ``dims`` spatial dimensions, with this module's very parameters and buffers; the
+        activation comes after it."""
+        if dims not in (1, 2, 3):
+            raise ValueError(f"fusedseg.{type(self).__name__}.to_norm: dims must be 1, 2 or 3, got {dims!r}")
+        norm = self.stock[min(dims, len(self.stock)) - 1](*_arguments(self))
+        _adopt(norm, self)
+        return norm
+
+
+def _arguments(norm: Any) -> tuple:
+    """Of a norm without parameters or buffers, which it is to adopt."""
+    if isinstance(norm, nn.GroupNorm):
+        return norm.num_groups, norm.num_channels, norm.eps, False
+    return norm.num_features, norm.eps, norm.momentum, False, False
+
+
+def _adopt(norm: Any, other: Any) -> None:
+    for flag in ("affine", "track_running_stats"):
+        if hasattr(other, flag):
+            setattr(norm, flag, getattr(other, flag))
+    norm.weight, norm.bias = other.weight, other.bias
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        if hasattr(other, name):
+            # buffers that were registered as None would otherwise stay out of the state dict's order
+            delattr(norm, name)
+            norm.register_buffer(name, getattr(other, name))
+    norm.train(other.training)
+
+
+class BatchNormAct(_NormAct, _NormBase):
+    """Batch normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
+
+    Equals, for one to three spatial dimensions, or none::
+
+        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+
+    and with a residual ``F.leaky_relu(bn(x) + residual, 0.01)``; on aten, that is without a GPU, to the last bit.
+    ``state_dict`` is that of ``nn.BatchNorm2d``, so its checkpoints load, strictly; a learned ``slope`` is added for
+    prelu.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
+        activation: "relu", "leaky_relu", "elu", "silu", "gelu", "mish", "hardswish", "relu6", "prelu" or "identity".
+        activation_param: the negative slope of leaky_relu (None: 0.01), the alpha of elu (1), the initial slope of
+            prelu (0.25), the approximation of gelu, "none" or "tanh" ("none"); None for the others.
+        num_slopes: of prelu, 1 or C, as in ``nn.PReLU``.
+        device, dtype: of parameters and buffers.
+
+    Shapes: x and ``residual`` alike, in fp16, bf16, fp32 or fp64; the result too, in the memory format of x.  x and
+    ``residual`` are left alone.
+
+    Kept for backward: x, mean and 1 / sqrt(var + eps), the parameters; the residual, where there is an activation.  The
+    output is rebuilt from them.  A convolution that follows keeps the output all the same, as its input: under
+    ``fusedseg.recompute()`` it keeps a recipe instead.
+
+    Falls back: an input that is neither contiguous nor channels_last is copied once, a residual of other strides than x
+    likewise; ``momentum=None`` breaks the graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
+    ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone.
+
+    Raises:
+        ValueError: an unknown activation, or a parameter for one that has none; an input of another number of channels
+            or dimensions, or one value per channel in training; a residual unlike x.
+        TypeError: an integer or complex input or dtype, an ``activation_param`` that is no number.
+        RuntimeError: in backward, when it is differentiated itself.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; the name of ``inplace_abn``'s exact twin is ``ABN``.
+    """
+
+    stock = BATCH_NORMS
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float | str | None = None,
+        *,
+        num_slopes: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        own, momentum = self.training or self.running_mean is None, 0.0 if self.momentum is None else self.momentum
+        moved = self.track_running_stats or not self.training
+        running = (self.running_mean, self.running_var) if moved else (None, None)
+        counts = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        if counts and self.momentum is None:
+            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)  # type: ignore[arg-type]
+        z = self._run(
+            x, residual, self.num_features, running, Settings(Norm("batch"), own, momentum, self.eps, self._act)
+        )
+        if counts:
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return z
+
+
+class InstanceNormAct(_NormAct, _InstanceNorm):
+    """Instance normalisation, an optional residual and any activation over (N, C, *spatial).
+
+    Equals, for one to three spatial dimensions::
+
+        nn.Sequential(nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+
+    and with a residual ``F.leaky_relu(norm(x) + residual, 0.01)``; its ``state_dict`` too.  An image without a batch is
+    not taken, since its shape does not tell: pass ``x[None]``.  channels_last is kept, where the stock module copies.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``, so neither parameters nor
+            running statistics by default; running ones, where there are any, are used in eval.
+        activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
+
+    Shapes, what is kept for backward, what falls back and what is raised: see ``BatchNormAct``; ValueError for a single
+    position where statistics are those of x.
+
+    Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization", 2016.
+    """
+
+    stock = INSTANCE_NORMS
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        activation: str = "leaky_relu",
+        activation_param: float | str | None = None,
+        *,
+        num_slopes: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
+        own = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        running = (self.running_mean, self.running_var)
+        settings = Settings(Norm("instance"), own, momentum, self.eps, self._act)
+        return self._run(x, residual, self.num_features, running, settings)
+
+
+class GroupNormAct(_NormAct, nn.GroupNorm):
+    """Group normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
+
+    Equals, ``state_dict`` included::
+
+        nn.Sequential(nn.GroupNorm(num_groups, num_channels, eps, affine), nn.LeakyReLU(0.01))
+
+    and with a residual ``F.leaky_relu(norm(x) + residual, 0.01)``.  Unlike the stock module's under autocast, the
+    result has the dtype of x.
+
+    Args:
+        num_groups, num_channels, eps, affine: as in ``nn.GroupNorm``.
+        activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
+
+    Shapes, what is kept for backward, what falls back and what is raised: see ``BatchNormAct``; ValueError for
+    ``num_groups`` that do not divide the channels, or one value per group.
+
+    Source: Wu and He, "Group Normalization", ECCV 2018.
+    """
+
+    stock = GROUP_NORMS
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float | str | None = None,
+        *,
+        num_slopes: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        nn.GroupNorm.__init__(self, num_groups, num_channels, eps, affine, device=device, dtype=dtype)
+        self._set_activation(activation, activation_param, num_slopes, num_channels, device, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        settings = Settings(Norm("group", self.num_groups), True, 0.0, self.eps, self._act)
+        return self._run(x, residual, self.num_channels, (None, None), settings)
+
+
+ABN = BatchNormAct

@@ -1,0 +1,303 @@
+"""Norm, residual and activation in one op that stores its input: z = phi(weight * (x - mean) * rstd + bias + residual).
+
+Mean and variance are those of a channel (BatchNorm), of a channel of one sample (InstanceNorm) or of a group of one
+sample's channels (GroupNorm): Ioffe and Szegedy 2015, Ulyanov et al. 2016, Wu and He 2018.  Kept for backward: x, two
+vectors of statistics, the parameters, and the residual where there is an activation; z is rebuilt from them.
+
+Eager calls go through ``NormActFunction``; under ``torch.compile`` the functional op ``fusedseg::norm_act`` runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation import Activation
+from . import double_backward, norm_act_aten
+from .check import check_batch_norm, check_channel_vector, check_input
+from .double_backward import differentiated_once
+from .layout import dense, like
+from .norm_act_aten import Gradients, Norm, Statistics
+
+OP = "fusedseg.norm_act"
+
+
+class Settings(NamedTuple):
+    """``own``: the statistics are those of x, which move the running ones, where given, by ``momentum``."""
+
+    norm: Norm
+    own: bool
+    momentum: float
+    eps: float
+    act: Activation
+
+
+def stats_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def statistics_count(x: Tensor, norm: Norm, own: bool) -> int:
+    """How many means x has."""
+    if norm.kind == "batch" or not own:
+        return x.shape[1]
+    return x.shape[0] * (x.shape[1] if norm.kind == "instance" else norm.groups)
+
+
+def forward(
+    x, weight, bias, running_mean, running_var, residual, slope, settings: Settings
+) -> tuple[Tensor, Statistics]:
+    """z of a dense ``x``, and what backward and ``rebuild`` need of the statistics."""
+    norm, own, momentum, eps, act = settings
+    if x.numel() == 0:
+        zeros = torch.zeros(2, statistics_count(x, norm, own), dtype=stats_dtype(x), device=x.device)
+        return torch.empty_like(x), Statistics(zeros[0], zeros[1], not own)
+    residual = None if residual is None else like(residual, x)
+    z, mean, second = norm_act_aten.forward(
+        x, norm, weight, bias, running_mean, running_var, own, momentum, eps, act, residual, slope
+    )
+    return z, Statistics(mean, second, running=not own)
+
+
+def rebuild(x, weight, bias, residual, slope, stats: Statistics, settings: Settings) -> Tensor:
+    """z once more."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    residual = None if residual is None else like(residual, x)
+    return norm_act_aten.rebuild(x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope)
+
+
+def backward(dz, x, weight, bias, residual, slope, stats: Statistics, settings: Settings, affine: bool) -> Gradients:
+    """``affine``: the gradients of weight and bias are wanted; they come in their dtypes."""
+    if x.numel() == 0:
+        dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (weight, bias, slope))
+        return Gradients(torch.empty_like(x), dweight, dbias, None if residual is None else torch.empty_like(x), dslope)
+    residual = None if residual is None else like(residual, x)
+    found = norm_act_aten.backward(
+        like(dz, x), x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope, affine
+    )
+    pairs = ((weight, found.dweight), (bias, found.dbias), (slope, found.dslope))
+    dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
+    return Gradients(found.dx, dweight, dbias, found.dresidual, dslope)
+
+
+class NormActFunction(torch.autograd.Function):
+    """Keeps x, the statistics, weight, bias, slope, and the residual where there is an activation."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, slope, running_mean, running_var, settings):
+        z, stats = forward(x, weight, bias, running_mean, running_var, residual, slope, settings)
+        ctx.settings, ctx.running = settings, stats.running
+        ctx.has_residual = residual is not None
+        kept = None if settings.act.name == "identity" else residual
+        ctx.save_for_backward(x, weight, bias, kept, slope, stats.mean, stats.second)
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        *inputs, mean, second = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        stats = Statistics(mean, second, ctx.running)
+        found = differentiated_once(OP, backward, dz, *inputs, stats, ctx.settings, needs[1] or needs[2])
+        dx, dweight, dbias, dresidual, dslope = found
+        if ctx.has_residual and ctx.settings.act.name == "identity":
+            dresidual = dz
+        wanted = zip((dx, dweight, dbias, dresidual, dslope), needs, strict=False)
+        return *(grad if need else None for grad, need in wanted), None, None, None
+
+
+@torch.library.custom_op("fusedseg::norm_act", mutates_args=())
+def norm_act_op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slope: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    kind: str,
+    groups: int,
+    eps: float,
+    activation: str,
+    activation_param: float,
+) -> tuple[Tensor, Tensor]:
+    """The functional op: z, and the two vectors of ``Statistics``, in one tensor.  ``mean`` and ``var`` None: of x."""
+    x, _ = dense(x)
+    settings = Settings(Norm(kind, groups), mean is None, 0.0, eps, Activation(activation, activation_param))
+    z, stats = forward(x, weight, bias, mean, var, residual, slope, settings)
+    return z, torch.stack([stats.mean, stats.second])
+
+
+@norm_act_op.register_fake
+def _(x, weight, bias, residual, slope, mean, var, kind, groups, eps, activation, activation_param):
+    x, _ = dense(x)
+    count = statistics_count(x, Norm(kind, groups), mean is None)
+    return torch.empty_like(x), x.new_empty((2, count), dtype=stats_dtype(x))
+
+
+@torch.library.custom_op("fusedseg::norm_act_backward", mutates_args=())
+def norm_act_backward_op(
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slope: Tensor | None,
+    stats: Tensor,
+    running: bool,
+    kind: str,
+    groups: int,
+    eps: float,
+    activation: str,
+    activation_param: float,
+    affine: bool,
+) -> list[Tensor]:
+    """dx, dweight, dbias, dresidual, dslope, empty where there are none."""
+    x, _ = dense(x)
+    settings = Settings(Norm(kind, groups), not running, 0.0, eps, Activation(activation, activation_param))
+    found = backward(dz, x, weight, bias, residual, slope, Statistics(stats[0], stats[1], running), settings, affine)
+    return [x.new_empty(0) if v is None else v for v in found]
+
+
+@norm_act_backward_op.register_fake
+def _(dz, x, weight, bias, residual, slope, stats, running, kind, groups, eps, activation, activation_param, affine):
+    x, _ = dense(x)
+    vectors = [None if v is None else torch.empty_like(v) for v in ((weight, bias) if affine else (None, None))]
+    residual = None if residual is None else torch.empty_like(x)
+    found = (torch.empty_like(x), *vectors, residual, None if slope is None else torch.empty_like(slope))
+    return [x.new_empty(0) if v is None else v for v in found]
+
+
+def _op_setup_context(ctx, inputs, output):
+    x, weight, bias, residual, slope, mean, _, *constants = inputs
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.constants, ctx.has_residual = (mean is not None, *constants), residual is not None
+    ctx.save_for_backward(x, weight, bias, None if constants[3] == "identity" else residual, slope, stats)
+
+
+def _op_backward(ctx, dz, *unused):
+    needs = ctx.needs_input_grad
+    found = norm_act_backward_op(dz, *ctx.saved_tensors, *ctx.constants, needs[1] or needs[2])
+    if ctx.has_residual and ctx.constants[-2] == "identity":
+        found[3] = dz
+    return *(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 7
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(double_backward.message(OP))
+
+
+norm_act_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+norm_act_backward_op.register_autograd(_no_double_backward)
+
+
+def autocast_residual(x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """Under autocast, the residual in the dtype of x, which is the result's."""
+    if not isinstance(residual, Tensor) or residual.dtype == x.dtype or not torch.is_autocast_enabled(x.device.type):
+        return residual
+    return residual.to(x.dtype)
+
+
+def check(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    slope: Tensor | None,
+    settings: Settings,
+) -> None:
+    """Raises ValueError or TypeError for arguments that the op cannot take."""
+    norm, own, _, _, act = settings
+    check_input(op, x)
+    vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    N, C = x.shape[:2]
+    if norm.kind == "batch":
+        check_batch_norm(op, vectors, own, x.shape, x.dtype, x.device)
+    else:
+        for name, v in vectors.items():
+            check_channel_vector(op, name, v, C, x.dtype, x.device, "x")
+    if norm.kind == "instance":
+        _check_instances(op, vectors, own, x)
+    if norm.kind == "group":
+        if norm.groups < 1 or C % norm.groups:
+            raise ValueError(f"{op}: num_groups must divide the {C} channels of x, got {norm.groups}")
+        if x.numel() and x.numel() == N * norm.groups:
+            raise ValueError(f"{op}: expected more than 1 value per group, got input size {tuple(x.shape)}")
+    if residual is not None:
+        if not isinstance(residual, Tensor):
+            raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
+        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+            raise ValueError(
+                f"{op}: residual must be like x, {tuple(x.shape)} of {x.dtype} on {x.device}, got "
+                f"{tuple(residual.shape)} of {residual.dtype} on {residual.device}"
+            )
+    if (slope is None) == (act.name == "prelu"):
+        raise ValueError(
+            f"{op}: slope must be given for activation 'prelu' and for no other, got activation {act.name!r}"
+        )
+    if slope is not None:
+        _check_slope(op, slope, x)
+
+
+def _check_instances(op: str, vectors: dict[str, Tensor | None], own: bool, x: Tensor) -> None:
+    if (vectors["running_mean"] is None) != (vectors["running_var"] is None):
+        raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
+    if not own and vectors["running_mean"] is None:
+        raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
+    if x.dim() < 3:
+        raise ValueError(f"{op}: instance norm takes x of shape (N, C, *spatial), got {tuple(x.shape)}")
+    if own and x.numel() and x.numel() == x.shape[0] * x.shape[1]:
+        raise ValueError(
+            f"{op}: expected more than 1 spatial element where statistics are those of x, got input size "
+            f"{tuple(x.shape)}"
+        )
+
+
+def _check_slope(op: str, slope: Tensor, x: Tensor) -> None:
+    if not isinstance(slope, Tensor):
+        raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
+    if slope.numel() == 1 and slope.dim() == 1:
+        # one slope for all channels
+        check_channel_vector(op, "slope", slope, 1, x.dtype, x.device, "x")
+    else:
+        check_channel_vector(op, "slope", slope, x.shape[1], x.dtype, x.device, "x")
+
+
+def norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slope: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """The op on checked arguments."""
+    norm, own, momentum, eps, act = settings
+    if not own:
+        # of statistics that came from elsewhere, those of a sample are no others
+        settings = settings._replace(norm=Norm("batch"))
+    if not torch.compiler.is_compiling():
+        x, _ = dense(x)
+        return NormActFunction.apply(x, weight, bias, residual, slope, running_mean, running_var, settings)
+    given = (None, None) if own else (running_mean, running_var)
+    z, stats = norm_act_op(x, weight, bias, residual, slope, *given, *settings.norm, eps, *act)
+    if own and running_mean is not None and running_var is not None:
+        move_running(stats, x, norm, running_mean, running_var, momentum, eps)
+    return z
+
+
+def move_running(stats, x, norm: Norm, running_mean, running_var, momentum: float, eps: float) -> None:
+    """Moves the running statistics towards those of x, mean and 1 / sqrt(var + eps); no values move nothing."""
+    m = x.numel() // statistics_count(x, norm, True) if x.numel() else 0
+    if m == 0:
+        return
+    with torch.no_grad():
+        mean = stats[0].view(-1, x.shape[1]).mean(0)
+        var = ((stats[1] ** -2 - eps).clamp_min(0.0) * (m / (m - 1))).view(-1, x.shape[1]).mean(0)
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(var.to(running_var.dtype), momentum)
