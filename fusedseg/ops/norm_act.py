@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import double_backward, norm_act_aten
+from . import double_backward, norm_act_aten, recipe
 from .check import check_batch_norm, check_channel_vector, check_input
 from .double_backward import differentiated_once
 from .layout import dense, like
@@ -81,15 +81,20 @@ def backward(dz, x, weight, bias, residual, slope, stats: Statistics, settings: 
 
 
 class NormActFunction(torch.autograd.Function):
-    """Keeps x, the statistics, weight, bias, slope, and the residual where there is an activation."""
+    """Keeps x, the statistics, weight, bias, slope, and the residual where there is an activation.
+
+    ``found``: a list to leave the statistics in, for whoever else may rebuild z.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, slope, running_mean, running_var, settings):
+    def forward(ctx, x, weight, bias, residual, slope, running_mean, running_var, settings, found):
         z, stats = forward(x, weight, bias, running_mean, running_var, residual, slope, settings)
         ctx.settings, ctx.running = settings, stats.running
         ctx.has_residual = residual is not None
         kept = None if settings.act.name == "identity" else residual
         ctx.save_for_backward(x, weight, bias, kept, slope, stats.mean, stats.second)
+        if found is not None:
+            found.append(stats)
         return z
 
     @staticmethod
@@ -102,7 +107,7 @@ class NormActFunction(torch.autograd.Function):
         if ctx.has_residual and ctx.settings.act.name == "identity":
             dresidual = dz
         wanted = zip((dx, dweight, dbias, dresidual, dslope), needs, strict=False)
-        return *(grad if need else None for grad, need in wanted), None, None, None
+        return *(grad if need else None for grad, need in wanted), *(None,) * 4
 
 
 @torch.library.custom_op("fusedseg::norm_act", mutates_args=())
@@ -283,12 +288,31 @@ def norm_act(
         settings = settings._replace(norm=Norm("batch"))
     if not torch.compiler.is_compiling():
         x, _ = dense(x)
-        return NormActFunction.apply(x, weight, bias, residual, slope, running_mean, running_var, settings)
+        inputs = (x, weight, bias, residual, slope)
+        found: list[Statistics] | None = None if recipe.active() is None else []
+        z = NormActFunction.apply(*inputs, running_mean, running_var, settings, found)
+        if found:
+            _offer(z, inputs, found[0], settings)
+        return z
     given = (None, None) if own else (running_mean, running_var)
     z, stats = norm_act_op(x, weight, bias, residual, slope, *given, *settings.norm, eps, *act)
     if own and running_mean is not None and running_var is not None:
         move_running(stats, x, norm, running_mean, running_var, momentum, eps)
     return z
+
+
+def _offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, settings: Settings) -> None:
+    """Whoever saves z may rebuild it."""
+    given = [t is not None for t in inputs]
+
+    def again(mean: Tensor, second: Tensor, *tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        x, weight, bias, residual, slope = (next(rest) if there else None for there in given)
+        return rebuild(x, weight, bias, residual, slope, Statistics(mean, second, stats_running), settings)
+
+    # of the statistics, a flag alone: what is closed over is kept as long as z
+    stats_running = stats.running
+    recipe.offer(z, again, stats.mean, stats.second, *(t for t in inputs if t is not None))
 
 
 def move_running(stats, x, norm: Norm, running_mean, running_var, momentum: float, eps: float) -> None:

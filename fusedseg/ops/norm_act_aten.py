@@ -52,8 +52,12 @@ class Gradients(NamedTuple):
 
 
 def _image(x: Tensor) -> Tensor:
-    """Adjacent channels of (N, C, L) are known to aten as channels_last of (N, C, 1, L) only."""
-    return x if x.dim() != 3 or x.is_contiguous() else x.unsqueeze(2)
+    """``x``, or rows as the channels_last (N, C, 1, S) of any number of dimensions, which aten always knows as such."""
+    if x.is_contiguous():
+        return x
+    N, C = x.shape[:2]
+    S = x.numel() // (N * C)
+    return x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
 
 
 def _problems(x: Tensor, norm: Norm) -> Sequence[Tensor]:
@@ -254,7 +258,8 @@ def _in_parts(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affin
     scratch = x.new_empty(2, N * step * (x.numel() // (N * U)))
     sums: list[tuple] = []
     for u in (slice(first, min(first + step, U)) for first in range(0, U, step)):
-        xp, dzp, rp = (None if wide[name] is None else wide[name][:, u] for name in ("x", "dz", "residual"))
+        xp, dzp = wide["x"][:, u], wide["dz"][:, u]
+        rp = None if residual is None else wide["residual"][:, u]
         copy, buffer = (memory[: dzp.numel()].view(dzp.shape) for memory in scratch)
         if N > 1:
             xp = copy.copy_(xp)

@@ -1,0 +1,290 @@
+"""The modules beside the stock norm and activation: same function, same state, same habits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg import BatchNormAct, GroupNormAct, InstanceNormAct
+
+BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+SHAPES = [(1, (5, 4)), (1, (3, 4, 7)), (2, (2, 4, 5, 3)), (3, (2, 4, 3, 2, 2))]
+
+
+def fill(*modules):
+    """The same non-trivial state for all."""
+    state = {name: torch.rand_like(t) + 0.5 for name, t in modules[0].state_dict().items() if t.is_floating_point()}
+    for module in modules:
+        module.load_state_dict(module.state_dict() | state, strict=True)
+
+
+def assert_same_step(stock, ours, x, activation=torch.relu, residual=False):
+    results = []
+    for module in (stock, ours):
+        leaf = x.clone().requires_grad_()
+        r = x.flip(0).requires_grad_() if residual else None
+        if module is ours:
+            y = ours(leaf, r)
+        else:
+            y = activation(stock(leaf) if r is None else stock(leaf) + r)
+        wanted = [t for t in (leaf, r, *module.parameters()) if t is not None and t.requires_grad]
+        results.append((y, torch.autograd.grad(y.square().sum(), wanted)))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize(("dims", "shape"), SHAPES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_training_and_eval_as_stock(norm, dims, shape, options):
+    if norm == "instance":
+        if len(shape) == 2:
+            pytest.skip("InstanceNorm needs positions")
+        options = {"affine": True, "track_running_stats": True} | options
+    stock_class, our_class = (BATCH[dims], BatchNormAct) if norm == "batch" else (INSTANCE[dims], InstanceNormAct)
+    stock, ours = stock_class(4, **options).double(), our_class(4, activation="relu", **options).double()
+    fill(stock, ours)
+    for training in (True, True, False):
+        stock.train(training)
+        ours.train(training)
+        assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64))
+        assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64), residual=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 4, 7), (2, 4, 5, 3), (2, 4, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_as_stock(shape, groups, affine):
+    if shape == (5, 4) and groups == 4:
+        pytest.skip("one value a group")
+    stock = nn.GroupNorm(groups, 4, 1e-3, affine).double()
+    ours = GroupNormAct(groups, 4, 1e-3, affine, "relu").double()
+    fill(stock, ours)
+    for residual in (False, True):
+        assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64), residual=residual)
+    ours.eval()
+    assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64))
+
+
+MODULES = {
+    "batch": lambda **options: BatchNormAct(4, **options),
+    "instance": lambda **options: InstanceNormAct(4, affine=True, **options),
+    "group": lambda **options: GroupNormAct(2, 4, **options),
+}
+STOCK = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("norm", MODULES)
+def test_state_dict_keys_and_order(norm):
+    assert list(MODULES[norm]().state_dict()) == list(STOCK[norm]().state_dict())
+    assert list(InstanceNormAct(3).state_dict()) == list(nn.InstanceNorm2d(3).state_dict()) == []
+    assert "slope" in MODULES[norm](activation="prelu").state_dict()
+
+
+@pytest.mark.parametrize("norm", MODULES)
+def test_default_activation_is_that_of_abn(norm):
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.equal(MODULES[norm]()(x), nn.functional.leaky_relu(STOCK[norm]()(x), 0.01))
+    assert fusedseg.ABN is BatchNormAct
+
+
+@pytest.mark.parametrize("norm", MODULES)
+@pytest.mark.parametrize("slopes", [1, 4])
+def test_prelu_learns_its_slope(norm, slopes):
+    ours, prelu = MODULES[norm](activation="prelu", activation_param=0.3, num_slopes=slopes), nn.PReLU(slopes, 0.3)
+    stock = nn.Sequential(STOCK[norm](), prelu)
+    x = torch.randn(2, 4, 5, 5)
+    for _ in range(2):
+        for module in (stock, ours):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(ours.slope, prelu.weight)
+    ours.reset_parameters()
+    assert (ours.slope == 0.3).all()
+
+
+@pytest.mark.parametrize("norm", MODULES)
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(norm, clone):
+    ours = MODULES[norm](activation="gelu", activation_param="tanh")
+    other = clone(ours)
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.equal(other(x), ours(x))
+    assert repr(other) == repr(ours)
+    other.weight.data.zero_()
+    assert (ours.weight == 1).all()
+
+
+def test_repr_names_the_activation():
+    assert "activation=leaky_relu(0.01)" in repr(BatchNormAct(3))
+    assert "activation=gelu('tanh')" in repr(GroupNormAct(1, 3, activation="gelu", activation_param="tanh"))
+    assert "activation=prelu(0.25), num_slopes=3" in repr(InstanceNormAct(3, activation="prelu", num_slopes=3))
+    assert "activation=relu" in repr(BatchNormAct(3, activation="relu"))
+
+
+def test_device_and_dtype_arguments():
+    module = BatchNormAct(3, activation="prelu", device="meta", dtype=torch.float16)
+    assert module.weight.is_meta
+    assert module.slope.is_meta
+    assert module.running_mean.dtype == module.slope.dtype == torch.float16
+
+
+@pytest.mark.parametrize("norm", MODULES)
+def test_autocast_and_half(norm):
+    """Parameters and statistics stay in fp32; the result has the dtype of the convolution's output."""
+    conv, module = nn.Conv2d(3, 4, 3), MODULES[norm](activation="prelu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = module(conv(torch.randn(2, 3, 8, 8)), torch.randn(2, 4, 6, 6))
+    assert z.dtype == torch.bfloat16
+    z.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in (*conv.parameters(), *module.parameters()))
+    x = torch.randn(2, 4, 6, 6)
+    expected = module(x)
+    assert module.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(module(x.bfloat16()).float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("norm", MODULES)
+def test_from_and_to_norm(norm):
+    stock = STOCK[norm]().eval()
+    ours = type(MODULES[norm]()).from_norm(stock, "elu")
+    assert ours.weight is stock.weight
+    assert not ours.training
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.equal(ours(x), nn.functional.elu(stock(x)))
+    back = ours.to_norm()
+    assert type(back) is type(stock)
+    assert back.weight is stock.weight
+    assert list(back.state_dict()) == list(stock.state_dict())
+    assert repr(back) == repr(stock)
+    prelu = nn.PReLU(4)
+    learned = type(ours).from_norm(stock, "prelu", slope=prelu.weight)
+    assert learned.slope is prelu.weight
+    assert torch.equal(learned(x), prelu(stock(x)))
+
+
+def test_from_norm_without_parameters_and_of_other_dimensions():
+    ours = BatchNormAct.from_norm(nn.BatchNorm1d(3, affine=False, track_running_stats=False), "relu")
+    assert list(ours.state_dict()) == []
+    assert type(ours.to_norm(1)) is nn.BatchNorm1d
+    assert type(InstanceNormAct(3).to_norm(3)) is nn.InstanceNorm3d
+    assert BatchNormAct.from_norm(nn.BatchNorm3d(3)).num_batches_tracked == 0
+
+
+def test_sync_batchnorm_conversion_leaves_it_alone():
+    assert type(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(BatchNormAct(3)))[0]) is BatchNormAct
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_zero_initialised_residual_block_follows_stock(dtype, tolerance):
+    """The last weight of every residual branch is zero: dweight alone leads away from it."""
+
+    class Block(nn.Module):
+        def __init__(self, fused):
+            super().__init__()
+            self.fused = fused
+            self.a, self.b = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+            make = (lambda: BatchNormAct(4, activation="relu")) if fused else (lambda: nn.BatchNorm2d(4))
+            self.first, self.last = make(), make()
+            nn.init.zeros_(self.last.weight)
+
+        def forward(self, x):
+            if self.fused:
+                return self.last(self.b(self.first(self.a(x))), x)
+            return torch.relu(self.last(self.b(torch.relu(self.first(self.a(x))))) + x)
+
+    stock = nn.Sequential(nn.Conv2d(2, 4, 1), Block(False), Block(False), nn.Conv2d(4, 1, 1))
+    ours = nn.Sequential(nn.Conv2d(2, 4, 1), Block(True), Block(True), nn.Conv2d(4, 1, 1))
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (stock, ours)]
+    for _ in range(5):
+        x, target = torch.randn(4, 2, 10, 10), torch.randn(4, 1, 10, 10)
+        losses = []
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                out = net(x)
+            loss = (out.float() - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert (ours[1].last.weight != 0).all()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def test_compile_fullgraph_follows_eager(compiler, fmt):
+    torch._dynamo.reset()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1)
+            self.batch = BatchNormAct(4, activation="prelu", num_slopes=4)
+            self.instance = InstanceNormAct(4, affine=True, track_running_stats=True, activation="relu")
+            self.group = GroupNormAct(2, 4, activation="identity")
+
+        def forward(self, x):
+            x = self.batch(self.a(x))
+            return self.group(self.instance(self.b(x), x), x)
+
+    eager = Net().to(torch.float64, memory_format=fmt)
+    copied = copy.deepcopy(eager)
+    compiled = torch.compile(copied, fullgraph=True, backend=compiler)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (eager, copied)]
+    for _ in range(2):
+        x = torch.randn(2, 2, 8, 8, dtype=torch.float64).contiguous(memory_format=fmt)
+        outs = []
+        for net, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = net(x)
+            out.square().mean().backward()
+            outs.append(out)
+        torch.testing.assert_close(outs[1], outs[0])
+        for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(copied.state_dict(), eager.state_dict())
+    eager.eval()
+    copied.eval()
+    torch.testing.assert_close(compiled(x), eager(x))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "text"),
+    [
+        (lambda: BatchNormAct(3, activation="swish"), ValueError, "fusedseg.BatchNormAct: activation must be one of"),
+        (lambda: GroupNormAct(1, 3, activation="relu", activation_param=0.1), ValueError, "'relu' has no parameter"),
+        (lambda: InstanceNormAct(3, num_slopes=3), ValueError, "num_slopes is of activation 'prelu' alone, got 3"),
+        (lambda: BatchNormAct(3, activation="prelu", num_slopes=2), ValueError, "num_slopes must be 1 or .* 3, got 2"),
+        (lambda: BatchNormAct(3)(torch.randn(2, 4, 5)), ValueError, r"must have shape \(N, 3\) .* got \(2, 4, 5\)"),
+        (lambda: GroupNormAct(1, 3)(torch.randn(3)), ValueError, r"fusedseg.GroupNormAct: input must have shape"),
+        (lambda: BatchNormAct(3)("x"), ValueError, "got str"),
+        (lambda: BatchNormAct(3)(torch.randn(1, 3)), ValueError, "fusedseg.BatchNormAct: expected more than 1 value"),
+        (lambda: InstanceNormAct(3)(torch.randn(2, 3, 1)), ValueError, "expected more than 1 spatial element"),
+        (lambda: InstanceNormAct(3)(torch.randn(2, 3)), ValueError, "instance norm takes x of shape"),
+        (lambda: BatchNormAct(3).from_norm(nn.GroupNorm(1, 3)), TypeError, "nn.BatchNorm3d, got GroupNorm"),
+        (lambda: BatchNormAct.from_norm(nn.BatchNorm2d(3), "prelu"), ValueError, "slope must be given for activation"),
+        (lambda: BatchNormAct(3).to_norm(4), ValueError, "dims must be 1, 2 or 3, got 4"),
+        (lambda: BatchNormAct(3, dtype=torch.complex64), TypeError, r"dtype must be float16, .* got torch.complex64"),
+    ],
+)
+def test_refused(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt()
