@@ -140,6 +140,8 @@ def _normalise(x, norm, weight, bias, stats: Statistics, eps, out) -> Tensor:
         D = len(x) * x.shape[1] // len(mean)
         mean, second = mean.repeat_interleave(D), second.repeat_interleave(D)
     bias = _each(bias, x, norm)
+    # aten's group norm rounds otherwise where it has neither of them
+    bare = norm.kind == "group" and weight is None and bias is None
     if not stats.running:
         # aten rounds weight / sqrt(var + eps) once, and not again with a variance of 1 and an eps of 0
         weight = second if weight is None else second * _each(weight, x, norm)
@@ -148,6 +150,10 @@ def _normalise(x, norm, weight, bias, stats: Statistics, eps, out) -> Tensor:
     first = 0
     for xp, yp in zip(_problems(x, norm), _problems(out, norm), strict=True):
         u = slice(first, first := first + xp.shape[1])
+        if bare:
+            each = (1, -1, *(1,) * (xp.dim() - 2))
+            torch.sub(xp, mean[u].view(each), out=yp).mul_(weight[u].view(each))
+            continue
         parameters = (None if v is None else v[u] for v in (weight, bias, mean, second))
         aten.native_batch_norm.out(
             xp, *parameters, False, 0.0, eps, out=yp, save_mean=unused, save_invstd=unused

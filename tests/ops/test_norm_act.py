@@ -1,14 +1,17 @@
 """norm_act beside the stock norm, residual and activation: the same bits on aten, gradients, and what it keeps."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fusedseg.functional import norm_act
-from fusedseg.memory import LiveBytes, measure
+from fusedseg.memory import LiveBytes, SavedBytes, measure
 from fusedseg.ops import norm_act as op
 from fusedseg.ops import norm_act_aten
+from fusedseg.ops.recompute import recompute
 from tests.tools.tensors import channels_last
 
 # name: activation, activation_param, the stock function; prelu's slopes are those of 3 channels
@@ -444,3 +447,32 @@ def test_refused(attempt, text):
 def test_refused_types(attempt, text):
     with pytest.raises(TypeError, match=text):
         attempt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
+    """One tensor for each convolution; gradients to the last bit."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, dtype=dtype) for _ in range(4))
+
+        def forward(self, x):
+            for conv, norm in zip(self.convs, ("batch", "instance", "group", "batch"), strict=True):
+                residual = None if x.requires_grad is False else x
+                x = norm_act(conv(x), None, None, training=True, activation="relu", norm=norm, residual=residual,
+                             num_groups=2 if norm == "group" else None)  # fmt: skip
+            return x
+
+    net, x = Net(), torch.randn(2, 4, 16, 16, dtype=dtype)
+    results = []
+    for scope in (contextlib.nullcontext(), recompute()):
+        with SavedBytes(net.parameters()) as saved, scope:
+            z = net(x)
+        results.append((saved.nbytes, torch.autograd.grad(z.square().mean(), list(net.parameters()))))
+    (without, expected), (within, found) = results
+    assert all(map(torch.equal, found, expected))
+    # the input, a tensor for each convolution, and the statistics; without the scope, the outputs but the last
+    assert within <= 5 * x.nbytes + 1024
+    assert without >= 8 * x.nbytes
