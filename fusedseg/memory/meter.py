@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
@@ -38,11 +38,18 @@ class Footprint:
         return ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in vars(self).items())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+class Saver(NamedTuple):
+    """Who has saved a tensor: the module, if known, and autograd's number of the node."""
+
+    module: str
+    node: int
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
 
 
-def _key(tensor: torch.Tensor) -> int:
+def key_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -58,8 +65,8 @@ class SavedBytes:
     """
 
     def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
-        self._owned = {_key(tensor) for tensor in owned}
-        self._count: Counter[int] = Counter()
+        self._owned = {key_of(tensor) for tensor in owned}
+        self._savers: dict[int, Counter[Saver]] = {}
         self._nbytes: dict[int, int] = {}
         # detached: an output packed with its own graph would keep itself alive
         self._hooks = saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor)
@@ -76,25 +83,44 @@ class SavedBytes:
         """Bytes kept at this moment."""
         return sum(self._nbytes.values())
 
+    @property
+    def savers(self) -> dict[int, list[Saver]]:
+        """Of each storage kept at this moment, by its key: who keeps it."""
+        return {key: list(of) for key, of in self._savers.items()}
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Of each storage kept at this moment, by its key: bytes."""
+        return dict(self._nbytes)
+
+    def module(self) -> str:
+        """Name of the module that runs, for those who know."""
+        return ""
+
     def add(self, tensor: torch.Tensor) -> None:
         """Counts one more storage that is kept for certain, such as the output that the next layer saves."""
-        self._retain(_key(tensor), tensor.untyped_storage().nbytes())
+        self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", -1))
 
     def add_attributes(self, outputs: Any) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
-        for node in _graph(outputs):
-            for tensor in _tensors(getattr(node, "__dict__", {})):
-                self.add(tensor)
+        for node in graph_of(outputs):
+            for tensor in tensors_of(getattr(node, "__dict__", {})):
+                self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", node._sequence_nr()))
 
-    def _retain(self, key: int, nbytes: int) -> None:
+    def _retain(self, key: int, nbytes: int, saver: Saver) -> None:
         if key not in self._owned:
-            self._count[key] += 1
+            self._savers.setdefault(key, Counter())[saver] += 1
             self._nbytes[key] = nbytes
 
-    def _release(self, key: int) -> None:
-        self._count[key] -= 1
-        if self._count[key] <= 0:
-            self._nbytes.pop(key, None)
+    def _release(self, key: int, saver: Saver) -> None:
+        savers = self._savers.get(key)
+        if savers is None:
+            return
+        savers[saver] -= 1
+        if savers[saver] <= 0:
+            del savers[saver]
+        if not savers:
+            del self._savers[key], self._nbytes[key]
 
 
 class _Kept:
@@ -102,13 +128,15 @@ class _Kept:
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        saved._retain(_key(tensor), tensor.untyped_storage().nbytes())
-        weakref.finalize(self, saved._release, _key(tensor)).atexit = False
+        # the node that saves is the one created last
+        key, saver = key_of(tensor), Saver(saved.module(), torch.autograd._get_sequence_nr() - 1)
+        saved._retain(key, tensor.untyped_storage().nbytes(), saver)
+        weakref.finalize(self, saved._release, key, saver).atexit = False
 
 
-def _graph(outputs: Any) -> Iterator[Node]:
+def graph_of(outputs: Any) -> Iterator[Node]:
     seen: set[Node] = set()
-    stack = [tensor.grad_fn for tensor in _tensors(outputs)]
+    stack = [tensor.grad_fn for tensor in tensors_of(outputs)]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -130,35 +158,47 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._live: set[int] = set()
 
-    def track(self, tensor: torch.Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
+    def track(self, tensor: torch.Tensor, func: Any = None) -> None:
+        """Counts the tensor's storage, made by ``func``, from now until it is freed."""
+        storage, key = tensor.untyped_storage(), key_of(tensor)
         if key not in self._live:
             self._live.add(key)
             self.current += storage.nbytes()
             self.peak = max(self.peak, self.current)
+            self.allocated(key, tensor, func)
             weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
 
     def _freed(self, key: int, nbytes: int) -> None:
         self._live.discard(key)
         self.current -= nbytes
+        self.freed(key)
+
+    def allocated(self, key: int, tensor: torch.Tensor, func: Any) -> None:
+        """Called with each storage that is new, for those who want to know."""
+
+    def freed(self, key: int) -> None:
+        """Called with each that is gone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_key(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(out):
-            if _key(tensor) not in given:
-                self.track(tensor)
+        # by far the most frequent view, as every saved tensor is detached
+        if func is torch.ops.aten.detach.default:
+            return out
+        given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
+        for tensor in tensors_of(out):
+            if key_of(tensor) not in given:
+                self.track(tensor, func)
         return out
 
 
-def _mean(out: Any) -> torch.Tensor:
-    return torch.stack([tensor.float().mean() for tensor in _tensors(out)]).sum()
+def mean_of(out: Any) -> torch.Tensor:
+    return torch.stack([tensor.float().mean() for tensor in tensors_of(out)]).sum()
 
 
 def measure(
     fn: Callable[..., Any],
     *inputs: Any,
-    loss: Callable[[Any], torch.Tensor] = _mean,
+    loss: Callable[[Any], torch.Tensor] = mean_of,
     owned: Iterable[torch.Tensor] = (),
     count_inputs: bool = False,
 ) -> Footprint:
@@ -178,7 +218,7 @@ def measure(
         owned += [*fn.parameters(), *fn.buffers()]
     with LiveBytes() as live:
         if count_inputs:
-            for tensor in _tensors(inputs):
+            for tensor in tensors_of(inputs):
                 live.track(tensor)
         with SavedBytes(owned) as saved:
             out = fn(*inputs)

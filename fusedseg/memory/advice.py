@@ -1,0 +1,146 @@
+"""What a report says in sentences: what keeps the most, and which piece would keep less.
+
+Pieces are known by name alone: this layer knows nothing of the rest of the package.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .trace import Storage
+from .units import NO_SIZE, mib
+
+if TYPE_CHECKING:
+    from .report import MemoryReport
+
+NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
+ACTIVATIONS = ("Relu", "Elu", "Silu", "Gelu", "Hardswish", "Mish", "Hardtanh", "Sigmoid", "Tanh", "Softplus")
+# below this share of what is kept, a saving is not worth a sentence
+WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A saving: what keeps how many bytes, how many with another piece, and which."""
+
+    what: str
+    nbytes: int
+    after: int
+    piece: str
+
+    @property
+    def saving(self) -> int:
+        return self.nbytes - self.after
+
+    def __str__(self) -> str:
+        return f"{self.what}: {mib(self.nbytes)} MiB → {mib(self.after)} MiB with {self.piece}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """what: of the finding.  applies: to a saved storage.  after: bytes kept instead.  piece: by spatial dimensions."""
+
+    what: str
+    applies: Callable[[Storage], bool]
+    after: Callable[[Storage], int]
+    piece: str
+
+
+def _named(op: str, names: tuple[str, ...]) -> bool:
+    return any(name in op for name in names)
+
+
+def _only_norm(storage: Storage) -> bool:
+    """Kept by norms and activations alone, one norm among them or as its result: what is kept beside the result."""
+    ops = [op for _, op in storage.savers]
+    if not all(_named(op, NORMS + ACTIVATIONS) for op in ops) or len(storage.shape) < 3:
+        return False
+    return any(_named(op, NORMS) for op in ops) or "norm" in storage.op
+
+
+def _words(storage: Storage) -> bool:
+    return storage.kind == "pool indices" and storage.dtype.itemsize > 1
+
+
+# one storage counts under the first that applies
+RULES = (
+    Rule(
+        "max-pool indices",
+        _words,
+        lambda storage: storage.nbytes // storage.dtype.itemsize,
+        "fusedseg.MaxPool{dims}d",
+    ),
+    Rule(
+        "concatenations",
+        lambda storage: storage.kind == "concatenation",
+        lambda storage: 0,
+        "fusedseg.ConvABN{dims}d or fusedseg.JoinConv{dims}d, which take the parts",
+    ),
+    Rule(
+        "enlarged maps",
+        lambda storage: storage.kind == "upsampled",
+        lambda storage: 0,
+        "fusedseg.functional.Interpolated as the input of fusedseg.ConvABN{dims}d or fusedseg.JoinConv{dims}d",
+    ),
+    Rule(
+        "inputs of norms and activations, beside their results",
+        _only_norm,
+        lambda storage: 0,
+        "fusedseg.InPlaceABN in place of BatchNorm and activation",
+    ),
+)
+
+
+def findings(report: "MemoryReport") -> list[Finding]:
+    """The savings available, the largest first."""
+    found = []
+    left = report.saved_storages
+    for rule in RULES:
+        hit = [storage for storage in left if rule.applies(storage)]
+        left = [storage for storage in left if not rule.applies(storage)]
+        before, after = sum(s.nbytes for s in hit), sum(rule.after(s) for s in hit)
+        if before - after >= WORTH * max(report.saved, 1):
+            dims = max((len(storage.shape) for storage in hit), default=4) - 2
+            found.append(Finding(rule.what, before, after, rule.piece.format(dims=dims)))
+    return sorted(found, key=lambda finding: -finding.saving)
+
+
+def summary(report: "MemoryReport") -> str:
+    resident = report.resident_by_kind()
+    there = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in resident.items())
+    lines = [
+        f"{report.parameters:,} parameters. Forward keeps {mib(report.saved)} MiB for backward. The step peaks at "
+        f"{mib(report.peak)} MiB, in {report.peak_phase}, on top of the {mib(report.resident)} MiB that were there "
+        f"before it ({there}): {mib(report.total)} MiB in all."
+    ]
+    if report.allocator_peak is not None:
+        lines.append(f"CUDA's allocator had handed out {mib(report.allocator_peak)} MiB at most, rounded up by block.")
+    lines += _largest(report)
+    at_peak = report.peak_by("kind")
+    if at_peak:
+        alive = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in list(at_peak.items())[:4])
+        lines.append(f"Alive at the peak, largest first: {alive}.")
+    if report.convolutions["recomputed"]:
+        lines.append(
+            f"Checkpoints run {report.convolutions['recomputed']} convolutions a second time: "
+            f"{report.recomputed:+.0%} arithmetic."
+        )
+    found = report.findings()
+    if found:
+        less = sum(finding.saving for finding in found)
+        lines.append(f"Savings available, {mib(less)} MiB of the {mib(report.saved)} kept:")
+        lines += [f"  • {finding}" for finding in found]
+    return "\n".join(lines)
+
+
+def _largest(report: "MemoryReport") -> list[str]:
+    """Which spatial size keeps the most, beside the parameters that people blame."""
+    sizes = {size: nbytes for size, nbytes in report.saved_by("size").items() if size != NO_SIZE}
+    if not sizes:
+        return []
+    size, nbytes = next(iter(sizes.items()))
+    weights = report.resident_by_kind().get("parameters", 0)
+    text = f"Tensors of spatial size {size} are {nbytes / report.saved:.0%} of what is kept"
+    if weights < report.saved / 4:
+        text += f"; the parameters weigh {mib(weights)} MiB, so fewer channels at this size save more than fewer layers"
+    return [f"{text}."]

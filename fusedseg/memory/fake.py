@@ -1,0 +1,132 @@
+"""``estimate``: the report of a step on tensors without values, of any size, on any machine."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import tree_map
+
+from .report import MemoryReport
+from .step import OptimizerFactory, profile
+
+OP = "fusedseg.memory.estimate"
+Model = nn.Module | Callable[[], nn.Module]
+
+
+def estimate(
+    model: Model,
+    input_shapes: Sequence[Any],
+    dtype: torch.dtype = torch.float32,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    label: str = "",
+) -> MemoryReport:
+    """``profile`` on tensors without values: true sizes, in seconds and no memory, no GPU needed.
+
+    What it cannot know: workspaces that an op (a convolution, above all) asks for, the allocator's rounding and
+    fragmentation, and what the CUDA context takes.  Autocast follows the rules of a CPU.
+
+    Args:
+        model: a function that builds it, called on tensors without values, so that a model far larger than this machine
+            is no problem; or a module, of which a copy without values is made, with hooks and all.
+        input_shapes: the shape of the input; or a sequence of such, one for each input; in place of a shape, a tensor
+            stands for one of its shape and dtype.
+        dtype: of parameters, buffers and inputs, where they are floating-point.
+        targets: tensors, whose shape and dtype count; see ``profile`` for it and for the rest.
+
+    Raises:
+        TypeError: model or input_shapes of the wrong kind.
+        RuntimeError: a model whose memory depends on values, which are not there.
+        And what ``profile`` raises.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = fake_inputs(input_shapes, dtype)
+        return profile_fake(
+            fake_model(model, mode, dtype),
+            inputs,
+            optimizer=optimizer,
+            loss=loss,
+            targets=tree_map(_without_values, targets),
+            autocast=autocast,
+            label=label,
+        )
+
+
+def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> MemoryReport:
+    try:
+        return profile(model, *inputs, **options)
+    except DataDependentOutputException as error:
+        raise RuntimeError(
+            f"{OP}: {type(model).__name__} asks for the value of a tensor ({error}), and there are none here; use "
+            "fusedseg.memory.profile on real tensors"
+        ) from error
+
+
+def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    """To be called inside the mode."""
+    if not isinstance(input_shapes, Sequence) or not input_shapes:
+        raise TypeError(f"{OP}: input_shapes must be a shape or a sequence of shapes, got {input_shapes!r}")
+    # one shape alone
+    shapes = [input_shapes] if all(isinstance(size, int) for size in input_shapes) else input_shapes
+    inputs = []
+    for shape in shapes:
+        if isinstance(shape, Tensor):
+            inputs.append(_without_values(shape))
+        elif isinstance(shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in shape):
+            inputs.append(torch.empty(tuple(shape), dtype=dtype))
+        else:
+            raise TypeError(f"{OP}: a shape must be a sequence of integers, got {shape!r}")
+    return inputs
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+
+
+def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """The model of parameters and buffers without values, on the CPU, in ``dtype``; called inside the mode."""
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise TypeError(f"{OP}: model must be a module or a function that builds one, got {type(model).__name__}")
+        model = build(model, mode)
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        bare: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    return copy.deepcopy(model, memo)
+
+
+def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """Without values, unless the model's constructor asks for some."""
+    try:
+        built = make()
+    except (DataDependentOutputException, UnsupportedFakeTensorException):
+        with unfaked(mode):
+            built = make()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"{OP}: model must build an nn.Module, and returned {type(built).__name__}")
+    return built
+
+
+@contextmanager
+def unfaked(mode: FakeTensorMode):
+    """Real tensors, inside the mode."""
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()

@@ -1,0 +1,155 @@
+"""The picture of a step: memory by kind of one report, or a line for each of several."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .export import open_new
+from .units import MEBIBYTE
+
+if TYPE_CHECKING:
+    from .report import MemoryReport
+
+# kinds in the order they are stacked, with their colours; what was there before at the bottom
+COLORS = {
+    "parameters": "#4d4d4d",
+    "buffers": "#6b6b6b",
+    "optimizer state": "#8a8a8a",
+    "constants": "#9d9d9d",
+    "inputs": "#b5b5b5",
+    "gradients": "#7b4ea3",
+    "weight copies": "#b79ad1",
+    "activation": "#2a6fdb",
+    "concatenation": "#f08a24",
+    "upsampled": "#f5c242",
+    "pool indices": "#d6453d",
+    "recomputed": "#39a96b",
+    "loss": "#7fc8c2",
+    "backward temporaries": "#9cc3f5",
+    "optimizer step": "#d9bfae",
+}
+LINES = ("#9b9b9b", "#2a6fdb", "#f08a24", "#39a96b", "#d6453d", "#7b4ea3", "#4d4d4d", "#c2a200")
+# how wide a phase is drawn
+WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
+# points along a phase
+STEPS = 400
+
+
+def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('fusedseg.memory: plot needs matplotlib: pip install "fusedseg[plot]"') from error
+    path = Path(path)
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"fusedseg.memory: plot writes {', '.join(sorted(known))}, got the path {str(path)!r}")
+    ax = figure.subplots()
+    if len(reports) == 1:
+        _stacked(ax, reports[0])
+    else:
+        _overlaid(ax, reports)
+    _phases(ax, reports[0])
+    ax.set_ylabel("memory, MiB")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    ax.set_axisbelow(True)
+    with open_new(path, overwrite) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
+
+
+def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]:
+    """Points along the step, with phases as wide as ``WIDTHS`` says, and MiB of each kind there.
+
+    Of the events between two points that with the most memory counts, so that no peak is lost.
+    """
+    starts = [*report.marks.values(), len(report.events)]
+    alive = {kind: 0 for kind in COLORS}
+    for kind, nbytes in report.resident_by_kind().items():
+        alive[kind] += nbytes
+    total = sum(alive.values())
+    xs: list[float] = []
+    ys: dict[str, list[float]] = {kind: [] for kind in COLORS}
+
+    def point(x: float, values: dict[str, int]) -> None:
+        xs.append(x)
+        for kind, of in ys.items():
+            of.append(values[kind] / MEBIBYTE)
+
+    point(0.0, alive)
+    left = 0.0
+    for phase, start, stop in zip(report.marks, starts, starts[1:], strict=False):
+        width = WIDTHS[phase]
+        best, highest, bucket = dict(alive), total, 0
+        for at in range(start, stop):
+            number = report.events[at]
+            storage = report.storages[number if number >= 0 else ~number]
+            change = storage.nbytes if number >= 0 else -storage.nbytes
+            alive[storage.kind] += change
+            total += change
+            now = STEPS * (at - start) // (stop - start)
+            if now != bucket:
+                point(left + width * bucket / STEPS, best)
+                best, highest, bucket = dict(alive), total, now
+            elif total > highest:
+                best, highest = dict(alive), total
+        point(left + width * bucket / STEPS, best)
+        left += width
+        point(left, alive)
+    return xs, ys
+
+
+def _stacked(ax, report: "MemoryReport") -> None:
+    xs, ys = curves(report)
+    kinds = [kind for kind in COLORS if any(ys[kind])]
+    layers = [ys[kind] for kind in kinds]
+    # what never weighs anything that could be seen gets no line in the legend
+    top = report.total / MEBIBYTE
+    labels = [kind if max(of) > 0.005 * top else "_" for kind, of in zip(kinds, layers, strict=True)]
+    ax.stackplot(xs, layers, colors=[COLORS[kind] for kind in kinds], labels=labels, linewidth=0, step="post")
+    _peak(ax, xs, [sum(values) for values in zip(*layers, strict=True)], "#000000", f"peak {top:,.0f} MiB")
+    ax.set_title(
+        f"{report.label}: memory over one training step of {report.model}\n"
+        f"{report.saved / MEBIBYTE:,.0f} MiB kept for backward; peak {top:,.0f} MiB, "
+        f"{report.resident / MEBIBYTE:,.0f} of which were there before",
+        fontsize=12,
+    )
+    handles, names = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="kind")
+
+
+def _overlaid(ax, reports: Sequence["MemoryReport"]) -> None:
+    order = sorted(range(len(reports)), key=lambda i: -reports[i].total)
+    for i in order:
+        report, color = reports[i], LINES[i % len(LINES)]
+        xs, ys = curves(report)
+        total = [sum(values) for values in zip(*ys.values(), strict=True)]
+        peak = report.total / MEBIBYTE
+        label = f"{report.label}: peak {peak:,.0f}, kept {report.saved / MEBIBYTE:,.0f}"
+        ax.plot(xs, total, color=color, linewidth=1.6, label=label, drawstyle="steps-post")
+        _peak(ax, xs, total, color, "")
+    models = ", ".join(dict.fromkeys(report.model for report in reports))
+    ax.set_title(f"memory over one training step of {models}", fontsize=12)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="MiB")
+
+
+def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str) -> None:
+    at = max(range(len(total)), key=total.__getitem__)
+    ax.plot([xs[at]], [total[at]], marker="o", color=color, markersize=6)
+    if text:
+        ax.annotate(text, (xs[at], total[at]), (8, 4), textcoords="offset points", fontsize=10)
+
+
+def _phases(ax, report: "MemoryReport") -> None:
+    """The phases' names in place of numbers, which mean nothing."""
+    edges = [0.0, *accumulate(WIDTHS[name] for name in report.marks)]
+    for edge in edges[1:-1]:
+        ax.axvline(edge, color="#555555", linewidth=0.8, linestyle=":")
+    ax.set_xlim(0, edges[-1])
+    ax.margins(y=0.1)
+    ax.set_ylim(bottom=0)
+    ax.set_xticks([(a + b) / 2 for a, b in pairwise(edges)], list(report.marks))
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlabel("one training step: what is allocated and freed, in order; not to scale in time")

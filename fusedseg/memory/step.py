@@ -1,0 +1,223 @@
+"""``profile``: one training step under ``Trace``, after which the model is as it was."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .meter import Saver, graph_of, key_of, mean_of, tensors_of
+from .report import MemoryReport
+from .trace import Trace
+
+OP = "fusedseg.memory.profile"
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def profile(
+    model: nn.Module,
+    *inputs: Any,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Any = None,
+    optimizer: OptimizerFactory | None = None,
+    autocast: torch.dtype | None = None,
+    label: str = "",
+) -> MemoryReport:
+    """Runs one training step, forward, loss, backward and, if given, the optimizer's, and reports where bytes go.
+
+    On whatever device model and inputs are: CPU, CUDA, or fake tensors (see ``estimate``).  The model is left as it
+    was: ``.grad`` of parameters and inputs, buffers such as running statistics, parameters, and the states of the
+    random number generators are put back, and all hooks are removed, also where the model raises.  What it changes
+    elsewhere, in plain Python attributes, stays changed.
+
+    What is counted is each storage that an op returns, until it is freed.  Workspaces inside an op are not seen, nor is
+    the allocator's rounding; on CUDA the rows hold the allocator's own figures.  Compiled modules run uncompiled here.
+
+    Args:
+        model: any module; shared modules, repeated and nested calls, and checkpointed regions have their rows.
+        inputs: what the model is called with, in any nesting.
+        loss: called with the model's output, and with ``targets`` where they are given; returns a scalar.  By default
+            the mean of all outputs.
+        targets: see loss.
+        optimizer: called with the parameters, returns an optimizer, such as ``torch.optim.AdamW``.  Its state counts as
+            there before the step, as in all steps but the first.
+        autocast: dtype of ``torch.autocast`` around forward and loss; None leaves it as the caller has set it.
+        label: the report's name, in its column ``exp`` and beside others; the class of the model unless given.
+
+    Raises:
+        TypeError: a model that is no module, an optimizer that is an instance, a loss that is no tensor.
+        ValueError: targets without a loss, a loss that is no scalar, tensors on several devices.
+        What the model raises passes through.
+    """
+    _check(model, loss, targets, optimizer)
+    # of what backward reaches, inputs too
+    given = [*model.parameters(), *model.buffers(), *tensors_of((inputs, targets))]
+    fake = next((tensor for tensor in given if isinstance(tensor, FakeTensor)), None)
+    device = _device(given)
+    trace = Trace(torch.device("cpu") if fake is not None else device, label or type(model).__name__)
+    with ExitStack() as stack:
+        if fake is not None:
+            # for what the model creates itself; does nothing where it is entered already
+            stack.enter_context(fake.fake_mode)
+        others = [module for module in (loss,) if isinstance(module, nn.Module)]
+        stack.enter_context(_put_back([model, *others], inputs, device if fake is None else None, optimizer is not None))
+        steps = None if optimizer is None else _with_state(optimizer, model)
+        _add_resident(trace, [model, *others], steps, (inputs, targets))
+        stack.callback(trace.close)
+        trace.watch(model, others)
+        if trace.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trace.device)
+        stack.enter_context(trace)
+        return _step(trace, model, inputs, loss, targets, steps, autocast, device, fake is not None)
+
+
+def _step(trace, model, inputs, loss, targets, steps, autocast, device, fake) -> MemoryReport:
+    owned = [*model.parameters(), *model.buffers()]
+    saved = trace.saved(owned)
+    cast = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+    with saved, cast:
+        trace.begin("forward")
+        out = model(*inputs)
+        saved.add_attributes(out)
+        trace.add_constants(saved.sizes)
+        _note_saved(trace, saved.savers, out)
+        trace.begin("loss")
+        value = _loss(loss, out, targets)
+    del out
+    trace.begin("backward")
+    if value.requires_grad:
+        value.backward()
+    for parameter in model.parameters():
+        storage = None if parameter.grad is None else trace.storage_of(parameter.grad)
+        if storage is not None:
+            storage.kind = "gradients"
+    if steps is not None:
+        trace.begin("optimizer")
+        steps.step()
+    trace.close()
+    notes = _notes(model, fake, autocast, value.requires_grad)
+    on_gpu = device.type == "cuda" and not fake
+    allocated = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return MemoryReport.of(trace, model, "fake" if fake else str(device), notes, allocated)
+
+
+def _notes(model: nn.Module, fake: bool, autocast: torch.dtype | None, backward: bool) -> list[str]:
+    notes = []
+    if fake:
+        notes.append("On tensors without values: ops' workspaces and the allocator's rounding are not in here.")
+    if fake and autocast is not None:
+        notes.append("Autocast as on a CPU: it casts a few more ops than on a GPU, such as interpolation.")
+    if not backward:
+        notes.append("The loss needs no gradient: forward only.")
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        notes.append("Compiled modules have run uncompiled: what the compiler saves is not in here.")
+    return notes
+
+
+def op_name(node: Any) -> str:
+    """Of a node of the graph: ConvolutionBackward0 is Convolution."""
+    return node.name().split("::")[-1].rstrip("0123456789").removesuffix("Backward")
+
+
+def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: Any) -> None:
+    ops = {node._sequence_nr(): op_name(node) for node in graph_of(out)}
+    outputs = {key_of(tensor) for tensor in tensors_of(out)}
+    for key, storage in trace.alive():
+        if key in kept and storage.kind != "parameters":
+            storage.savers = [(saver.module or storage.module, ops.get(saver.node, "")) for saver in kept[key]]
+        elif storage.born >= 0 and key not in outputs:
+            # held by the model's own saved-tensor hooks, or by an attribute of it
+            storage.savers = [(storage.module, "")]
+        pooled = storage.savers and all("Pool" in op for _, op in storage.savers)
+        if pooled and not storage.dtype.is_floating_point:
+            storage.kind = "pool indices"
+
+
+def _loss(loss: Callable[..., Tensor] | None, out: Any, targets: Any) -> Tensor:
+    if loss is None:
+        return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
+    value = loss(out) if targets is None else loss(out, targets)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{OP}: loss must return a tensor, got {type(value).__name__}")
+    if value.numel() != 1:
+        raise ValueError(f"{OP}: loss must return a scalar, got a tensor of shape {tuple(value.shape)}")
+    return value
+
+
+def _check(model: Any, loss: Any, targets: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
+    if targets is not None and loss is None:
+        raise ValueError(f"{OP}: targets need a loss that takes them: loss(output, targets)")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{OP}: optimizer must be called with the parameters, as torch.optim.{name} or a function is; an instance "
+            f"of {name} would be changed by the step"
+        )
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise ValueError(f"{OP}: model and inputs must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop()
+
+
+def _add_resident(trace: Trace, modules: Sequence[nn.Module], steps: torch.optim.Optimizer | None, given: Any) -> None:
+    for module in modules:
+        trace.add_resident(module.parameters(), "parameters")
+        trace.add_resident(module.buffers(), "buffers")
+    if steps is not None:
+        trace.add_resident(tensors_of(list(steps.state.values())), "optimizer state")
+    trace.add_resident(tensors_of(given), "inputs")
+
+
+def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer with the state of its first step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    steps = optimizer(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    steps.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return steps
+
+
+@contextmanager
+def _put_back(modules: Sequence[nn.Module], inputs: Any, device: torch.device | None, parameters: bool) -> Iterator[None]:
+    """Leaves buffers, gradients and random states as they were; also the parameters' values, where they change.
+
+    device: whose random state, with that of the CPU; None for fake tensors, which draw nothing.
+    """
+    buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+    grads: list[tuple[Tensor, Tensor | None]] = []
+    values: list[tuple[Tensor, Tensor]] = []
+    for top in modules:
+        for module in top.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers.append((module, name, buffer, buffer._version, buffer.detach().clone()))
+        grads += [(parameter, parameter.grad) for parameter in top.parameters()]
+        if parameters:
+            values += [(parameter, parameter.detach().clone()) for parameter in top.parameters()]
+    grads += [(tensor, tensor.grad) for tensor in tensors_of(inputs) if tensor.is_leaf]
+    for tensor, _ in grads:
+        tensor.grad = None
+    devices = [device] if device is not None and device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, version, value in buffers:
+                module._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(value)
+            for parameter, value in values:
+                parameter.copy_(value)
+        for tensor, grad in grads:
+            tensor.grad = grad

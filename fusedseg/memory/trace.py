@@ -1,0 +1,328 @@
+"""Follows one training step: each storage from the op that makes it until it is freed, and each module's calls.
+
+The numbers are those of meter.py; here they get names: which module ran, which op made a storage, in which phase of the
+step, of what kind it is.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.flop_counter import flop_registry
+
+from .meter import LiveBytes, SavedBytes, key_of, tensors_of
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+ROOT, LOSS = "(model)", "(loss)"
+# what an op makes, by its name; the rest is called after the phase
+KINDS = {"cat": "concatenation", "stack": "concatenation"}
+PHASE_KINDS = {"forward": "activation", "loss": "loss", "backward": "backward temporaries", "optimizer": "optimizer step"}
+# in forward again, as checkpointing does: the module's hooks run while backward does
+RECOMPUTED = "recomputed"
+# what is there before the step, and stays
+RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constants")
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation.
+
+    kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation, concatenation, pool indices, upsampled, weight
+    copies (in the dtype of autocast); loss, backward temporaries, recomputed, gradients (of parameters), optimizer step.
+    born, freed: numbers of events, see ``Trace.events``; born is -1 for what existed before, freed is None for what
+    outlives the step.
+    savers: (module, op) pairs that keep it for backward at the end of forward.
+    """
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: str
+    module: str
+    phase: str
+    kind: str
+    born: int
+    freed: int | None = None
+    savers: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Row:
+    """Memory in bytes at one hook of one module.
+
+    layer_idx: the module's place in ``model.modules()``.  call_idx: the row's number.  layer_type: its class.  name: its
+    path.  exp: the report's label.
+    hook_type: "pre", before its forward; "fwd", after it; "bwd", when its gradients are there and what it kept is free.
+    mem_all: bytes alive, with parameters and all else that was there before; on CUDA what the allocator has handed out.
+    mem_cached: on CUDA what the allocator has reserved; elsewhere the most that has been alive so far, which is what a
+    caching allocator keeps at least.
+    mem_all_diff, mem_cached_diff: since the row before.
+    phase: forward, loss or backward; "pre" and "fwd" during backward are a checkpoint's recomputation.
+    """
+
+    layer_idx: int
+    call_idx: int
+    layer_type: str
+    name: str
+    exp: str
+    hook_type: str
+    mem_all: int
+    mem_cached: int
+    mem_all_diff: int
+    mem_cached_diff: int
+    phase: str
+    # number of the event before it, see ``Trace.events``
+    event: int
+
+
+class _Call(NamedTuple):
+    name: str
+    # autograd's number of the node to come
+    node: int
+
+
+class _Saved(SavedBytes):
+    """Knows which module runs."""
+
+    def __init__(self, owned: Iterable[torch.Tensor], trace: "Trace") -> None:
+        super().__init__(owned)
+        self._trace = trace
+
+    def module(self) -> str:
+        return self._trace.module
+
+
+class Trace(LiveBytes):
+    """The dispatch mode of a step, and the hooks of its modules.
+
+    events: one number for each allocation, the storage's index in ``storages``, and ``~index`` when it is freed.
+    times: of the events, in nanoseconds.  marks: phase -> number of its first event.
+    """
+
+    def __init__(self, device: torch.device, exp: str) -> None:
+        super().__init__()
+        self.device, self.exp = device, exp
+        self.storages: list[Storage] = []
+        self.events: list[int] = []
+        self.times: list[int] = []
+        self.marks: dict[str, int] = {}
+        self.rows: list[Row] = []
+        self.peak_event = -1
+        self.flops = dict.fromkeys((*PHASES, RECOMPUTED), 0)
+        self.convolutions = {"forward": 0, RECOMPUTED: 0}
+        self.phase = PHASES[0]
+        self._closed = False
+        self._resident = 0
+        self._highest = 0
+        self._index: dict[int, int] = {}
+        self._calls: list[_Call] = []
+        self._layers: dict[nn.Module, tuple[int, str]] = {}
+        self._weights: set[int] = set()
+        self._from_weight = False
+        self._backward: list[Callable[[], None]] = []
+        self._exits = ExitStack()
+
+    # -- what is alive ------------------------------------------------------------------------------------------------
+
+    def add_resident(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """What was there before the step."""
+        for tensor in tensors:
+            storage, key = tensor.untyped_storage(), key_of(tensor)
+            if key not in self._live:
+                self._live.add(key)
+                self._resident += storage.nbytes()
+                self._index[key] = len(self.storages)
+                shape = tuple(tensor.shape)
+                self.storages.append(Storage(storage.nbytes(), shape, tensor.dtype, "", "", "", kind, -1))
+            if kind == "parameters":
+                self._weights.add(key)
+
+    @property
+    def resident(self) -> int:
+        """Bytes that were there before the step."""
+        return self._resident
+
+    def alive(self) -> list[tuple[int, Storage]]:
+        """Of each storage that is alive now, its key and itself."""
+        return [(key, self.storages[index]) for key, index in self._index.items()]
+
+    def add_constants(self, saved: Mapping[int, int]) -> None:
+        """What is saved, key -> bytes, and nobody has mentioned: tensors that are plain attributes of a module."""
+        for key, nbytes in saved.items():
+            if key not in self._index:
+                self._index[key] = len(self.storages)
+                self.storages.append(Storage(nbytes, (), torch.uint8, "", ROOT, "", "constants", -1))
+
+    def begin(self, phase: str) -> None:
+        self._flush()
+        self.phase = phase
+        self.marks[phase] = len(self.events)
+
+    @property
+    def module(self) -> str:
+        return self._calls[-1].name if self._calls else LOSS if self.phase == "loss" else ROOT
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.phase == "backward" and bool(self._calls)
+
+    def allocated(self, key: int, tensor: torch.Tensor, func: Any) -> None:
+        op = func.overloadpacket.__name__ if func is not None else ""
+        self._index[key] = len(self.storages)
+        self._event(len(self.storages))
+        kind = self._kind(op, tensor, func)
+        storage = Storage(
+            tensor.untyped_storage().nbytes(),
+            tuple(tensor.shape),
+            tensor.dtype,
+            op,
+            self.module,
+            self.phase,
+            kind,
+            len(self.events) - 1,
+        )
+        self.storages.append(storage)
+        if self.current == self.peak and self.current > self._highest:
+            self._highest, self.peak_event = self.current, len(self.events) - 1
+
+    def _kind(self, op: str, tensor: torch.Tensor, func: Any) -> str:
+        if self._recomputes:
+            return RECOMPUTED
+        if self.phase != "forward":
+            return PHASE_KINDS[self.phase]
+        if "pool" in op and not tensor.is_floating_point():
+            return "pool indices"
+        if op.startswith("upsample") or op.startswith("_upsample"):
+            return "upsampled"
+        if op == "_to_copy" and self._from_weight:
+            return "weight copies"
+        return KINDS.get(op, PHASE_KINDS["forward"])
+
+    def freed(self, key: int) -> None:
+        index = self._index.pop(key, None)
+        if index is not None and not self._closed:
+            self._event(~index)
+            self.storages[index].freed = len(self.events) - 1
+
+    def _event(self, index: int) -> None:
+        self.events.append(index)
+        self.times.append(time.perf_counter_ns())
+
+    def storage_of(self, tensor: torch.Tensor) -> Storage | None:
+        index = self._index.get(key_of(tensor))
+        return None if index is None else self.storages[index]
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._flush()
+        self._from_weight = bool(args) and isinstance(args[0], torch.Tensor) and key_of(args[0]) in self._weights
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            where = RECOMPUTED if self._recomputes else self.phase
+            self.flops[where] += count(*args, **(kwargs or {}), out_val=out)
+            if func.overloadpacket is torch.ops.aten.convolution and where in self.convolutions:
+                self.convolutions[where] += 1
+        return out
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
+        """Hooks on each module, until ``close``."""
+        named = [(name or ROOT, module) for name, module in model.named_modules()]
+        known = {module for _, module in named}
+        for other in others:
+            more = [(f"{LOSS}.{name}" if name else LOSS, module) for name, module in other.named_modules()]
+            named += [(name, module) for name, module in more if module not in known]
+        for index, (name, module) in enumerate(named):
+            self._layers[module] = (index, name)
+            # our forward hook also where the forward raises, so that the stack of calls stays right
+            before = module.register_forward_pre_hook(self._pre, prepend=True)
+            self._exits.callback(before.remove)
+            after = module.register_forward_hook(self._fwd, always_call=True)
+            self._exits.callback(after.remove)
+
+    def saved(self, owned: Iterable[torch.Tensor]) -> SavedBytes:
+        return _Saved(owned, self)
+
+    def close(self) -> None:
+        """Removes the hooks; what is freed later is not followed."""
+        self._flush()
+        self._closed = True
+        self._exits.close()
+
+    def _pre(self, module: nn.Module, args: Any) -> None:
+        name = self._layers[module][1]
+        self._row(module, "pre")
+        self._calls.append(_Call(name, torch.autograd._get_sequence_nr()))
+
+    def _fwd(self, module: nn.Module, args: Any, out: Any) -> None:
+        call = self._calls.pop()
+        self._row(module, "fwd")
+        last = _first_node(out, call.node)
+        if last is not None:
+            # after a node the gradient has been computed, but what the node kept is still there: see _flush
+            done = last.register_hook(lambda grad_inputs, grad_outputs: self._await_row(module))
+            self._exits.callback(done.remove)
+
+    def _await_row(self, module: nn.Module) -> None:
+        self._backward.append(lambda: self._row(module, "bwd"))
+
+    def _flush(self) -> None:
+        """Takes the rows of modules whose backward is over, once the next thing happens."""
+        if self._backward:
+            waiting, self._backward = self._backward, []
+            for take in waiting:
+                take()
+
+    def _row(self, module: nn.Module, hook_type: str) -> None:
+        if hook_type != "bwd":
+            self._flush()
+        index, name = self._layers[module]
+        if self.device.type == "cuda":
+            mem_all, cached = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        else:
+            mem_all, cached = self._resident + self.current, self._resident + self.peak
+        before = self.rows[-1] if self.rows else None
+        self.rows.append(
+            Row(
+                index,
+                len(self.rows),
+                type(module).__name__,
+                name,
+                self.exp,
+                hook_type,
+                mem_all,
+                cached,
+                mem_all - before.mem_all if before else 0,
+                cached - before.mem_cached if before else 0,
+                self.phase,
+                len(self.events),
+            )
+        )
+
+
+def _first_node(out: Any, since: int) -> Node | None:
+    """The node that a call has created first, whose turn in backward comes last; ``since`` is autograd's number when
+    the call began."""
+    first: Node | None = None
+    lowest = None
+    seen: set[Node] = set()
+    stack = [tensor.grad_fn for tensor in tensors_of(out) if tensor.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        # parameters' nodes have the highest number of all, and their own time in backward
+        if node in seen or number < since or node.name().endswith("AccumulateGrad"):
+            continue
+        seen.add(node)
+        if lowest is None or number < lowest:
+            first, lowest = node, number
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return first

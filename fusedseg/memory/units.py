@@ -1,0 +1,46 @@
+"""Bytes in MiB, and groups of storages."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .trace import Storage
+
+MEBIBYTE = 2**20
+NO_SIZE = "no spatial size"
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MEBIBYTE:,.1f}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def size_name(shape: Sequence[int]) -> str:
+    """The spatial size."""
+    return "×".join(map(str, shape[2:])) or NO_SIZE
+
+
+# what bytes can be told by; a storage that several modules or ops have saved counts for each in equal parts
+KEYS: dict[str, Callable[[Storage], Sequence[str]]] = {
+    "module": lambda storage: [module for module, _ in storage.savers] or [storage.module],
+    "op": lambda storage: [op or "held otherwise" for _, op in storage.savers] or [storage.op],
+    "dtype": lambda storage: [dtype_name(storage.dtype)],
+    "kind": lambda storage: [storage.kind],
+    "size": lambda storage: [size_name(storage.shape)],
+}
+
+
+def group(storages: Sequence[Storage], by: str) -> dict[str, float]:
+    """Bytes by one of ``KEYS``, the largest first."""
+    if by not in KEYS:
+        raise ValueError(f"fusedseg.memory: by must be one of {', '.join(KEYS)}, got {by!r}")
+    total: Counter[str] = Counter()
+    for storage in storages:
+        names = dict.fromkeys(KEYS[by](storage))
+        for name in names:
+            total[name] += storage.nbytes / len(names)  # type: ignore[assignment]
+    return dict(total.most_common())

@@ -1,0 +1,48 @@
+"""ResNet-18, written out: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016."""
+
+from torch import Tensor, nn
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = None
+        if stride != 1 or in_channels != channels:
+            conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+class ResNet18(nn.Module):
+    """(N, 3, H, W) to (N, num_classes)."""
+
+    def __init__(self, num_classes: int = 1000, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(BasicBlock(before, after, 1 if before == after else 2), BasicBlock(after, after, 1))
+                for before, after in zip(widths, widths[1:], strict=False)
+            )
+        )
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8 * width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.layers(self.stem(x))).flatten(1))
