@@ -32,7 +32,7 @@ COLORS = {
 LINES = ("#9b9b9b", "#2a6fdb", "#f08a24", "#39a96b", "#d6453d", "#7b4ea3", "#4d4d4d", "#c2a200")
 # how wide a phase is drawn
 WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
-# points along a phase
+# places along a phase of width 1
 STEPS = 400
 
 
@@ -60,45 +60,57 @@ def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
 
 
-def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]:
-    """Points along the step, with phases as wide as ``WIDTHS`` says, and MiB of each kind there.
+def positions(report: "MemoryReport") -> list[float]:
+    """Where along the step each event is drawn, with phases as wide as ``WIDTHS`` says.
 
-    Of the events between two points that with the most memory counts, so that no peak is lost.
+    Within a phase, the stretch between two hooks of modules at which something happened is as wide as any other, so
+    that the same layer of two reports stands at about the same place, however many ops it takes.
     """
     starts = [*report.marks.values(), len(report.events)]
+    xs: list[float] = []
+    left = 0.0
+    for phase, start, stop in zip(report.marks, starts, starts[1:], strict=False):
+        hooks = {row.event for row in report.rows if start < row.event < stop}
+        edges = [start, *sorted(hooks), stop]
+        step = WIDTHS[phase] / (len(edges) - 1)
+        for i, (begin, end) in enumerate(pairwise(edges)):
+            xs += [left + step * (i + (at - begin) / (end - begin)) for at in range(begin, end)]
+        left += WIDTHS[phase]
+    return xs
+
+
+def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]:
+    """Points along the step, and MiB of each kind there.
+
+    Of the events that are drawn at one place that with the most memory counts, so that no peak is lost.
+    """
     alive = {kind: 0 for kind in COLORS}
     for kind, nbytes in report.resident_by_kind().items():
         alive[kind] += nbytes
-    total = sum(alive.values())
+    total = highest = sum(alive.values())
+    best = dict(alive)
     xs: list[float] = []
     ys: dict[str, list[float]] = {kind: [] for kind in COLORS}
-
-    def point(x: float, values: dict[str, int]) -> None:
-        xs.append(x)
-        for kind, of in ys.items():
-            of.append(values[kind] / MEBIBYTE)
-
-    point(0.0, alive)
-    left = 0.0
-    for phase, start, stop in zip(report.marks, starts, starts[1:], strict=False):
-        width = WIDTHS[phase]
-        best, highest, bucket = dict(alive), total, 0
-        for at in range(start, stop):
-            number = report.events[at]
-            storage = report.storages[number if number >= 0 else ~number]
-            change = storage.nbytes if number >= 0 else -storage.nbytes
-            alive[storage.kind] += change
-            total += change
-            now = STEPS * (at - start) // (stop - start)
-            if now != bucket:
-                point(left + width * bucket / STEPS, best)
-                best, highest, bucket = dict(alive), total, now
-            elif total > highest:
-                best, highest = dict(alive), total
-        point(left + width * bucket / STEPS, best)
-        left += width
-        point(left, alive)
+    place = 0
+    for number, x in zip(report.events, positions(report), strict=True):
+        if int(x * STEPS) != place:
+            _point(xs, ys, place / STEPS, best)
+            place, highest = int(x * STEPS), -1
+        storage = report.storages[number if number >= 0 else ~number]
+        change = storage.nbytes if number >= 0 else -storage.nbytes
+        alive[storage.kind] += change
+        total += change
+        if total > highest:
+            best, highest = dict(alive), total
+    _point(xs, ys, place / STEPS, best)
+    _point(xs, ys, sum(WIDTHS[phase] for phase in report.marks), alive)
     return xs, ys
+
+
+def _point(xs: list[float], ys: dict[str, list[float]], x: float, alive: dict[str, int]) -> None:
+    xs.append(x)
+    for kind, of in ys.items():
+        of.append(alive[kind] / MEBIBYTE)
 
 
 def _stacked(ax, report: "MemoryReport") -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from .meter import LiveBytes, SavedBytes, key_of, tensors_of
@@ -234,7 +235,10 @@ class Trace(LiveBytes):
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        """Hooks on each module, until ``close``."""
+        """Hooks on each module's calls, until ``close``.
+
+        They are those for all modules: modules with hooks of their own may run another way, as ``ConvABN2d`` does.
+        """
         named = [(name or ROOT, module) for name, module in model.named_modules()]
         known = {module for _, module in named}
         for other in others:
@@ -242,11 +246,11 @@ class Trace(LiveBytes):
             named += [(name, module) for name, module in more if module not in known]
         for index, (name, module) in enumerate(named):
             self._layers[module] = (index, name)
-            # our forward hook also where the forward raises, so that the stack of calls stays right
-            before = module.register_forward_pre_hook(self._pre, prepend=True)
-            self._exits.callback(before.remove)
-            after = module.register_forward_hook(self._fwd, always_call=True)
-            self._exits.callback(after.remove)
+        before = register_module_forward_pre_hook(self._pre)
+        self._exits.callback(before.remove)
+        # also where a forward raises, so that the stack of calls stays right
+        after = register_module_forward_hook(self._fwd, always_call=True)
+        self._exits.callback(after.remove)
 
     def saved(self, owned: Iterable[torch.Tensor]) -> SavedBytes:
         return _Saved(owned, self)
@@ -258,11 +262,15 @@ class Trace(LiveBytes):
         self._exits.close()
 
     def _pre(self, module: nn.Module, args: Any) -> None:
+        if module not in self._layers:
+            return
         name = self._layers[module][1]
         self._row(module, "pre")
         self._calls.append(_Call(name, torch.autograd._get_sequence_nr()))
 
     def _fwd(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module not in self._layers:
+            return
         call = self._calls.pop()
         self._row(module, "fwd")
         last = _first_node(out, call.node)

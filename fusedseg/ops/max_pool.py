@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
 from . import max_pool_aten
@@ -43,7 +44,8 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
-    if x.numel() == 0:
+    if x.numel() == 0 or isinstance(x, FakeTensor):
+        # no values: the results are all that there is to know, and pieces by the thousand would take seconds
         return z, codes
     if not _backend.use_triton(x):
         max_pool_aten.forward(x, z, codes, rows, pool)
@@ -58,7 +60,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
 def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: Pool) -> Tensor:
     """dx, of spatial ``size``."""
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
-    if dx.numel() == 0:
+    if dx.numel() == 0 or isinstance(dx, FakeTensor):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz):
