@@ -1,5 +1,7 @@
 """ResNet-18, written out: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016."""
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -38,7 +40,7 @@ class ResNet18(nn.Module):
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(BasicBlock(before, after, 1 if before == after else 2), BasicBlock(after, after, 1))
-                for before, after in zip(widths, widths[1:], strict=False)
+                for before, after in pairwise(widths)
             )
         )
         self.pool = nn.AdaptiveAvgPool2d(1)

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": (set(), {"torch"}),
+    "memory": (set(), {"matplotlib", "torch"}),
     "__init__": (BASE | {"functional", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),

@@ -4,10 +4,11 @@ import json
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from ..memory.export import open_new
 from .problem import Problem
 from .training import Training, count_bytes, intersection_over_union, predict
 
@@ -106,11 +107,6 @@ def to_json(demo: str, problem: Problem, outcome: Outcome, device: torch.device,
         },
         "largest_iou_difference": outcome.worst[0],
     }
-
-
-def open_new(path: Path, overwrite: bool) -> BinaryIO:
-    """FileExistsError rather than an overwritten file, even where it has come since the start."""
-    return path.open("wb" if overwrite else "xb")
 
 
 def write_json(path: Path, found: dict[str, Any], overwrite: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..memory.export import open_new
 from . import report, training
 
 EXTRAS = ("nilearn", "matplotlib", "tqdm")
@@ -52,7 +53,7 @@ def run(name: str, device: str, steps: int | None, out: Path, seed: int, overwri
     # matplotlib is slow to import, and needed only here
     from . import picture
 
-    with report.open_new(picture_path, overwrite) as file:
+    with open_new(picture_path, overwrite) as file:
         picture.draw(file, problem, outcome)
     report.write_json(json_path, report.to_json(name, problem, outcome, torch.device(device), seed), overwrite)
     print(f"\nwrote {picture_path} and {json_path}; {time.perf_counter() - start:.0f} s in all")

@@ -76,7 +76,7 @@ def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
     """Bytes by kind as a counter, and the modules' forward calls as spans."""
     times = microseconds(report)
     common = {"pid": 0, "tid": 0}
-    counted: Counter[str] = Counter({kind: 0 for kind in dict.fromkeys(s.kind for s in report.storages)})
+    counted: Counter[str] = Counter(dict.fromkeys([s.kind for s in report.storages], 0))
     counted.update(report.resident_by_kind())
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"{report.label}: {report.model}"}}

@@ -84,7 +84,7 @@ def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]
 
     Of the events that are drawn at one place that with the most memory counts, so that no peak is lost.
     """
-    alive = {kind: 0 for kind in COLORS}
+    alive = dict.fromkeys(COLORS, 0)
     for kind, nbytes in report.resident_by_kind().items():
         alive[kind] += nbytes
     total = highest = sum(alive.values())

@@ -11,6 +11,7 @@ from .plot import plot
 from .trace import RECOMPUTED, RESIDENT_KINDS, Row, Storage, Trace
 from .units import group
 
+
 @dataclass
 class MemoryReport:
     """Where the bytes of one training step go; all numbers are bytes unless they say MiB.

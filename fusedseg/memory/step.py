@@ -62,7 +62,9 @@ def profile(
             # for what the model creates itself; does nothing where it is entered already
             stack.enter_context(fake.fake_mode)
         others = [module for module in (loss,) if isinstance(module, nn.Module)]
-        stack.enter_context(_put_back([model, *others], inputs, device if fake is None else None, optimizer is not None))
+        stack.enter_context(
+            _put_back([model, *others], inputs, device if fake is None else None, optimizer is not None)
+        )
         steps = None if optimizer is None else _with_state(optimizer, model)
         _add_resident(trace, [model, *others], steps, (inputs, targets))
         stack.callback(trace.close)
@@ -188,19 +190,21 @@ def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Op
 
 
 @contextmanager
-def _put_back(modules: Sequence[nn.Module], inputs: Any, device: torch.device | None, parameters: bool) -> Iterator[None]:
+def _put_back(
+    modules: Sequence[nn.Module], inputs: Any, device: torch.device | None, parameters: bool
+) -> Iterator[None]:
     """Leaves buffers, gradients and random states as they were; also the parameters' values, where they change.
 
     device: whose random state, with that of the CPU; None for fake tensors, which draw nothing.
     """
-    buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     grads: list[tuple[Tensor, Tensor | None]] = []
     values: list[tuple[Tensor, Tensor]] = []
     for top in modules:
         for module in top.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    buffers.append((module, name, buffer, buffer._version, buffer.detach().clone()))
+                    buffers.append((module, name, buffer, buffer.detach().clone()))
         grads += [(parameter, parameter.grad) for parameter in top.parameters()]
         if parameters:
             values += [(parameter, parameter.detach().clone()) for parameter in top.parameters()]
@@ -213,10 +217,10 @@ def _put_back(modules: Sequence[nn.Module], inputs: Any, device: torch.device | 
             yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, version, value in buffers:
+            for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                if buffer._version != version:
-                    buffer.copy_(value)
+                # whether it has changed does not show: BatchNorm does not count up the version
+                buffer.copy_(value)
             for parameter, value in values:
                 parameter.copy_(value)
         for tensor, grad in grads:

@@ -22,7 +22,12 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 ROOT, LOSS = "(model)", "(loss)"
 # what an op makes, by its name; the rest is called after the phase
 KINDS = {"cat": "concatenation", "stack": "concatenation"}
-PHASE_KINDS = {"forward": "activation", "loss": "loss", "backward": "backward temporaries", "optimizer": "optimizer step"}
+PHASE_KINDS = {
+    "forward": "activation",
+    "loss": "loss",
+    "backward": "backward temporaries",
+    "optimizer": "optimizer step",
+}
 # in forward again, as checkpointing does: the module's hooks run while backward does
 RECOMPUTED = "recomputed"
 # what is there before the step, and stays
@@ -33,8 +38,9 @@ RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constan
 class Storage:
     """One allocation.
 
-    kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation, concatenation, pool indices, upsampled, weight
-    copies (in the dtype of autocast); loss, backward temporaries, recomputed, gradients (of parameters), optimizer step.
+    kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
+    concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward temporaries,
+    recomputed, gradients (of parameters), optimizer step.
     born, freed: numbers of events, see ``Trace.events``; born is -1 for what existed before, freed is None for what
     outlives the step.
     savers: (module, op) pairs that keep it for backward at the end of forward.
@@ -56,8 +62,8 @@ class Storage:
 class Row:
     """Memory in bytes at one hook of one module.
 
-    layer_idx: the module's place in ``model.modules()``.  call_idx: the row's number.  layer_type: its class.  name: its
-    path.  exp: the report's label.
+    layer_idx: the module's place in ``model.modules()``.  call_idx: the row's number.  layer_type: the module's class.
+    name: its path.  exp: the report's label.
     hook_type: "pre", before its forward; "fwd", after it; "bwd", when its gradients are there and what it kept is free.
     mem_all: bytes alive, with parameters and all else that was there before; on CUDA what the allocator has handed out.
     mem_cached: on CUDA what the allocator has reserved; elsewhere the most that has been alive so far, which is what a
@@ -198,7 +204,7 @@ class Trace(LiveBytes):
             return PHASE_KINDS[self.phase]
         if "pool" in op and not tensor.is_floating_point():
             return "pool indices"
-        if op.startswith("upsample") or op.startswith("_upsample"):
+        if op.startswith(("upsample", "_upsample")):
             return "upsampled"
         if op == "_to_copy" and self._from_weight:
             return "weight copies"

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..activation import Activation
@@ -202,6 +203,9 @@ def backward(
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     if training and z.numel() <= WHOLE * _chunk_elements(z):
         dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
+    elif isinstance(z, FakeTensor):
+        # pieces without values, by the thousand, would take seconds
+        dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
     else:
         dx = torch.empty_like(z) if into is None else into
         in_chunks = _backward_rows if layout.rows else _backward_planes

@@ -1,0 +1,137 @@
+"""``estimate``: the figures of real tensors, without any."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedseg.memory import compare, estimate, profile
+from fusedseg.unet import UNet, unet3d_large, unet3d_small
+from tests.resnet import ResNet18
+
+MEBIBYTE = 2**20
+VOLUME = (2, 1, 320, 150, 26)
+
+
+def kept_by_shape(report):
+    """Without vectors: BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32, in fake not."""
+    return Counter((s.shape, s.dtype, s.nbytes) for s in report.saved_storages if len(s.shape) > 1)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (partial(ResNet18, 10, 8), (2, 3, 64, 64)),
+        (partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), (2, 3, 48, 40)),
+        (partial(UNet, 3, 4, widths=(8, 16, 32)), (2, 3, 48, 40)),
+        (partial(UNet, 1, 4, dims=3, widths=(4, 8, 16), plain=True), (1, 1, 16, 16, 12)),
+    ],
+    ids=["resnet", "unet", "ours", "3D"],
+)
+def test_fake_and_real_agree(build, shape, autocast):
+    """Saved bytes exactly, the peak within 3 %: ours work in pieces on real tensors."""
+    optimizer = torch.optim.AdamW
+    real = profile(build(), torch.randn(shape), optimizer=optimizer, autocast=autocast)
+    fake = estimate(build, shape, optimizer=optimizer, autocast=autocast)
+    assert kept_by_shape(fake) == kept_by_shape(real)
+    if autocast is None:
+        assert fake.saved == real.saved
+    assert fake.peak == pytest.approx(real.peak, rel=0.03)
+    assert fake.resident == real.resident
+    assert [(row.name, row.hook_type) for row in fake.rows] == [(row.name, row.hook_type) for row in real.rows]
+    assert (fake.device, real.device) == ("fake", "cpu")
+
+
+def test_3d_unets_in_half_precision_and_why_the_small_one_keeps_more():
+    large = estimate(partial(unet3d_large, plain=True), VOLUME, torch.float16, label="large")
+    small = estimate(partial(unet3d_small, plain=True), VOLUME, torch.float16, label="small")
+    assert large.saved / MEBIBYTE == pytest.approx(4081, rel=0.01)
+    assert small.saved / MEBIBYTE == pytest.approx(4620, rel=0.01)
+    text = str(compare(large, small))
+    assert "small keeps 539.4 MiB more than large, with 64 % fewer parameters" in text
+    # 192 channels joined at full size in place of 128
+    assert "320×150×26" in text
+    assert "concatenation" in text
+    # and alone
+    assert "320×150×26 are 73% of what is kept; the parameters weigh 27.6 MiB" in small.summary()
+
+
+def test_a_module_is_copied_without_its_values():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    net[1].register_buffer("shared", net[1].running_mean)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    report = estimate(net, (1, 3, 16, 16), torch.float16)
+    assert report.saved_by("dtype")["float16"] > 0
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.dtype == torch.float32 and type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_shared_parameters_stay_shared():
+    first = nn.Linear(8, 8)
+    second = nn.Linear(8, 8)
+    second.weight = first.weight
+    report = estimate(nn.Sequential(first, second), (4, 8))
+    assert report.resident_by_kind()["parameters"] == (8 * 8 + 8 + 8) * 4
+
+
+def test_a_model_far_larger_than_the_machine():
+    def huge():
+        return nn.Sequential(*(nn.Conv2d(4096, 4096, 3, padding=1, bias=False) for _ in range(40)))
+
+    report = estimate(huge, (64, 4096, 128, 128))
+    assert report.resident_by_kind()["parameters"] == 40 * 4096 * 4096 * 9 * 4
+    assert report.saved == 40 * 64 * 4096 * 128 * 128 * 4
+
+
+def test_a_constructor_that_reads_values():
+    def build():
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        return nn.Sequential(*(nn.Dropout(rate) for rate in rates), nn.Linear(4, 4))
+
+    assert estimate(build, (2, 4)).saved > 0
+
+
+def test_a_forward_that_reads_values_is_told_so():
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x * int(x.sum().item())
+
+    with pytest.raises(RuntimeError, match=r"Reads asks for the value of a tensor .* use fusedseg.memory.profile"):
+        estimate(Reads, (2, 4))
+
+
+def test_targets_and_inputs_may_be_tensors():
+    net = partial(UNet, 3, 4, widths=(4, 8))
+    images, classes = torch.randn(1, 3, 16, 16), torch.randint(4, (1, 16, 16))
+    report = estimate(net, [images], loss=F.cross_entropy, targets=classes)
+    assert report.resident_by_kind()["inputs"] == images.nbytes + classes.nbytes
+    assert report.saved == estimate(net, [(1, 3, 16, 16)]).saved
+
+
+def test_it_says_what_it_cannot_know():
+    assert "workspaces and the allocator's rounding are not in here" in str(estimate(nn.ReLU(), (2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: estimate("resnet", (2, 4)),
+            TypeError,
+            "model must be a module or a function that builds one, got str",
+        ),
+        (lambda: estimate(lambda: 3, (2, 4)), TypeError, "model must build an nn.Module, and returned int"),
+        (lambda: estimate(nn.ReLU(), 7), TypeError, "input_shapes must be a shape or a sequence of shapes, got 7"),
+        (lambda: estimate(nn.ReLU(), []), TypeError, r"a sequence of shapes, got \[\]"),
+        (lambda: estimate(nn.ReLU(), [(2, -4)]), TypeError, r"a shape must be a sequence of integers, got \(2, -4\)"),
+    ],
+    ids=["model", "builder", "shapes", "empty", "negative"],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,142 @@
+"""Files and pictures of a report."""
+
+import csv
+import importlib
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg.memory import compare, profile
+from fusedseg.memory.plot import curves
+
+
+@pytest.fixture(scope="module")
+def report():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1)
+    )
+    return profile(net, torch.randn(2, 3, 64, 64), label="eager", optimizer=torch.optim.AdamW)
+
+
+def replayed(report, until=None):
+    """(bytes at the end, most bytes), by adding up the events."""
+    current = peak = 0
+    for number in report.events[:until]:
+        nbytes = report.storages[number if number >= 0 else ~number].nbytes
+        current += nbytes if number >= 0 else -nbytes
+        peak = max(peak, current)
+    return current, peak
+
+
+def test_events_replay_to_the_peak(report):
+    assert replayed(report)[1] == report.peak
+    assert replayed(report, report.peak_event + 1)[0] == report.peak
+    assert sum(storage.nbytes for storage in report.alive_at_peak) == report.peak
+
+
+def test_csv_has_the_rows(report, tmp_path):
+    report.to_csv(tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:8] == [
+        "layer_idx", "call_idx", "layer_type", "name", "exp", "hook_type", "mem_all", "mem_cached",
+    ]  # fmt: skip
+    assert [int(row["mem_all"]) for row in rows] == [row.mem_all for row in report.rows]
+    assert {row["hook_type"] for row in rows} == {"pre", "fwd", "bwd"}
+
+
+def test_json_has_the_figures(report, tmp_path):
+    report.to_json(tmp_path / "report.json")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["saved_bytes"], found["peak_bytes"]) == (report.saved, report.peak)
+    assert sum(found["saved_by"]["module"].values()) == report.saved
+    assert found["summary"] == report.summary()
+
+
+def test_chrome_trace_counts_to_the_peak_and_its_spans_nest(report, tmp_path):
+    report.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    totals = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
+    assert max(totals) * 2**20 == pytest.approx(report.total)
+    stack = []
+    for event in events:
+        if event["ph"] == "B":
+            stack.append(event["name"])
+        elif event["ph"] == "E":
+            assert stack.pop() == event["name"]
+    assert not stack
+
+
+def test_snapshot_is_read_by_pytorchs_visualiser(report, tmp_path):
+    report.to_snapshot(tmp_path / "memory.pickle")
+    with (tmp_path / "memory.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    viz = importlib.import_module("torch.cuda._memory_viz")
+    text = viz.trace(snapshot)
+    assert "= MEM[" in text
+    assert "# free completed for" in text
+    page = viz.trace_plot(snapshot)
+    assert page.lstrip().startswith("<!DOCTYPE html>")
+    current = peak = 0
+    for entry in snapshot["device_traces"][0]:
+        current += {"alloc": 1, "free_completed": -1, "free_requested": 0}[entry["action"]] * entry["size"]
+        peak = max(peak, current)
+    assert peak == report.total
+
+
+@pytest.mark.parametrize("write", ["to_csv", "to_json", "to_chrome_trace", "to_snapshot", "plot"])
+def test_nothing_is_overwritten_unless_asked(report, tmp_path, write):
+    if write == "plot":
+        pytest.importorskip("matplotlib")
+    path = tmp_path / "file.png"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        getattr(report, write)(path)
+    assert path.read_text() == "mine"
+    getattr(report, write)(path, overwrite=True)
+    assert path.read_bytes() != b"mine"
+
+
+def test_curves_reach_the_peak_and_end_as_the_step_does(report):
+    xs, ys = curves(report)
+    total = [sum(values) for values in zip(*ys.values(), strict=True)]
+    assert max(total) * 2**20 == pytest.approx(report.total)
+    assert xs == sorted(xs)
+    assert total[-1] * 2**20 == pytest.approx(report.resident + replayed(report)[0])
+
+
+def test_pictures(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "one.png")
+    compare(report, report).plot(tmp_path / "two.svg")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "two.svg").read_text()
+    with pytest.raises(ValueError, match=r"plot writes .*png.*, got the path '.*one\.xyz'"):
+        report.plot(tmp_path / "one.xyz")
+    assert not (tmp_path / "one.xyz").exists()
+
+
+def test_without_matplotlib_plot_says_what_to_install(report, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "fusedseg\[plot\]"'):
+        report.plot(tmp_path / "one.png")
+    assert not (tmp_path / "one.png").exists()
+
+
+def test_tables_line_up(report):
+    head, rule, *lines = report.rows_table(5).splitlines()
+    assert head.split()[:6] == ["layer_idx", "call_idx", "layer_type", "name", "hook_type", "phase"]
+    assert len(lines) == 6
+    assert lines[-1] == f"{len(report.rows) - 5} more rows"
+    assert all(len(line) <= len(rule) for line in lines[:-1])
+    module_lines = report.table(2).splitlines()
+    assert module_lines[-2].startswith("3 more modules")
+    assert module_lines[-1].startswith("all")
+
+
+def test_comparison_of_one_is_refused(report):
+    with pytest.raises(ValueError, match="expected two reports or more, got 1"):
+        compare(report)
