@@ -70,11 +70,12 @@ def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
 class Kept:
     """Data in the graph: the tensor, or what the hooks around the scope (``outer``) have made of it."""
 
-    __slots__ = ("__weakref__", "at", "copied", "in_recipe", "outer", "packed", "version")
+    __slots__ = ("__weakref__", "at", "copied", "held", "in_recipe", "outer", "packed", "version")
 
     def __init__(self, t: Tensor, outer: Hooks | None) -> None:
         self.at = Place.of(t) if t.layout == torch.strided else NOWHERE
         self.outer, self.in_recipe, self.copied = outer, False, False
+        self.held: Tensor | None = None
         self._take(t)
 
     def _take(self, t: Tensor) -> None:
@@ -101,7 +102,18 @@ class Kept:
                 f"{self.version} instead.  It was saved under fusedseg.recompute(), where a tensor that others are "
                 "rebuilt from may be modified inside the scope only"
             )
-        return self.packed if self.outer is None else self.outer[1](self.packed)
+        if self.outer is None:
+            return self.packed
+        if self.held is None:
+            t = self.outer[1](self.packed)
+            # some hooks give a tensor back once in a backward, and others copy it from far
+            self.held = t if self.in_recipe and _hold(self) else None
+            return t
+        return self.held
+
+    def near(self, order: int) -> bool:
+        """Held, by the end of a backward at the latest, until the graph lets it go."""
+        return True
 
 
 class Autocast(NamedTuple):
@@ -170,12 +182,12 @@ class Recipe:
             t, ours = (source.load(), False) if isinstance(source, Kept) else source.load(order)
             inputs.append(seen_as(t, source.at, at))
             first_is_ours |= ours and i == 0
-        with self.autocast.again(inputs[0].device.type):
+        with torch._C.DisableTorchFunction(), torch.no_grad(), self.autocast.again(inputs[0].device.type):
             out = (self.overwrite if self.overwrite and first_is_ours else self.rebuild)(*inputs)
-        if out.stride() == self.at.stride and out.dtype == self.at.dtype:
-            return out
-        laid = torch.empty_strided(self.at.size, self.at.stride, dtype=self.at.dtype, device=out.device)
-        return laid.copy_(out)
+            if out.stride() == self.at.stride and out.dtype == self.at.dtype:
+                return out
+            laid = torch.empty_strided(self.at.size, self.at.stride, dtype=self.at.dtype, device=out.device)
+            return laid.copy_(out)
 
 
 class Handle:
@@ -194,42 +206,41 @@ class Handle:
 
 
 class _Thread(threading.local):
-    """Recipes whose value is held for the backward that runs in this thread."""
+    """Whose values are held for the backward that runs in this thread."""
 
     def __init__(self) -> None:
-        self.held: list[weakref.ref[Recipe]] = []
+        self.held: list[weakref.ref[Kept | Recipe]] = []
 
 
 _thread = _Thread()
 _orders = itertools.count()
 
 
-def _hold(recipe: Recipe) -> bool:
+def _hold(source: Kept | Recipe) -> bool:
     """Whether its value will be let go: when the backward that runs in this thread moves on, or ends."""
     if torch._C._current_graph_task_id() == -1:
         return False
     held = _thread.held
     if not held:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _let_go(held))
-    held.append(weakref.ref(recipe))
+    held.append(weakref.ref(source))
     return True
 
 
-def _let_go(held: list["weakref.ref[Recipe]"], order: int | None = None) -> None:
+def _let_go(held: list["weakref.ref[Kept | Recipe]"], order: int | None = None) -> None:
     """Of what no handle at ``order`` or soon after asks for; without one, of all."""
     stay = []
     for ref in held:
-        recipe = ref()
-        if recipe is None:
+        source = ref()
+        if source is None:
             continue
-        if order is not None and recipe.near(order + 1):
+        if order is not None and source.near(order + 1):
             stay.append(ref)
         else:
-            recipe.held = None
+            source.held = None
     held[:] = stay
 
 
 def unpack(packed: Kept | Handle) -> Tensor:
-    """The hook of backward."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        return packed.load()
+    """The hook of backward.  Hooks around the scope may run anything in it, in the state they find: checkpoints do."""
+    return packed.load()

@@ -31,6 +31,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .rebuild import Handle, Kept, Place
 from .registry import Registry
 
 
@@ -65,25 +66,37 @@ def expect(
     rebuild: Callable[..., Tensor],
     *others: Tensor,
     overwrite: Callable[..., Tensor] | None = None,
-    saves_input: bool = False,
 ) -> Iterator[None]:
-    """For one call that overwrites ``x``, once, by ``rebuild(x, *others)``, and saves the result while it runs; or a
-    copy of what ``x`` was (``saves_input``)."""
+    """For one call that overwrites ``x``, once, by ``rebuild(x, *others)``, and saves the result while it runs, or a
+    copy of what ``x`` was."""
     registry = active()
     if registry is None:
         yield
         return
     with torch._C.DisableTorchFunction():
         registry.before_change(x)
-        before, version = registry.source(x) if saves_input else None, x._version
+        version, before = x._version, registry.source(x)
         offered = registry.offer(x, rebuild, (x, *others), overwrite, changes=1)
-    outer_claim = registry.claim
-    if before is not None:
-        size, memory = x.size(), x.untyped_storage()
-        registry.claim = lambda t: before if t.size() == size and t.untyped_storage() is not memory else None
+        arguments = [t.untyped_storage() for t in (x, *others)] if before is not None else []
+
+    def copy_of_x(t: Tensor) -> Handle | None:
+        if before is None or (t.size(), t.stride(), t.dtype) != (x.size(), x.stride(), x.dtype):
+            return None
+        return None if any(t.untyped_storage() is memory for memory in arguments) else Handle(before, Place.of(x))
+
+    with claimed(registry, copy_of_x):
+        try:
+            yield
+        finally:
+            if offered is not None and x._version != version + 1:
+                registry.withdraw(x, offered)
+
+
+@contextmanager
+def claimed(registry: Registry, claim: Callable[[Tensor], Kept | Handle | None]) -> Iterator[None]:
+    """For one call: ``claim`` says what to save for a tensor that it makes for itself, None for what it knows not."""
+    before, registry.claim = registry.claim, claim
     try:
         yield
     finally:
-        registry.claim = outer_claim
-        if offered is not None and x._version != version + 1:
-            registry.withdraw(x, offered)
+        registry.claim = before

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .rebuild import unpack
 from .recipe import innermost
 from .registry import Registry
+from .stock import Watch
 
 
 class recompute(ContextDecorator):
@@ -27,6 +28,7 @@ class recompute(ContextDecorator):
             registry = Registry(torch._C._autograd._top_saved_tensors_default_hooks(True))
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
+            stack.enter_context(Watch(registry))
         self._entered.append(stack)
 
     def __exit__(self, *exception: object) -> None:

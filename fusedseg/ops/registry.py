@@ -4,7 +4,7 @@ Memory is told apart by its storage, weakly: an address is never trusted.  ``rec
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,14 @@ from .rebuild import Autocast, Handle, Hooks, Kept, Place, Recipe
 MAX_STEPS = 16
 # of the output's elements: what an input may have to be copied
 SMALL = 16
+_KINDS = (torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _plain(t: Tensor) -> bool:
-    """Strided, and its values are those that lie in its memory."""
+def plain(t: Tensor) -> bool:
+    """Strided, its values are those that lie in its memory, and no subclass gives it another meaning."""
+    kind = type(t)
+    if kind is not Tensor and kind not in _KINDS and kind.__module__ != "torch._subclasses.fake_tensor":
+        return False
     return t.layout == torch.strided and not (t.is_conj() or t.is_neg() or t.is_quantized)
 
 
@@ -43,18 +47,18 @@ class _Held:
 
 
 class _Weakly:
-    """An input that somebody's backward keeps."""
+    """An input that somebody's backward keeps, or rebuilds."""
 
-    __slots__ = ("_kept",)
-    steps: int = 0
+    __slots__ = ("_source", "steps")
     extra: int = 0
 
-    def __init__(self, kept: Kept) -> None:
-        self._kept = weakref.ref(kept)
+    def __init__(self, source: Kept | Recipe) -> None:
+        self._source = weakref.ref(source)
+        self.steps = int(isinstance(source, Recipe))
 
-    def source(self, registry: "Registry") -> Kept | None:
-        kept = self._kept()
-        return None if kept is None or kept.changed() else kept
+    def source(self, registry: "Registry") -> Kept | Recipe | None:
+        source = self._source()
+        return None if isinstance(source, Kept) and source.changed() else source
 
 
 class Offer:
@@ -127,19 +131,20 @@ class Registry:
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
-        # during a call: the recipe of a tensor that it saves and that is found in no memory
-        self.claim: Callable[[Tensor], Recipe | None] | None = None
+        # during a call: what to save for a tensor that it makes for itself
+        self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
         self._memories: dict[int, _Memory] = {}
 
     def pack(self, t: Tensor) -> Kept | Handle:
         """The hook of forward; that of backward is ``unpack``."""
         with torch._C.DisableTorchFunction():
-            if (t.is_leaf and t.requires_grad) or not _plain(t):
+            if (t.is_leaf and t.requires_grad) or not plain(t):
                 return Kept(t, self.outer)
-            at = Place.of(t)
-            recipe = None if self.claim is None else self.claim(t)
-            memory = self._find(t)
-            if recipe is None and memory is not None and not any(k.at.holds(at) for k in memory.keepers(t._version)):
+            claimed = None if self.claim is None else self.claim(t)
+            if claimed is not None:
+                return claimed
+            at, recipe, memory = Place.of(t), None, self._find(t)
+            if memory is not None and not any(kept.at.holds(at) for kept in memory.keepers(t._version)):
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
             return self.keep(t) if recipe is None else Handle(recipe, at)
@@ -155,14 +160,15 @@ class Registry:
         self,
         output: Tensor,
         rebuild: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
+        inputs: Sequence[Tensor | Kept | Recipe],
         overwrite: Callable[..., Tensor] | None = None,
         changes: int = 0,
     ) -> Offer | None:
         """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
-        if not (output.is_floating_point() and _plain(output) and all(map(_plain, inputs))):
+        tensors = [t for t in inputs if isinstance(t, Tensor)]
+        if not (output.is_floating_point() and plain(output) and all(map(plain, tensors))):
             return None
-        links = [(self._link(t, output), Place.of(t)) for t in inputs]
+        links = [(self._link(t, output), Place.of(t)) if isinstance(t, Tensor) else (_Weakly(t), t.at) for t in inputs]
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
             return None
@@ -188,14 +194,14 @@ class Registry:
 
     def before_change(self, t: Tensor) -> None:
         """``t`` is about to be written to: what others are rebuilt from is copied."""
-        memory = self._find(t) if self._memories and t.layout == torch.strided else None
+        memory = self._find(t) if self._memories and plain(t) else None
         for kept in memory.keepers(t._version) if memory is not None else ():
             if kept.in_recipe:
                 kept.copy_before_change(t)
 
     def forget(self, t: Tensor) -> None:
         """Of ``t``'s memory, which may be written to from now on without being noticed."""
-        memory = self._find(t) if t.layout == torch.strided else None
+        memory = self._find(t) if plain(t) else None
         if memory is not None:
             memory.offers.clear()
 
@@ -204,7 +210,8 @@ class Registry:
 
     def _link(self, t: Tensor, output: Tensor) -> _Input:
         small = t.numel() * SMALL <= output.numel()
-        if small and t.requires_grad and t.is_leaf:
+        # parameters and running statistics
+        if small and t.is_leaf:
             return _Held(t.detach().clone(), 0)
         memory, at = self._find(t), Place.of(t)
         if memory is not None:

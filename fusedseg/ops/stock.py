@@ -1,0 +1,244 @@
+"""Stock PyTorch functions under the scope: their outputs get recipes as they are called.
+
+What aten saves, and what is left of it:
+
+    batch, instance, group and layer norm    input, which is kept; the output is rebuilt from it by the same function
+    relu, leaky_relu_, elu_, relu6_, ...     result: rebuilt, in the call that overwrites its input as well
+    leaky_relu, elu, gelu, prelu, ...        input: what it was, kept or rebuilt
+    silu_, mish_, hardswish_                 a copy of the input: rebuilt
+    sigmoid, tanh                            result: rebuilt
+    cat, interpolate, pad, add               nothing; whoever reads the output saves it: rebuilt
+    mul, div                                 both inputs: kept or rebuilt; likewise the output
+    dropout                                  its mask as floating-point numbers: a byte each, never drawn again
+    max_pool                                 input and int64 indices: a byte each (``max_pool.py``), and no input
+
+Everything else runs as it is, but what writes in place is told to the registry.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from . import max_pool, recipe
+from .rebuild import Autocast, Handle, Kept, Place, Recipe
+from .registry import Registry, plain
+from .replay import replay
+
+Function = Callable[..., Any]
+
+
+def _offer(
+    registry: Registry, out: Any, rebuild: Function, tensors: list[Tensor], overwrite: Function | None = None
+) -> None:
+    """Unless ``out`` is no tensor, or lies in an argument's memory."""
+    if isinstance(out, Tensor) and tensors and plain(out) and all(map(plain, tensors)):
+        memory = out.untyped_storage()
+        if all(t.untyped_storage() is not memory for t in tensors):
+            registry.offer(out, rebuild, tensors, overwrite)
+
+
+def _call(
+    registry: Registry,
+    func: Function,
+    args: Any,
+    kwargs: Any,
+    tensors: list[Tensor],
+    rebuild: Function,
+    overwrite: Function | None,
+) -> Any:
+    """A function that changes nothing."""
+    if func not in SAVE_RESULT:
+        out = func(*args, **kwargs)
+        _offer(registry, out, rebuild, tensors, overwrite)
+        return out
+
+    def offered(t: Tensor) -> None:
+        # all that it saves is what it is about to return
+        _offer(registry, t, rebuild, tensors, overwrite)
+
+    with recipe.claimed(registry, offered):
+        return func(*args, **kwargs)
+
+
+def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: Function | None = None) -> Any:
+    """A function that changes nothing; ``inplace`` is the one that does the same over its first argument."""
+    again, tensors = replay(func, args, kwargs)
+    overwrite = None if inplace is None else again.by(inplace)
+    return _call(registry, func, args, kwargs, tensors, again, overwrite)
+
+
+def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
+    """A function that overwrites its first argument; ``pure`` computes the same into new memory."""
+    again, tensors = replay(func, args, kwargs)
+    with recipe.expect(tensors[0], again.by(pure), *tensors[1:], overwrite=again):
+        return func(*args, **kwargs)
+
+
+def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """A function of ``torch.nn.functional`` with the option ``inplace``."""
+    again, tensors = replay(func, args, kwargs)
+    rebuild, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
+    if not kwargs.get("inplace"):
+        return _call(registry, func, args, kwargs, tensors, rebuild, overwrite)
+    with recipe.expect(tensors[0], rebuild, *tensors[1:], overwrite=overwrite):
+        return func(*args, **kwargs)
+
+
+def _norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """Batch and instance norm, whose running statistics a second call must not move."""
+    named = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
+    if named.get("training" if func is F.batch_norm else "use_input_stats", func is F.instance_norm):
+        named["running_mean"] = named["running_var"] = None
+    again, tensors = replay(func, (), named)
+    x = named["input"]
+
+    def copy_of_x(t: Tensor) -> Handle | None:
+        """Instance norm saves x laid out anew where it is not contiguous."""
+        if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
+            return None
+        kept, size = registry.keep(x), t.size()
+        source = Recipe(
+            Place.of(t), lambda x: x.contiguous().view(size), None, Autocast.now(t.device.type), [(kept, kept.at)]
+        )
+        return Handle(source, source.at)
+
+    with recipe.claimed(registry, copy_of_x) if func is F.instance_norm and plain(x) else nullcontext():
+        out = func(*args, **kwargs)
+    _offer(registry, out, again, tensors)
+    return out
+
+
+def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
+    names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    x, op = named.pop("input"), f"max_pool{dims}d"
+    coded = not named.pop("return_indices", False) and isinstance(x, Tensor) and x.requires_grad
+    if not coded or not plain(x) or x.dim() != dims + 2:
+        return func(*args, **kwargs)
+    named = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False} | named
+    try:
+        pool = max_pool.parse_pool(op, dims, **named)
+        max_pool.check(op, x, pool)
+    except (TypeError, ValueError):
+        # what a byte does not tell apart, or what the stock function refuses in its own words
+        return _pure(registry, func, args, kwargs)
+    z = max_pool.max_pool(x, pool)
+    _offer(registry, z, lambda x: max_pool.forward(x, pool, False)[0], [x])
+    return z
+
+
+def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """Dropout of elements or channels.  The mask is drawn once, by the function itself."""
+    named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    x, p, inplace = named["input"], named.get("p", 0.5), named.get("inplace")
+    drawn: list[Kept | Recipe] = []
+
+    def noise(t: Tensor) -> Kept | Handle | None:
+        if drawn or not plain(t) or t.untyped_storage() is x.untyped_storage():
+            return None
+        if t.dtype == torch.bool or t.size() != x.size():
+            # of a fused function, as it should be; a number for each channel
+            drawn.append(kept := registry.keep(t))
+            return kept
+        mask, dtype, at = t != 0, t.dtype, Place.of(t)
+        source = registry.keep(mask), Place.of(mask)
+        made = Recipe(at, lambda m: m.to(dtype).div_(1 - p), None, Autocast.now(t.device.type), [source])
+        drawn.append(made)
+        return Handle(made, at)
+
+    if inplace:
+        registry.before_change(x)
+    with recipe.claimed(registry, noise):
+        out = func(*args, **kwargs)
+    if drawn and not inplace:
+        masked = isinstance(drawn[0], Kept) and drawn[0].at.dtype == torch.bool
+        registry.offer(out, functools.partial(_masked, p=p) if masked else torch.mul, [x, drawn[0]])
+    return out
+
+
+def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    # the fused function divides in the precision that it multiplies in
+    keep = torch.tensor(1 - p, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.ops.aten.native_dropout_backward(x, mask, (1 / keep).item() if p < 1 else 0.0)
+
+
+Rule = Callable[[Registry, Function, Any, Any], Any]
+# functions of torch.nn.functional with the option `inplace`
+FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.hardtanh, F.selu, F.celu, F.hardsigmoid)
+# names of functions, and methods, that have a twin with an underscore
+TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
+PURE = (
+    F.gelu, F.prelu, F.softplus, F.pad, F.interpolate, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+    F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+    torch.cat, torch.concat, torch.stack, torch.flatten, torch.reshape, torch.clone,
+    Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
+    Tensor.bfloat16, Tensor.double,
+)  # fmt: skip
+# those of the above that save what they return
+SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
+
+
+def _rules() -> dict[Function, Rule]:
+    rules: dict[Function, Rule] = {F.batch_norm: _norm, F.instance_norm: _norm}
+    rules.update(dict.fromkeys(FLAGGED, _flagged))
+    rules.update(dict.fromkeys(PURE, _pure))
+    rules.update(dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout))
+    for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
+        rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
+    for name in TWINS:
+        for home in (torch, Tensor):
+            pure, overwrite = getattr(home, name), getattr(home, f"{name}_", getattr(Tensor, f"{name}_"))
+            rules[pure] = functools.partial(_pure, inplace=overwrite)
+            rules[overwrite] = functools.partial(_overwriting, pure=getattr(torch, name))
+    return rules
+
+
+RULES = _rules()
+
+
+@functools.cache
+def _writes(func: Function) -> bool:
+    """Whether it is one of those that change an argument, by its name: relu_, aten.relu_.default, __setitem__."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
+    if _writes(func) or kwargs.get("inplace"):
+        written += args[:1] or [kwargs.get("input", kwargs.get("tensor"))]
+    flat = [part for tree in written for part in (tree if isinstance(tree, (tuple, list)) else [tree])]
+    return [part for part in flat if isinstance(part, Tensor)]
+
+
+_data = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Watch(TorchFunctionMode):
+    """Sees stock functions as they are called, on behalf of one registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()
+        self.registry = registry
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is not None and "out" not in kwargs and recipe.active() is self.registry:
+            return rule(self.registry, func, args, kwargs)
+        for t in _written(func, args, kwargs):
+            self.registry.before_change(t)
+        out = func(*args, **kwargs)
+        if func == _data:
+            # another view of the memory, whose changes no version counts
+            self.registry.forget(out)
+        return out

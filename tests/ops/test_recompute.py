@@ -1,0 +1,397 @@
+"""The scope around whole models: nesting, threads, checkpoint, compile, other hooks, and what it leaves behind."""
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusedseg
+from fusedseg.memory import SavedBytes, measure
+from fusedseg.ops import recipe
+from fusedseg.ops.recompute import recompute
+
+SHAPE = (2, 3, 16, 16)
+BYTES = 2 * 8 * 16 * 16 * 4
+
+
+def block(act=nn.ReLU):
+    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), act(inplace=True))
+
+
+class Net(nn.Module):
+    """Four convolutions, a skip, a pool and a residual."""
+
+    def __init__(self, wrap=lambda fn, x: fn(x)):
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3, padding=1), block(), block(nn.SiLU)
+        self.last = nn.Conv2d(16, 2, 1)
+        self.wrap = wrap
+
+    def forward(self, x):
+        x = self.first(x)
+        skip = self.wrap(self.second, x)
+        x = F.relu(self.wrap(self.third, F.max_pool2d(skip, 2)) + F.max_pool2d(x, 2))
+        return self.last(torch.cat([skip, F.interpolate(x, scale_factor=2)], dim=1))
+
+
+def gradients(fn, net, x, backward=torch.Tensor.backward):
+    net.zero_grad()
+    fn(x).square().mean().backward() if backward is torch.Tensor.backward else backward(fn(x).square().mean())
+    return [param.grad.clone() for param in net.parameters()]
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(SHAPE)
+
+
+@pytest.fixture
+def expected(net, x):
+    return gradients(net, net, x)
+
+
+def saved(fn, net, x):
+    with SavedBytes([*net.parameters(), *net.buffers()]) as counted:
+        out = fn(x)
+        nbytes = counted.nbytes
+    del out
+    return nbytes
+
+
+def test_public_name():
+    assert fusedseg.recompute is recompute
+
+
+def test_context_manager_and_decorator(net, x, expected):
+    @fusedseg.recompute()
+    def decorated(x):
+        assert recipe.active() is not None
+        return net(x)
+
+    def inside(x):
+        with fusedseg.recompute():
+            return net(x)
+
+    assert_same(gradients(decorated, net, x), expected)
+    assert_same(gradients(inside, net, x), expected)
+    assert saved(decorated, net, x) == saved(inside, net, x) < 0.6 * saved(net, net, x)
+
+
+def test_loss_and_backward_inside(net, x, expected):
+    with recompute():
+        assert_same(gradients(net, net, x), expected)
+
+
+def test_nested_scopes_are_one(net, x, expected):
+    def nested(x):
+        with recompute():
+            registry = recipe.active()
+            with recompute():
+                assert recipe.active() is registry
+                out = net(x)
+            assert recipe.active() is registry
+        assert recipe.active() is None
+        return out
+
+    assert_same(gradients(nested, net, x), expected)
+    assert saved(nested, net, x) == saved(recompute()(net), net, x)
+
+
+def test_one_scope_entered_twice(net, x):
+    scope = recompute()
+    with scope, scope:
+        assert recipe.active() is not None
+    assert recipe.active() is None
+    with scope:
+        assert recipe.active() is not None
+
+
+def test_an_exception_ends_the_scope(net, x, expected):
+    with pytest.raises(RuntimeError, match="channels"), recompute():
+        net(x[:, :2])
+    assert recipe.active() is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert_same(gradients(recompute()(net), net, x), expected)
+
+
+def test_an_in_place_call_that_raises(x):
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    with recompute():
+        z = F.batch_norm(conv(x), None, None, training=True)
+        with pytest.raises(RuntimeError):
+            z.add_(torch.ones(5))
+        # the sum would have had this version
+        z.mul_(2)
+        out = conv(z)
+    got = torch.autograd.grad(out.square().mean(), conv.weight)
+    expected = torch.autograd.grad(
+        conv(F.batch_norm(conv(x), None, None, training=True) * 2).square().mean(), conv.weight
+    )
+    assert_same(got, expected)
+
+
+def test_only_the_thread_that_entered_it(net, x):
+    with recompute(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(recipe.active).result() is None
+        assert pool.submit(torch._C._len_torch_function_stack).result() == 0
+
+
+def test_threads_each_with_a_scope_of_the_same_function():
+    """As nn.DataParallel calls a module whose forward has the scope."""
+    nets, x = [Net() for _ in range(4)], torch.randn(SHAPE)
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    expected = gradients(nets[0], nets[0], x)
+    barrier = threading.Barrier(4)
+
+    @recompute()
+    def run(net, x):
+        barrier.wait()
+        return net(x)
+
+    def step(net):
+        return gradients(lambda x: run(net, x), net, x)
+
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(step, nets):
+            assert_same(got, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_checkpoint_inside(net, x, expected, reentrant, inside):
+    net.wrap = lambda fn, x: checkpoint(fn, x, use_reentrant=reentrant)
+
+    def forward(x):
+        with recompute():
+            return net(x)
+
+    if not inside:
+        assert_same(gradients(forward, net, x), expected)
+    else:
+        with recompute():
+            assert_same(gradients(net, net, x), expected)
+    if not reentrant:
+        assert saved(forward, net, x) < saved(recompute()(Net()), net, x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around(net, x, expected, reentrant):
+    x.requires_grad_()
+
+    def around(x):
+        return checkpoint(recompute()(net), x, use_reentrant=reentrant)
+
+    assert_same(gradients(around, net, x), expected)
+    # the input
+    assert saved(around, net, x) <= x.nbytes
+
+
+def test_hooks_around_get_what_is_kept(net, x, expected):
+    def around(x):
+        with save_on_cpu(), recompute():
+            return net(x)
+
+    assert_same(gradients(around, net, x), expected)
+
+
+def test_hooks_inside_get_everything(net, x, expected):
+    def inside(x):
+        with recompute(), save_on_cpu():
+            return net(x)
+
+    assert_same(gradients(inside, net, x), expected)
+
+
+def test_retained_graph_and_part_of_it(net, x, expected):
+    out = recompute()(net)(x).square().mean()
+    for _ in range(3):
+        net.zero_grad()
+        out.backward(retain_graph=True)
+        assert_same([param.grad for param in net.parameters()], expected)
+    (only,) = torch.autograd.grad(out, net.last.weight, retain_graph=True)
+    assert_same([only, *torch.autograd.grad(out, net.first.weight)], [expected[-2], expected[0]])
+
+
+def test_double_backward_is_that_of_eager(x):
+    torch.manual_seed(0)
+    net, x = Net().double(), x.double().requires_grad_()
+
+    def penalty(fn):
+        (dx,) = torch.autograd.grad(fn(x).square().mean(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), list(net.parameters()), allow_unused=True)
+
+    expected, got = penalty(net), penalty(recompute()(net))
+    for a, b in zip(got, expected, strict=True):
+        assert a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_no_grad_and_eval(net, x):
+    with recompute(), torch.no_grad():
+        out = net(x)
+        assert recipe.active() is None
+    assert torch.equal(out, net(x))
+    net.eval()
+    assert_same(gradients(recompute()(net), net, x), gradients(net, net, x))
+
+
+def test_random_numbers_are_those_of_eager(x):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(8, 8, 3))
+    states = []
+    for fn in (net, recompute()(net)):
+        torch.manual_seed(3)
+        states.append([*gradients(fn, net, x), torch.get_rng_state()])
+    assert_same(*states)
+
+
+def test_memory_changed_by_data_is_not_mistaken(x):
+    """No version counts it."""
+    conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def fn(x):
+        # silu saves its input, so that nobody has saved z yet
+        z = F.silu(norm(conv(x)))
+        z.data.mul_(2)
+        return conv(z)
+
+    assert_same(*[torch.autograd.grad(run(x).square().mean(), conv.weight) for run in (fn, recompute()(fn))])
+
+
+def test_a_view_changed_in_place_does_not_stand_for_its_base(x):
+    conv, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+    last = nn.Conv2d(4, 2, 1)
+
+    def fn(x):
+        t = norm(conv(x))
+        t[:, :2].sigmoid_()
+        return last(t)
+
+    params = [*conv.parameters(), *norm.parameters(), *last.parameters()]
+    results = [torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))]
+    assert_same(*results)
+
+
+def test_a_source_that_is_overwritten_inside_is_copied_first(x):
+    """cat keeps nothing, so its inputs may be overwritten after it."""
+    up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def fn(x):
+        raw = up(x)
+        out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
+        return out + raw.mul_(2)[:, :2]
+
+    params = [p for module in (up, first, last) for p in module.parameters()]
+    assert_same(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
+
+
+def test_a_source_that_is_overwritten_outside_raises(x):
+    up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+    with recompute():
+        raw = up(x)
+        out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
+    raw.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*fusedseg.recompute"):
+        out.sum().backward()
+
+
+def residual_stream(convs, norms, x):
+    for conv, norm in zip(convs, norms, strict=True):
+        x = F.relu(norm(conv(x)) + x)
+    return x
+
+
+def test_a_long_residual_stream_keeps_a_tensor_now_and_then():
+    depth = 40
+    convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
+    norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
+    both, x = nn.ModuleList([convs, norms]), torch.randn(2, 8, 16, 16)
+    calls = []
+    for conv in convs:
+        conv.register_forward_hook(lambda *_: calls.append(1))
+    fn = lambda x: residual_stream(convs, norms, x)  # noqa: E731
+    assert_same(gradients(recompute()(fn), both, x), gradients(fn, both, x))
+    # no convolution is computed again
+    assert len(calls) == 2 * depth
+    # the output of each convolution, and every fifth of the stream
+    assert depth * BYTES <= saved(recompute()(fn), both, x) <= 1.35 * depth * BYTES
+
+
+def test_memory_is_freed(net, x):
+    gc.collect()
+    gc.disable()
+    try:
+        held = []
+        for backward in (True, False):
+            with recompute():
+                y = net.first(x)
+                z = F.relu(net.second[1](y))
+                out = net.second[0](z)
+            held += [weakref.ref(t.untyped_storage()) for t in (y, z, out)]
+            if backward:
+                out.sum().backward()
+            del y, z, out
+        assert [ref() for ref in held] == [None] * 6
+        # with the graph there still, nothing that was rebuilt is
+        out = recompute()(net)(x).sum()
+        before = len([o for o in gc.get_objects() if type(o) is torch.Tensor])
+        out.backward(retain_graph=True)
+        torch.autograd.grad(out, net.last.weight, retain_graph=True)
+        net.zero_grad()
+        assert len([o for o in gc.get_objects() if type(o) is torch.Tensor]) <= before
+    finally:
+        gc.enable()
+
+
+def test_fake_tensors(x):
+    real_net = Net()
+    real = measure(recompute()(real_net), x, owned=[*real_net.parameters(), *real_net.buffers()])
+    with FakeTensorMode():
+        net = Net()
+        fake = measure(recompute()(net), torch.empty(SHAPE), owned=[*net.parameters(), *net.buffers()])
+    assert (fake.saved, fake.held) == (real.saved, real.held)
+
+
+def test_compiled_model_in_the_scope(net, x, expected):
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for a, b in zip(gradients(recompute()(compiled), net, x), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_scope_in_a_compiled_function(net, x, expected):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        with recompute():
+            return net(x)
+
+    for a, b in zip(gradients(compiled, net, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_function_transforms_refuse_the_scope(x):
+    """As they refuse all saved-tensor hooks; without gradients it is nothing to them."""
+    with pytest.raises(RuntimeError, match="saved tensor hooks"), recompute():
+        torch.func.grad(lambda x: x.relu().sum())(x)
+    with recompute():
+        assert torch.equal(torch.func.vmap(torch.relu)(x), torch.relu(x))
