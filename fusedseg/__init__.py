@@ -4,6 +4,7 @@ import sys
 import types
 
 from . import _backend, functional, memory, unet
+from .conversion import ConversionReport, convert, revert
 from .nn import (
     ABN,
     BatchNormAct,
@@ -32,6 +33,7 @@ __all__ = [
     "ConvABN3d",
     "ConvBank2d",
     "ConvBank3d",
+    "ConversionReport",
     "GroupNormAct",
     "InPlaceABN",
     "InstanceNormAct",
@@ -40,10 +42,12 @@ __all__ = [
     "MaxPool2d",
     "MaxPool3d",
     "backend",
+    "convert",
     "functional",
     "memory",
     "recompute",
     "reuse_output",
+    "revert",
     "unet",
 ]
 

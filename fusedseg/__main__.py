@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .conversion.command import add_convert
 from .doctor import doctor
 
 DEMOS = ("slices", "volume", "encoders")
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     add_doctor(commands)
     add_demo(commands)
+    add_convert(commands)
     args = parser.parse_args(argv)
     return args.run(args)
 

@@ -22,10 +22,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "nn": (BASE | {"ops"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": (set(), {"matplotlib", "torch"}),
-    "__init__": (BASE | {"functional", "memory", "nn", "ops", "unet"}, {"torch"}),
+    "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
+    "__init__": (BASE | {"conversion", "functional", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "__main__": ({"demo", "doctor"}, {"torch"}),
+    "__main__": ({"conversion", "demo", "doctor"}, {"torch"}),
 }
 # imported inside functions only, since they need triton, or the packages of an extra
 LAZY = {"demo", "kernels"}

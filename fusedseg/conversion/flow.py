@@ -1,0 +1,139 @@
+"""What a model does with its values, in the order in which it does it: the calls of one forward.
+
+A value is what one call made.  A call that writes over its argument makes a new value in the same memory, so that
+whoever reads the tensor later reads the new value.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
+POOLS = (nn.MaxPool2d, nn.MaxPool3d)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+# names of functions, and of their in-place forms without the underscore
+KINDS = {
+    "conv": {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"},
+    "norm": {"batch_norm", "instance_norm", "group_norm"},
+    "activation": {
+        "relu", "leaky_relu", "elu", "silu", "gelu", "mish", "hardswish", "relu6", "prelu", "hardtanh", "selu", "celu",
+        "rrelu", "softplus", "sigmoid", "tanh", "hardsigmoid", "clamp", "clamp_min",
+    },
+    "add": {"add", "iadd", "__add__", "__iadd__", "__radd__"},
+    "pool": {"max_pool1d", "max_pool2d", "max_pool3d"},
+    "join": {"cat", "concat", "concatenate", "interpolate", "upsample", "pad"},
+}  # fmt: skip
+MODULE_KINDS: dict[str, tuple[type, ...]] = {
+    "conv": CONVS,
+    "norm": NORMS,
+    "activation": (
+        nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Mish, nn.Hardswish, nn.ReLU6, nn.PReLU, nn.Hardtanh,
+        nn.SELU, nn.CELU, nn.RReLU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
+    ),
+    "pool": POOLS,
+    "join": (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
+}  # fmt: skip
+
+
+def kind_of(name: str, module: nn.Module | None) -> str:
+    """conv, norm, activation, add, pool, join or other; of a module by its very class."""
+    if module is not None:
+        return next((kind for kind, classes in MODULE_KINDS.items() if type(module) in classes), "other")
+    name = name if name.endswith("__") else name.rstrip("_")
+    return next((kind for kind, names in KINDS.items() if name in names), "other")
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module counts as one call, whatever happens inside it."""
+    from_torch = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit", "fusedseg."))
+    return from_torch and type(module) not in CONTAINERS
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a leaf module, or of a function.
+
+    where: the path of the module whose forward makes the call.
+    reads, makes: values; nbytes, shape: of the first tensor that it makes, None where sizes are not known.
+    """
+
+    name: str
+    module: nn.Module | None
+    where: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    nbytes: int | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name, self.module)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}()" if self.module is None else self.name
+
+
+@dataclass
+class Flow:
+    """The calls of one forward.
+
+    how: "traced by torch.fx" or "observed on the example", with the mode.
+    returned: values that leave the model, or that something outside this forward holds on to.
+    passed: values that went through a call that changed nothing, such as dropout in eval mode.
+    """
+
+    how: str
+    calls: list[Call] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._readers: dict[int, list[Call]] = {}
+        self._maker: dict[int, Call] = {}
+        for call in self.calls:
+            self.index(call)
+
+    def add(self, call: Call) -> None:
+        self.calls.append(call)
+        self.index(call)
+
+    def index(self, call: Call) -> None:
+        for value in dict.fromkeys(call.reads):
+            self._readers.setdefault(value, []).append(call)
+        for value in call.makes:
+            self._maker[value] = call
+
+    def maker(self, value: int) -> Call | None:
+        """None for an input, a parameter, a constant."""
+        return self._maker.get(value)
+
+    def readers(self, value: int) -> list[Call]:
+        return self._readers.get(value, [])
+
+    def only_reader(self, value: int) -> Call | None:
+        """The one call that reads a value, None where it is read by several, or leaves the model."""
+        readers = self.readers(value)
+        return readers[0] if len(readers) == 1 and value not in self.returned else None
+
+    def of(self, module: nn.Module) -> list[Call]:
+        return [call for call in self.calls if call.module is module]
+
+
+def paths_of(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Every name under which a module is registered; "" is the root's own."""
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(path)
+    return {module: tuple(paths) for module, paths in found.items()}
+
+
+def listed(titles: Iterable[str]) -> str:
+    """ "a", "a and b", "a, b and c", each once."""
+    *head, last = dict.fromkeys(titles)
+    return f"{', '.join(head)} and {last}" if head else last

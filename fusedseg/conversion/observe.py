@@ -1,0 +1,214 @@
+"""The flow of a model, seen as it runs once on an example: on fake tensors where it can, which compute nothing."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .flow import Call, Flow, is_leaf, paths_of
+from .unchanged import unchanged
+
+# what tells about a tensor without its values
+METADATA = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "get_device",
+    "element_size", "is_floating_point", "is_complex", "data_ptr", "type", "is_pinned", "is_shared", "__len__",
+    "device", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+}  # fmt: skip
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Observer:
+    """Writes down calls while entered: of leaf modules by hooks, of functions by a function mode, and of the ops that
+    come from neither, such as those of scripted code, by a dispatch mode."""
+
+    def __init__(self, root: nn.Module, how: str) -> None:
+        self.flow = Flow(how)
+        self._paths = {module: paths[0] for module, paths in paths_of(root).items()}
+        self._values: dict[tuple[int, int], int] = {}
+        # alive, or another tensor would take its id
+        self._held: list[tuple[int, Tensor]] = []
+        self._where: list[str] = [""]
+        # how deep inside of a call that has begun
+        self._inside = 0
+        self._begun: list[list[tuple[Tensor, int]]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in self._paths:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+                    stack.callback(before.remove)
+                    after = module.register_forward_hook(self._leave, prepend=True, with_kwargs=True)
+                    stack.callback(after.remove)
+            stack.enter_context(_Ops(self))
+            stack.enter_context(_Functions(self))
+            yield
+
+    def returns(self, out: Any) -> None:
+        """``out`` leaves the model."""
+        self.flow.returned = {self._value(tensor) for tensor in tensors_in(out)}
+
+    def end(self) -> Flow:
+        """What somebody still holds leaves the model as well."""
+        # the last value of each tensor
+        last = {id(tensor): (value, weakref.ref(tensor)) for value, tensor in self._held}
+        refs = [(value, ref) for value, ref in last.values() if self.flow.maker(value)]
+        self._held.clear()
+        if any(ref() is not None for _, ref in refs):
+            gc.collect()
+        self.flow.returned |= {value for value, ref in refs if ref() is not None}
+        return self.flow
+
+    def call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function and writes it down, unless it is part of a call."""
+        if self._inside:
+            return func(*args, **kwargs)
+        read = self._begin((args, kwargs))
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        self._end(name, None, read, out)
+        return out
+
+    def _value(self, tensor: Tensor) -> int:
+        key = (id(tensor), tensor._version)
+        if key not in self._values:
+            self._values[key] = len(self._values)
+            self._held.append((self._values[key], tensor))
+        return self._values[key]
+
+    def _begin(self, args: Any) -> list[tuple[Tensor, int]]:
+        self._inside += 1
+        return [(tensor, self._value(tensor)) for tensor in tensors_in(args)]
+
+    def _end(self, name: str, module: nn.Module | None, read: list[tuple[Tensor, int]], out: Any) -> None:
+        outputs = tensors_in(out)
+        if not outputs and (name == "__get__" or name in METADATA):
+            return
+        known = {value for _, value in read}
+        written = [tensor for tensor, value in read if self._value(tensor) != value]
+        makes = tuple(dict.fromkeys(v for v in map(self._value, (*outputs, *written)) if v not in known))
+        if outputs and not makes:
+            self.flow.passed.update(self._value(tensor) for tensor in outputs)
+            return
+        size = (outputs[0].nbytes, tuple(outputs[0].shape)) if outputs else (None, None)
+        reads = tuple(dict.fromkeys(value for _, value in read))
+        self.flow.add(Call(name, module, self._where[-1], reads, makes, *size))
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._inside and not is_leaf(module):
+            return
+        if not is_leaf(module):
+            self._where.append(self._paths[module])
+        elif self._inside:
+            self._inside += 1
+        else:
+            self._begun.append(self._begin((args, kwargs)))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if not is_leaf(module):
+            if not self._inside:
+                self._where.pop()
+            return
+        self._inside -= 1
+        if not self._inside:
+            self._end(type(module).__name__, module, self._begun.pop(), out)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._observer.call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._observer.call(func.overloadpacket.__name__, func, args, kwargs or {})
+
+
+def fake_mode_of(model: nn.Module) -> FakeTensorMode:
+    """The mode that the model's tensors were made in, or a new one."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def replace_tensors(model: nn.Module, change: Any) -> None:
+    """Sets every parameter and buffer to what ``change`` makes of it, those that are tied to one and the same."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in holders:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = made.setdefault(id(tensor), change(tensor))
+
+
+@contextmanager
+def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
+    """The model with fake parameters and buffers, and the inputs as fake tensors; taken back at the end."""
+    mode = fake_mode_of(model)
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    with unchanged(model), torch.random.fork_rng(devices=[]), mode:
+        replace_tensors(model, fake)
+        yield tree_map_only(Tensor, fake, inputs)
+
+
+def _run(model: nn.Module, inputs: tuple[tuple, dict], how: str) -> Flow:
+    observer = Observer(model, how)
+    with observer.watching():
+        observer.returns(model(*inputs[0], **inputs[1]))
+    return observer.end()
+
+
+def set_training(model: nn.Module, training: bool) -> None:
+    """As a flag, without calling ``train``, which models override."""
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.training = training
+
+
+def observe(model: nn.Module, inputs: tuple[tuple, dict], training: bool) -> Flow:
+    """One forward of the model in training or eval mode; the model stays as it was.
+
+    Where it needs values that fake tensors have not, it runs on real ones, with copies of its buffers.
+    Raises what the model raises.
+    """
+    how = f"observed in {'training' if training else 'eval'} mode"
+    with unchanged(model), torch.no_grad():
+        set_training(model, training)
+        try:
+            with on_fake_tensors(model, inputs) as fake:
+                return _run(model, fake, how)
+        except Exception:
+            if isinstance(next(model.parameters(), None), FakeTensor):
+                raise
+        with torch.random.fork_rng(devices=[]):
+            replace_tensors(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
+            return _run(model, tree_map_only(Tensor, torch.clone, inputs), how)

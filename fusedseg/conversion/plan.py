@@ -1,0 +1,210 @@
+"""What can be replaced in a model, and why the rest cannot, from the flows of its forward."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .flow import INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
+from .report import Row
+from .twins import IDEMPOTENT, POOLS, STORE_OUTPUT, Refused, Spec, check_hooks, spec_of, twin_of
+
+T = TypeVar("T")
+
+
+@dataclass
+class Fusion:
+    """A norm and the activation modules after it."""
+
+    norm: nn.Module
+    acts: list[nn.Module]
+    spec: Spec
+    inplace: bool
+    twin: nn.Module
+    # an activation is also called elsewhere
+    marks: bool = False
+
+
+@dataclass
+class Plan:
+    fusions: list[Fusion] = field(default_factory=list)
+    pools: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    # activation modules: called after fused norms only, or elsewhere too
+    applied: list[nn.Module] = field(default_factory=list)
+    shared: list[nn.Module] = field(default_factory=list)
+    replaced: list[Row] = field(default_factory=list)
+    recomputed: list[Row] = field(default_factory=list)
+    skipped: list[Row] = field(default_factory=list)
+
+
+class Planner:
+    """Args: the flows in training and eval mode, which must agree; whether sharing marks are allowed for activations
+    that change what they are called on twice."""
+
+    def __init__(self, root: nn.Module, flows: list[Flow], marks_anything: bool) -> None:
+        self._root, self._flows, self._marks_anything = root, flows, marks_anything
+        self._paths = paths_of(root)
+        self._refused: dict[nn.Module, str] = {}
+
+    def plan(self) -> Plan:
+        plan = Plan()
+        fusions = dict(self._each(NORMS, self._fusion))
+        while dropped := [norm for norm, fusion in fusions.items() if not self._sharing_allowed(fusion, fusions)]:
+            for norm in dropped:
+                del fusions[norm]
+                self._refused[norm] = "its activation module is also called elsewhere"
+        plan.fusions = list(fusions.values())
+        for act in dict.fromkeys(act for fusion in plan.fusions for act in fusion.acts):
+            (plan.shared if self._is_shared(act, fusions) else plan.applied).append(act)
+        for fusion in plan.fusions:
+            fusion.marks = any(act in plan.shared for act in fusion.acts)
+        plan.pools = list(self._each(POOLS, self._pool))
+        self._rows(plan)
+        return plan
+
+    def _each(self, classes: Iterable[type], consider: Callable[[nn.Module], T]) -> Iterator[tuple[nn.Module, T]]:
+        for module in self._paths:
+            if type(module) in classes:
+                try:
+                    yield module, consider(module)
+                except Refused as refused:
+                    self._refused[module] = str(refused)
+
+    def _calls(self, module: nn.Module) -> list[tuple[Flow, Call]]:
+        return [(flow, call) for flow in self._flows for call in flow.of(module)]
+
+    def _fusion(self, norm: Any) -> Fusion:
+        calls = self._calls(norm)
+        if not calls:
+            raise Refused("it is not called")
+        check_hooks(norm)
+        acts = list(dict.fromkeys(self._activation_after(flow, call) for flow, call in calls))
+        specs = list(dict.fromkeys(spec_of(act) for act in acts))
+        if len(specs) > 1:
+            raise Refused(f"it is called several times, followed by {listed(map(str, specs))}")
+        for act in acts:
+            check_hooks(act)
+        if isinstance(norm, INSTANCE_NORMS) and any(
+            call.shape is not None and len(call.shape) == norm._get_no_batch_dim() for _, call in calls
+        ):
+            raise Refused("it is called without a batch dimension")
+        inplace = specs[0].invertible and type(norm) in STORE_OUTPUT
+        inplace = inplace and all(self._may_overwrite(flow, call) for flow, call in calls)
+        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace))
+
+    def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
+        value = call.makes[0]
+        readers = flow.readers(value)
+        if value in flow.returned:
+            raise Refused("its output leaves the model, or is held by someone")
+        if len(readers) != 1:
+            what = f"is read by {listed(r.title for r in readers)}" if readers else "is not used"
+            raise Refused(f"its output {what}" + (", more than once" if len({r.title for r in readers}) == 1 else ""))
+        if readers[0].kind != "activation":
+            raise Refused(f"followed by {readers[0].title}")
+        if readers[0].module is None:
+            raise Refused(f"followed by {readers[0].title}, a function called in the forward code")
+        return readers[0].module
+
+    def _may_overwrite(self, flow: Flow, call: Call) -> bool:
+        maker = flow.maker(call.reads[0])
+        if maker is None or maker.kind != "conv" or flow.only_reader(call.reads[0]) is not call:
+            return False
+        try:
+            if maker.module is not None:
+                check_hooks(maker.module)
+        except Refused:
+            return False
+        return True
+
+    def _is_shared(self, act: nn.Module, fusions: dict[nn.Module, Fusion]) -> bool:
+        makers = (flow.maker(call.reads[0]) for flow, call in self._calls(act))
+        return not all(maker is not None and maker.module in fusions for maker in makers)
+
+    def _sharing_allowed(self, fusion: Fusion, fusions: dict[nn.Module, Fusion]) -> bool:
+        if fusion.spec.name in IDEMPOTENT or not any(self._is_shared(act, fusions) for act in fusion.acts):
+            return True
+        # a mark is on the very tensor
+        direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
+        return self._marks_anything and direct
+
+    def _pool(self, pool: Any) -> nn.Module:
+        if not self._calls(pool):
+            raise Refused("it is not called")
+        if pool.return_indices:
+            raise Refused("it returns indices")
+        try:
+            return POOLS[type(pool)](pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+        except (TypeError, ValueError) as error:
+            raise Refused(str(error)) from None
+
+    def _rows(self, plan: Plan) -> None:
+        """One row for each module, or function in a module, in the order of the calls in training mode."""
+        flow = self._flows[0] if self._flows else Flow("")
+        fusions = {fusion.norm: fusion for fusion in plan.fusions}
+        pools = {pool for pool, _ in plan.pools}
+        told: set[object] = set()
+        for call in flow.calls:
+            of = (call.where, call.name) if call.module is None else call.module
+            maker = flow.maker(call.reads[0]) if call.reads else None
+            after_fused = call.kind == "activation" and maker is not None and maker.module in fusions
+            if of in told or after_fused:
+                continue
+            if call.module in fusions:
+                plan.replaced.append(self._fused_row(flow, fusions[call.module]))
+            elif call.module in pools:
+                plan.replaced.append(self._pool_row(flow, call.module))
+            elif call.kind in ("norm", "activation", "pool", "join"):
+                plan.recomputed.append(self._left_row(call, maker))
+            else:
+                continue
+            told.add(of)
+        # a norm whose forward calls a function is told by that
+        told_as_functions = {call.where for call in flow.calls if call.kind == "norm" and call.module is None}
+        for module, paths in self._paths.items():
+            why = self._refused.get(module) or _not_understood(module)
+            if why and module not in told and told_as_functions.isdisjoint(paths):
+                plan.skipped.append(Row(paths, type(module).__name__, "", why, None))
+
+    def _fused_row(self, flow: Flow, fusion: Fusion) -> Row:
+        acts = [path for act in fusion.acts for path in self._paths[act][:1]]
+        what = f"{type(fusion.norm).__name__} + {listed(type(act).__name__ for act in fusion.acts)}"
+        nbytes = _total(call.nbytes for call in flow.of(fusion.norm))
+        return Row((*self._paths[fusion.norm], *acts), what, f"{type(fusion.twin).__name__}({fusion.spec})", "", nbytes)
+
+    def _pool_row(self, flow: Flow, pool: nn.Module) -> Row:
+        # a byte for each element in place of an int64 index
+        nbytes = _total(None if call.shape is None else math.prod(call.shape) * 7 for call in flow.of(pool))
+        return Row(self._paths[pool], type(pool).__name__, type(pool).__name__, "", nbytes)
+
+    def _left_row(self, call: Call, maker: Call | None) -> Row:
+        paths = (call.where,) if call.module is None else self._paths[call.module]
+        why = "" if call.module is None else self._refused.get(call.module, "")
+        if call.kind == "activation":
+            why = f"after {maker.title if maker else 'an input'}"
+        return Row(paths, call.title, "", why, call.nbytes if call.kind in ("activation", "join") else None)
+
+
+def _not_understood(module: nn.Module) -> str:
+    """Why a module that looks like a norm is none that can be replaced; "" for other modules."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted: convert the model before torch.jit.script"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return "it is lazy and has no parameters yet: run the model once, then convert it"
+    if type(module) is nn.SyncBatchNorm:
+        return "its statistics are those of several processes"
+    if isinstance(module, NORMS) and type(module) not in NORMS:
+        return f"its class is {type(module).__name__}, of which only {_base(module)} is known"
+    return ""
+
+
+def _base(module: nn.Module) -> str:
+    return next(cls.__name__ for cls in NORMS if isinstance(module, cls))
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,103 @@
+"""``ConversionReport``: what was replaced, what is rebuilt in backward, what was left, and why."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..memory import Footprint
+from .verify import Verification, verify
+
+
+class Row(NamedTuple):
+    """One module, or function that a module calls.
+
+    paths: every name under which it is registered, those of its activation behind; of a function, the caller's.
+    what, to: what it was, and what it became.
+    why: the reason, where it became nothing else.
+    nbytes: bytes that are no longer kept, by estimate; None where sizes are not known.
+    """
+
+    paths: tuple[str, ...]
+    what: str
+    to: str
+    why: str
+    nbytes: int | None
+
+
+SECTIONS = (
+    ("replaced", "Replaced by fused modules"),
+    ("recomputed", "Left as they are, their outputs rebuilt in backward instead of kept"),
+    ("skipped", "Left as they are"),
+)
+
+
+@dataclass(eq=False)
+class ConversionReport:
+    """What ``fusedseg.convert`` did.  ``print(report)`` is a table; ``to_json()`` the same for programs.
+
+    model: the converted model.
+    mode: "exact" or "leaky".
+    how: how the order of execution was found; why not, where it was not.
+    replaced: norms with their activation, and pools, that are fused modules now.
+    recomputed: what runs as before, but whose output is not kept: the scope around the model's forward rebuilds it.
+    skipped: what is kept as before.
+    before, after: bytes of a training step on the example, counted on tensors without values; None without an example.
+    """
+
+    model: nn.Module = field(repr=False)
+    mode: str
+    how: str
+    replaced: list[Row]
+    recomputed: list[Row]
+    skipped: list[Row]
+    before: Footprint | None = None
+    after: Footprint | None = None
+
+    def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
+        """Runs the model and its stock form on the example, forward and backward, and compares them.
+
+        Both run on copies, from the same random state; ``training`` None: in the mode that the model is in.
+        """
+        return verify(self.model, example_input, training)
+
+    def to_json(self) -> str:
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name, _ in SECTIONS}
+        memory = {
+            name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
+        }
+        return json.dumps({"model": type(self.model).__name__, "mode": self.mode, "how": self.how, **rows, **memory})
+
+    def __str__(self) -> str:
+        lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
+        for name, title in SECTIONS:
+            rows = getattr(self, name)
+            if rows:
+                lines += ["", f"{title} ({len(rows)})", *_table(rows)]
+        if self.before and self.after:
+            lines += ["", "A training step on the example"]
+            for name in ("saved", "peak"):
+                before, after = getattr(self.before, name), getattr(self.after, name)
+                ratio = f" ({after / before:.2f})" if before else ""
+                lines.append(f"  {name:<6}{_mib(before):>12} -> {_mib(after)}{ratio}")
+        return "\n".join(lines)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [
+        (
+            ", ".join(p or "(the model)" for p in r.paths),
+            r.what,
+            r.to or r.why,
+            "" if r.nbytes is None else _mib(r.nbytes),
+        )
+        for r in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]

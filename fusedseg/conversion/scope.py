@@ -1,0 +1,48 @@
+"""The recompute scope around every forward of a converted model, as hooks of its root."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.recompute import recompute
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[tuple[nn.Module, Any]] = []
+
+
+_active = _Active()
+
+
+def enter(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        scope = recompute()
+        scope.__enter__()
+        _active.scopes.append((module, scope))
+
+
+def leave(module: nn.Module, args: Any, out: Any) -> None:
+    """Called after an exception as well, also one from before ``enter``."""
+    if not torch.compiler.is_compiling() and _active.scopes and _active.scopes[-1][0] is module:
+        _active.scopes.pop()[1].__exit__(None, None, None)
+
+
+def install(root: nn.Module) -> None:
+    # around the hooks of others
+    root.register_forward_pre_hook(enter, prepend=True)
+    root.register_forward_hook(leave, always_call=True)
+
+
+def remove(module: nn.Module) -> bool:
+    """Whether there was one."""
+    found = False
+    for hooks, ours in ((module._forward_pre_hooks, enter), (module._forward_hooks, leave)):
+        for key, hook in list(hooks.items()):
+            if hook is ours:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+                found = True
+    return found

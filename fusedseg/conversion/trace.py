@@ -1,0 +1,74 @@
+"""The flow of a model by ``torch.fx``, which needs no example."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .flow import Call, Flow, is_leaf
+from .observe import METADATA, set_training
+from .unchanged import unchanged
+
+ATTRIBUTES = {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize", "names"}
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUT_FUNCTIONS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return is_leaf(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def trace(model: nn.Module, training: bool) -> Flow:
+    """The calls of one forward in training or eval mode; the model stays as it was.  Optional arguments of its forward
+    are taken to be left out.  Raises what ``torch.fx`` raises."""
+    with unchanged(model):
+        set_training(model, training)
+        parameters = inspect.signature(model.forward).parameters.values()
+        left_out = {p.name: p.default for p in parameters if p.default is not p.empty}
+        graph = _Tracer().trace(model, left_out or None)
+        return _flow(model, graph, f"traced by torch.fx in {'training' if training else 'eval'} mode")
+
+
+def _flow(model: nn.Module, graph: fx.Graph, how: str) -> Flow:
+    flow = Flow(how)
+    values: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        read = tuple(values[n] for n in node.all_input_nodes)
+        if node.op == "output":
+            flow.returned.update(read)
+            continue
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        name = type(module).__name__ if module is not None else _name(node)
+        values[node] = len(values)
+        if node.op in ("placeholder", "get_attr") or _is_metadata(node, name):
+            continue
+        if _changes_nothing(node, name, module):
+            values[node] = read[0]
+            flow.passed.add(read[0])
+            continue
+        where = list((node.meta.get("nn_module_stack") or {"": None}).keys())
+        path = where[-2] if module is not None and len(where) > 1 else where[-1] if module is None else ""
+        flow.add(Call(name, module, path, read, (values[node],)))
+    return flow
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _is_metadata(node: fx.Node, name: str) -> bool:
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in ATTRIBUTES
+    return node.op == "call_method" and name in METADATA
+
+
+def _changes_nothing(node: fx.Node, name: str, module: Any) -> bool:
+    if type(module) is nn.Identity:
+        return True
+    if type(module) in DROPOUTS:
+        return bool(module.p == 0 or not module.training)
+    if node.op == "call_function" and name in DROPOUT_FUNCTIONS:
+        return bool(node.kwargs.get("p", 0.5) == 0 or node.kwargs.get("training", True) is False)
+    return False

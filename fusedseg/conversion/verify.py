@@ -1,0 +1,96 @@
+"""Whether a converted model is the function that it was: outputs, gradients and buffers of both forms."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .inputs import parse_inputs
+from .observe import set_training, tensors_in
+from .revert import revert
+
+
+class Difference(NamedTuple):
+    """The largest |ours - stock| / |stock| (2-norms over a tensor) and the tensor that has it.
+
+    Of gradients |stock| is at least a thousandth of the model's largest: that of a bias before a norm is zero but for
+    rounding, which differs from itself by as much as it is.
+    """
+
+    size: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.size:.2g} ({self.where})" if self.size else "none"
+
+
+class Verification(NamedTuple):
+    """The largest relative differences between a converted model and its stock form."""
+
+    value: Difference
+    gradient: Difference
+    buffers: Difference
+
+    @property
+    def largest(self) -> float:
+        return max(part.size for part in self)
+
+    def __str__(self) -> str:
+        return f"largest relative difference: value {self.value}, gradient {self.gradient}, buffers {self.buffers}"
+
+
+def verify(model: nn.Module, example: Any, training: bool | None = None) -> Verification:
+    """Runs copies of the model and of its reverted form; see ``ConversionReport.verify``."""
+    ours, stock = copy.deepcopy(model), revert(copy.deepcopy(model))
+    random = torch.get_rng_state()
+    found = []
+    for net in (ours, stock):
+        if training is not None:
+            set_training(net, training)
+        torch.set_rng_state(random)
+        found.append(_results(net, example))
+    torch.set_rng_state(random)
+    (out, gradients, buffers), (stock_out, stock_gradients, stock_buffers) = found
+    return Verification(
+        _largest(out, stock_out), _largest(gradients, stock_gradients, 1e-3), _largest(buffers, stock_buffers)
+    )
+
+
+def _results(model: nn.Module, example: Any) -> tuple[dict[str, Tensor], ...]:
+    """Outputs, gradients and buffers by name."""
+    args, kwargs = tree_map_only(Tensor, _leaf, parse_inputs("fusedseg.verify", example))
+    # a view, since a model may write over its input
+    out = model(*tree_map_only(Tensor, lambda t: t.view_as(t), args), **kwargs)
+    outputs = {f"output {i}": tensor for i, tensor in enumerate(tensors_in(out))}
+    loss = sum((_weights(y) * y).sum() for y in outputs.values() if y.is_floating_point() and y.requires_grad)
+    if isinstance(loss, Tensor):
+        loss.backward()
+    leaves = {f"input {i}": tensor for i, tensor in enumerate(tensors_in((args, kwargs)))}
+    leaves |= dict(model.named_parameters())
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return outputs, gradients, dict(model.named_buffers())
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _weights(y: Tensor) -> Tensor:
+    """Weights of a sum that tells all elements apart, and whose gradient a norm does not cancel."""
+    return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().mul(7).sin().view(y.shape)
+
+
+def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], floor: float = 0.0) -> Difference:
+    assert ours.keys() == stock.keys(), set(ours) ^ set(stock)
+    norms = {name: torch.linalg.vector_norm(value.detach().double()).item() for name, value in stock.items()}
+    floor *= max(norms.values(), default=0.0)
+    found = Difference(0.0, "")
+    for name, value in ours.items():
+        difference = torch.linalg.vector_norm(value.detach().double() - stock[name].detach().double()).item()
+        size = difference / (max(norms[name], floor) or 1.0)
+        # NaN included
+        if not size <= found.size:
+            found = Difference(size, name)
+    return found

@@ -1,0 +1,67 @@
+"""A converted model beside the stock one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedseg
+from fusedseg.conversion import ConversionReport
+from tests.reference import relative_error
+
+
+def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and the gradients of input and parameters, of a loss that no norm cancels."""
+    model.train(training)
+    torch.manual_seed(1)
+    leaf = x.clone().requires_grad_()
+    # not the leaf itself, which a model may write over
+    out = model(leaf.view_as(leaf))
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    (out * weights).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out, gradients | {"input": leaf.grad}
+
+
+def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float = 1e-9, training: bool = True) -> None:
+    """Outputs, gradients and buffers after the step, in float64 by default, to rounding: relative to a tensor's own
+    norm, or to a thousandth of the largest, since a bias before a norm has a gradient of nothing but rounding."""
+    out, gradients = results(ours, x, training)
+    expected, expected_gradients = results(stock, x, training)
+    assert relative_error(out, expected) < tolerance
+    assert gradients.keys() == expected_gradients.keys()
+    floor = 1e-3 * max(g.norm().item() for g in expected_gradients.values())
+    for name, gradient in gradients.items():
+        expected_gradient = expected_gradients[name]
+        error = (gradient - expected_gradient).norm().item() / max(expected_gradient.norm().item(), floor)
+        assert error < tolerance, (name, error)
+    for (name, buffer), (_, expected_buffer) in zip(ours.named_buffers(), stock.named_buffers(), strict=True):
+        assert relative_error(buffer, expected_buffer) < tolerance, name
+
+
+def converted(
+    make: Callable[[], nn.Module], x: Tensor, tolerance: float = 1e-9, **options: Any
+) -> tuple[nn.Module, ConversionReport]:
+    """A model in float64, converted and found to be the function that it was, in training and eval mode."""
+    stock = make().to(x.dtype)
+    ours = copy.deepcopy(stock)
+    keys, parameters = list(ours.state_dict()), dict(ours.named_parameters(remove_duplicate=False))
+    report = fusedseg.convert(ours, **options)
+    assert list(ours.state_dict()) == keys
+    for name, parameter in ours.named_parameters(remove_duplicate=False):
+        assert parameter is parameters[name]
+    for training in (True, False):
+        assert_same(ours, stock, x, tolerance, training)
+    return ours, report
+
+
+def replaced(report: ConversionReport) -> dict[str, str]:
+    """The first path of what was replaced, and what it became."""
+    return {row.paths[0]: row.to for row in report.replaced}
+
+
+def reasons(report: ConversionReport) -> dict[str, str]:
+    """The first path of what was not replaced, and why."""
+    return {row.paths[0]: row.why for row in (*report.recomputed, *report.skipped)}

@@ -1,0 +1,299 @@
+"""Small networks of the structures that are seen in libraries, and random ones."""
+
+import random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def double_conv(cin: int, cout: int, act: nn.Module | None = None) -> nn.Sequential:
+    """As in milesial's U-Net, lightning-bolts, and smp's Conv2dReLU."""
+    act = nn.ReLU(inplace=True) if act is None else act
+    return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1, bias=False), nn.BatchNorm2d(cout), act)
+
+
+class UNet(nn.Module):
+    """Two levels, concatenated skips, bilinear upsampling."""
+
+    def __init__(self, act=nn.ReLU) -> None:
+        super().__init__()
+        self.inc = nn.Sequential(double_conv(3, 8, act()), double_conv(8, 8, act()))
+        self.pool = nn.MaxPool2d(2)
+        self.down = nn.Sequential(double_conv(8, 16, act()), double_conv(16, 16, act()))
+        self.up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
+        self.dec = nn.Sequential(double_conv(24, 8, act()), double_conv(8, 8, act()))
+        self.out = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        skip = self.inc(x)
+        y = self.up(self.down(self.pool(skip)))
+        y = F.pad(y, [0, skip.shape[3] - y.shape[3], 0, skip.shape[2] - y.shape[2]])
+        return self.out(self.dec(torch.cat([skip, y], dim=1)))
+
+
+class ADN(nn.Sequential):
+    """MONAI's order of norm, dropout and activation."""
+
+    def __init__(self, c: int, p: float = 0.0) -> None:
+        super().__init__()
+        self.add_module("N", nn.InstanceNorm2d(c))
+        self.add_module("D", nn.Dropout(p))
+        self.add_module("A", nn.LeakyReLU(0.1))
+
+
+class BasicBlock(nn.Module):
+    """ResNet's: one ReLU module, called after a norm and after a sum."""
+
+    def __init__(self, cin: int, cout: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(cin, cout, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(cout)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(cout, cout, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(cout)
+        self.downsample = None
+        if stride != 1 or cin != cout:
+            self.downsample = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
+
+    def forward(self, x):
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """The stem and eight blocks of a ResNet-18, narrow."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        blocks = []
+        for i in range(4):
+            cin = width * 2 ** max(i - 1, 0)
+            blocks += [BasicBlock(cin, width * 2**i, 2 if i else 1), BasicBlock(width * 2**i, width * 2**i)]
+        self.layers = nn.Sequential(*blocks)
+        self.fc = nn.Linear(width * 8, 5)
+
+    def forward(self, x):
+        x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class DynUNetBlock(nn.Module):
+    """MONAI's: one LeakyReLU for both norms, registered before them."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv3d(c, c, 3, padding=1)
+        self.conv2 = nn.Conv3d(c, c, 3, padding=1)
+        self.lrelu = nn.LeakyReLU(0.01, inplace=True)
+        self.norm1 = nn.InstanceNorm3d(c, affine=True)
+        self.norm2 = nn.InstanceNorm3d(c, affine=True)
+
+    def forward(self, x):
+        return self.lrelu(self.norm2(self.conv2(self.lrelu(self.norm1(self.conv1(x))))))
+
+
+class ConvDropoutNormReLU(nn.Module):
+    """nnU-Net's: every module under two names."""
+
+    def __init__(self, cin: int, cout: int, nonlin_first: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(cin, cout, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(cout, affine=True)
+        self.nonlin = nn.LeakyReLU(inplace=True)
+        order = [self.conv, self.nonlin, self.norm] if nonlin_first else [self.conv, self.norm, self.nonlin]
+        self.all_modules = nn.Sequential(*order)
+
+    def forward(self, x):
+        return self.all_modules(x)
+
+
+class NNUNet(nn.Module):
+    """The encoder is registered in the decoder as well: four names for each norm."""
+
+    def __init__(self, nonlin_first: bool = False) -> None:
+        super().__init__()
+        blocks = [ConvDropoutNormReLU(3, 8, nonlin_first), ConvDropoutNormReLU(8, 8, nonlin_first)]
+        self.encoder = nn.Sequential(*blocks)
+        self.decoder = nn.Module()
+        self.decoder.encoder = self.encoder
+        self.decoder.out = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        return self.decoder.out(self.encoder(x))
+
+
+class Functional(nn.Module):
+    """googlenet's: the activation is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return F.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class PreActivation(nn.Module):
+    """norm, activation, convolution; the norm's input is also the residual."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn, self.act, self.conv = nn.BatchNorm2d(8), act, nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return x + self.conv(self.act(self.bn(x)))
+
+
+class DenseNet(nn.Module):
+    """Every layer normalises the concatenation of all that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(4 + 4 * i), nn.ReLU(inplace=True), nn.Conv2d(4 + 4 * i, 4, 3, padding=1))
+            for i in range(3)
+        )
+
+    def forward(self, x):
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        return torch.cat(features, 1)
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """timm's: norm and activation in one module, the norm as a function."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__(c)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return self.act(self.drop(x))
+
+
+class Twice(nn.Module):
+    """A norm whose output is read twice."""
+
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act or nn.ReLU()
+
+    def forward(self, x):
+        y = self.bn(self.conv(x))
+        return self.act(y) + y
+
+
+class InputTwice(Twice):
+    """A norm whose input is read twice."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.act(self.bn(y)) * y
+
+
+class Random(nn.Module):
+    """A network of a seed: chains, branches, residuals, shared modules, functions, dropout, odd orders."""
+
+    NORMS = (nn.BatchNorm2d, nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True), lambda c: nn.GroupNorm(2, c))
+    ACTS = (
+        lambda: nn.ReLU(inplace=True), nn.ReLU, lambda: nn.LeakyReLU(0.1, inplace=True), nn.LeakyReLU, nn.ELU, nn.SiLU,
+        nn.GELU, nn.Mish, nn.Hardswish, nn.ReLU6, nn.Tanh, nn.PReLU, lambda: nn.LeakyReLU(0.0),
+    )  # fmt: skip
+    FUNCTIONS = (
+        F.relu, lambda x: F.relu(x, inplace=True), lambda x: F.leaky_relu(x, 0.2), torch.relu_, F.silu, torch.sigmoid,
+    )  # fmt: skip
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__()
+        self.random, self.width = random.Random(seed), width
+        self.parts = nn.ModuleList()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.shared_act = self.random.choice(self.ACTS)()
+        self.shared_norm = nn.BatchNorm2d(width)
+        self.steps = [self._step() for _ in range(self.random.randint(3, 6))]
+
+    def _make(self, module: nn.Module) -> nn.Module:
+        self.parts.append(module)
+        return module
+
+    def _conv(self) -> nn.Module:
+        c, bias = self.width, self.random.random() < 0.5
+        return self._make(nn.Conv2d(c, c, self.random.choice((1, 3)), padding="same", bias=bias))
+
+    def _norm(self) -> nn.Module:
+        return (
+            self.shared_norm if self.random.random() < 0.15 else self._make(self.random.choice(self.NORMS)(self.width))
+        )
+
+    def _act(self):
+        roll = self.random.random()
+        if roll < 0.2:
+            return self.random.choice(self.FUNCTIONS)
+        return self.shared_act if roll < 0.4 else self._make(self.random.choice(self.ACTS)())
+
+    def _between(self) -> list:
+        roll = self.random.random()
+        if roll < 0.15:
+            return [self._make(nn.Dropout(0.0))]
+        if roll < 0.25:
+            return [self._make(nn.Identity())]
+        return [self._make(nn.Dropout(0.3))] if roll < 0.35 else []
+
+    def _block(self) -> list:
+        conv, norm, act = self._conv(), self._norm(), self._act()
+        kind = self.random.choice(("usual", "usual", "usual", "act first", "pre-activation", "no act", "no norm"))
+        return {
+            "usual": [conv, norm, *self._between(), act],
+            "act first": [conv, act, norm],
+            "pre-activation": [norm, *self._between(), act, conv],
+            "no act": [conv, norm],
+            "no norm": [conv, act],
+        }[kind]
+
+    def _step(self) -> tuple:
+        kind = self.random.choice(("chain", "chain", "residual", "residual act", "branches", "cat", "pool", "reread"))
+        act = self._act() if kind in ("residual act", "reread") else None
+        mix = self._conv() if kind != "cat" else self._make(nn.Conv2d(2 * self.width, self.width, 1))
+        pool = self._make(nn.MaxPool2d(self.random.choice((2, 3)), 1, 1))
+        return kind, self._block(), self._block(), act, mix, pool
+
+    @staticmethod
+    def _run(block: list, x: Tensor) -> Tensor:
+        for part in block:
+            x = part(x)
+        return x
+
+    def forward(self, x):
+        x = self.stem(x)
+        for kind, first, second, act, mix, pool in self.steps:
+            if kind == "chain":
+                x = self._run(second, self._run(first, x))
+            elif kind in ("residual", "residual act"):
+                y = self._run(first, x)
+                # an activation's output is kept by eager, and may not be written to
+                y = y.add_(x) if isinstance(first[-1], nn.Conv2d) else y + x
+                x = act(y) if act else y
+            elif kind == "branches":
+                x = self._run(first, x) + self._run(second, x)
+            elif kind == "cat":
+                x = mix(torch.cat([self._run(first, x), x], 1))
+            elif kind == "pool":
+                x = pool(self._run(first, x))
+            else:
+                y = self._run(first, x)
+                x = act(y * 1.0) * torch.sigmoid(y)
+        return x

@@ -1,0 +1,443 @@
+"""What ``convert`` and ``revert`` promise beyond the function: objects, hooks, modes, exceptions, copies."""
+
+import copy
+import gc
+import pickle
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fusedseg
+from fusedseg.conversion import scope, twins
+from fusedseg.ops.recipe import innermost
+from tests.conversion import networks
+from tests.conversion.compare import assert_same, converted, reasons, replaced, results
+
+NETWORKS = {
+    "unet": networks.UNet,
+    "leaky unet": lambda: networks.UNet(nn.LeakyReLU),
+    "resnet": networks.ResNet,
+    "nnunet": networks.NNUNet,
+}
+
+
+@pytest.fixture
+def image():
+    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
+
+
+def anatomy(model: nn.Module) -> list[tuple]:
+    """Classes, names of attributes, hooks, flags, and which objects there are."""
+    return [
+        (
+            path, id(module), type(module), sorted(module.__dict__), module.training,
+            [(name, id(p), p.requires_grad) for name, p in module._parameters.items() if p is not None],
+            [(name, id(b)) for name, b in module._buffers.items() if b is not None],
+            list(module._forward_hooks.values()), list(module._forward_pre_hooks.values()),
+        )
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_five_steps_of_training_follow_the_stock_model(name):
+    torch.manual_seed(3)
+    stock = NETWORKS[name]()
+    ours = copy.deepcopy(stock)
+    data = [torch.randn(4, 3, 32, 32) for _ in range(5)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (ours, stock)]
+    fusedseg.convert(ours, example_inputs=data[0])
+    for x in data:
+        losses = []
+        for net, optimizer in zip((ours, stock), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = net(x)
+            loss = (out - torch.linspace(-1, 1, out.numel()).view(out.shape)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_revert_gives_back_what_was_there(name, image):
+    model = NETWORKS[name]().double()
+    before, expected = anatomy(model), copy.deepcopy(model)
+    fusedseg.convert(model, example_inputs=image)
+    assert anatomy(model) != before
+    assert fusedseg.revert(model) is model
+    assert anatomy(model) == before
+    out, gradients = results(model, image)
+    expected_out, expected_gradients = results(expected, image)
+    assert torch.equal(out, expected_out)
+    assert all(torch.equal(gradients[name], expected_gradients[name]) for name in expected_gradients)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_converting_twice_is_converting_once(name, image):
+    model = NETWORKS[name]().double()
+    first = fusedseg.convert(model, example_inputs=image)
+    once = anatomy(model)
+    second = fusedseg.convert(model, example_inputs=image)
+    assert anatomy(model) == once
+    assert (second.replaced, second.recomputed, second.skipped) == (first.replaced, first.recomputed, first.skipped)
+    assert (second.before, second.after) == (first.before, first.after)
+
+
+def test_modes_can_be_changed(image):
+    model = networks.UNet().double()
+    fusedseg.convert(model, example_inputs=image)
+    fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.3)
+    assert type(model.inc[0][1]) is fusedseg.InPlaceABN
+    fusedseg.convert(model, example_inputs=image)
+    assert model.inc[0][1].activation_param == 0.3
+
+
+@pytest.mark.parametrize("after", range(0, 14, 3))
+@pytest.mark.parametrize("was_converted", [False, True], ids=["stock", "converted"])
+def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_converted):
+    model = networks.UNet(nn.LeakyReLU).double()
+    if was_converted:
+        fusedseg.convert(model, example_inputs=image)
+    before, real, calls = anatomy(model), twins.become, []
+
+    def fails(module, twin):
+        calls.append(module)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        real(module, twin)
+
+    # the module, not the function of its name
+    monkeypatch.setattr(sys.modules["fusedseg.conversion.convert"], "become", fails)
+    monkeypatch.setattr(scope, "install", lambda root: fails(root, None))
+    with pytest.raises(KeyboardInterrupt):
+        fusedseg.convert(model, example_inputs=image)
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mode": "fast"}, ValueError, r"fusedseg\.convert: mode must be one of exact, leaky, got 'fast'"),
+        ({"mode": "leaky", "slope": 0.0}, ValueError, r"fusedseg\.convert: leaky_relu with slope 0.0 cannot be"),
+        ({"example_inputs": "image"}, TypeError, r"fusedseg\.convert: the example must be a tensor, a sequence"),
+        (
+            {"example_inputs": torch.randn(1, 5, 8, 8)},
+            ValueError,
+            r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels",
+        ),
+    ],
+    ids=["mode", "slope", "example", "example of other channels"],
+)
+def test_errors(options, error, message):
+    model = networks.UNet()
+    before = anatomy(model)
+    with pytest.raises(error, match=message):
+        fusedseg.convert(model, **options)
+    assert anatomy(model) == before
+
+
+def test_only_modules_are_converted():
+    with pytest.raises(TypeError, match=r"fusedseg\.convert: model must be an nn\.Module, got function"):
+        fusedseg.convert(lambda x: x)
+    with pytest.raises(TypeError, match=r"fusedseg\.revert: model must be an nn\.Module, got int"):
+        fusedseg.revert(3)
+
+
+def test_looking_at_a_model_leaves_no_trace(image):
+    """Not in its tensors, its own attributes, its hooks, or the random state."""
+
+    class Counts(networks.Twice):
+        calls, features = 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.feature = self.conv(x)
+            self.features.append(self.feature)
+            return nn.functional.dropout(self.act(self.bn(self.feature)), 0.5, self.training)
+
+    model = Counts().double()
+    model.features = []
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    fusedseg.convert(model, example_inputs=image)
+    assert (model.calls, model.features, hasattr(model, "feature")) == (0, [], False)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert type(model.bn.weight) is nn.Parameter
+
+
+def test_a_forward_that_looks_at_values(image):
+    """Fake tensors have none: observed on real ones, which changes no buffer either."""
+
+    class Looks(networks.UNet):
+        def forward(self, x):
+            return super().forward(x if x.abs().sum().item() > 0 else x + 1)
+
+    model, report = converted(Looks, image, example_inputs=image)
+    assert len(report.replaced) == 7
+    assert report.before is None
+    assert model.inc[0][1].num_batches_tracked.item() == 1
+
+
+def test_keywords(image):
+    class Keywords(networks.Functional):
+        def forward(self, *, image, scale=None):
+            y = self.conv(image if scale is None else image * scale)
+            return self.bn(y).relu()
+
+    report = fusedseg.convert(Keywords().double(), example_inputs={"image": image, "scale": 2.0})
+    assert [row.what for row in report.recomputed] == ["BatchNorm2d", "relu()"]
+
+
+@pytest.mark.parametrize("where", ["norm", "act"])
+def test_hooks_go_on_seeing_what_they_saw(image, where):
+    seen = []
+
+    def make():
+        model = nn.Sequential(*networks.double_conv(3, 8, nn.LeakyReLU()))
+        model[1 if where == "norm" else 2].register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
+        return model
+
+    model, report = converted(make, image, example_inputs=image)
+    assert replaced(report) == {}
+    name = {"norm": "BatchNorm2d", "act": "LeakyReLU"}[where]
+    assert reasons(report)["1"] == f"{name} has hooks, which would see other tensors"
+    seen.clear()
+    for net in (model, fusedseg.revert(copy.deepcopy(model))):
+        net(image)
+    assert torch.equal(*seen)
+
+
+def test_what_a_hook_of_the_convolution_keeps_is_not_overwritten(image):
+    def make():
+        model = networks.double_conv(3, 8, nn.LeakyReLU())
+        model[0].register_forward_hook(lambda m, args, out: None)
+        return model
+
+    assert replaced(converted(make, image)[1]) == {"1": "BatchNormAct(leaky_relu(0.01))"}
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, torch.nn.utils.spectral_norm], ids=["new", "old"])
+def test_spectral_norm_of_the_convolution(image, norm):
+    def make():
+        model = networks.double_conv(3, 8)
+        norm(model[0])
+        return model
+
+    model, report = converted(make, image, example_inputs=image)
+    assert replaced(report) == {"1": "BatchNormAct(relu)"}
+    assert type(model[0].weight) in (nn.Parameter, torch.Tensor)
+
+
+def test_a_parametrized_norm_is_left(image):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    def make():
+        model = networks.double_conv(3, 8)
+        parametrize.register_parametrization(model[1], "weight", Double())
+        return model
+
+    _, report = converted(make, image)
+    assert replaced(report) == {}
+    assert reasons(report)["1"] == "its class is ParametrizedBatchNorm2d, of which only BatchNorm2d is known"
+
+
+def test_frozen_norms(image):
+    def make():
+        model = networks.UNet(nn.LeakyReLU)
+        for parameter in model.inc.parameters():
+            parameter.requires_grad_(False)
+        return model
+
+    stock = make().double()
+    ours = copy.deepcopy(stock)
+    fusedseg.convert(ours, example_inputs=image)
+    for net in (ours, stock):
+        net.train()
+        net.inc.eval()
+    before = ours.inc[0][1].running_mean.clone()
+    outs = [net(image) for net in (ours, stock)]
+    assert torch.allclose(*outs, rtol=1e-12)
+    outs[0].sum().backward()
+    assert torch.equal(ours.inc[0][1].running_mean, before)
+    assert ours.inc[0][0].weight.grad is None
+
+
+def test_mode_and_flags_are_kept():
+    model = networks.UNet().eval()
+    model.down.train()
+    model.dec.requires_grad_(False)
+    flags = [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
+    fusedseg.convert(model)
+    assert flags == [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
+
+
+def test_synchronised_norms_are_left():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(networks.double_conv(3, 8))
+    report = fusedseg.convert(model)
+    assert type(model[1]) is nn.SyncBatchNorm
+    assert reasons(report)["1"] == "its statistics are those of several processes"
+
+
+def test_lazy_modules_are_left_until_they_have_run():
+    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU())
+    report = fusedseg.convert(model)
+    assert "lazy" in reasons(report)["1"]
+    assert "lazy" in reasons(report)["0"]
+    model(torch.randn(2, 3, 8, 8))
+    assert replaced(fusedseg.convert(model)) == {"1": "BatchNormAct(relu)"}
+
+
+def test_quantised_modules_are_left():
+    model = nn.Sequential(networks.double_conv(3, 8), nn.Flatten(), torch.ao.nn.quantized.dynamic.Linear(8 * 36, 4))
+    x = torch.randn(2, 3, 6, 6)
+    expected = model.eval()(x)
+    report = fusedseg.convert(model, example_inputs=x)
+    assert replaced(report) == {"0.1": "BatchNormAct(relu)"}
+    assert torch.allclose(model(x), expected)
+
+
+def test_a_scripted_model_is_left():
+    model = torch.jit.script(networks.double_conv(3, 8))
+    report = fusedseg.convert(model)
+    assert reasons(report) == {"": "it is scripted: convert the model before torch.jit.script"}
+
+
+def test_max_pooling_that_returns_indices_is_left(image):
+    class Indices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.unpool = nn.Conv2d(3, 4, 3, padding=1), nn.MaxUnpool2d(2)
+            self.pool = nn.MaxPool2d(2, return_indices=True)
+
+        def forward(self, x):
+            return self.unpool(*self.pool(self.conv(x)))
+
+    _, report = converted(Indices, image, example_inputs=image)
+    assert reasons(report)["pool"] == "it returns indices"
+
+
+def test_leaky(image):
+    model = networks.UNet().double()
+    stock = networks.UNet(lambda: nn.LeakyReLU(0.2)).double()
+    stock.load_state_dict(model.state_dict())
+    report = fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.2)
+    assert set(replaced(report).values()) == {"InPlaceABN(leaky_relu(0.2))", "MaxPool2d"}
+    assert_same(model, stock, image)
+    fusedseg.revert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    assert_same(model, stock, image)
+
+
+def leaky_resnet(slope: float) -> nn.Module:
+    model = networks.ResNet()
+    for module in model.modules():
+        if hasattr(module, "relu"):
+            module.relu = nn.LeakyReLU(slope, inplace=True)
+    return model
+
+
+def test_leaky_with_an_activation_module_that_follows_sums_too(image):
+    model, stock = networks.ResNet().double(), leaky_resnet(0.2).double()
+    stock.load_state_dict(model.state_dict())
+    report = fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.2)
+    assert sum(to == "InPlaceABN(leaky_relu(0.2))" for to in replaced(report).values()) == 9
+    assert_same(model, stock, image)
+    assert_same(fusedseg.revert(model), stock, image)
+
+
+def test_exact_does_not_rely_on_marks_where_twice_is_not_once(image):
+    _, report = converted(lambda: leaky_resnet(0.2), image)
+    assert replaced(report) == {"bn1": "InPlaceABN(leaky_relu(0.2))", "maxpool": "MaxPool2d"}
+    assert reasons(report)["layers.0.bn1"] == "its activation module is also called elsewhere"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("mode", ["exact", "leaky"])
+def test_copies(image, copied, mode):
+    model = networks.ResNet().double()
+    fusedseg.convert(model, example_inputs=image, mode=mode)
+    other = copied(model)
+    assert_same(other, model, image)
+    fusedseg.revert(other)
+    assert all(type(m).__module__.startswith(("torch.", "tests.")) for m in other.modules())
+    assert type(model.bn1) is not nn.BatchNorm2d
+
+
+def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
+    active = []
+
+    class Raises(networks.Functional):
+        def forward(self, x):
+            active.append(innermost() is not None)
+            return super().forward(x)
+
+    model = Raises()
+    fusedseg.convert(model, example_inputs=torch.randn(2, 3, 8, 8))
+    active.clear()
+    model(torch.randn(2, 3, 8, 8))
+    with pytest.raises(RuntimeError, match="channels"):
+        model(torch.randn(2, 5, 8, 8))
+    model.register_forward_pre_hook(lambda m, args: 1 / 0, prepend=True)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(2, 3, 8, 8))
+    assert active == [True, True]
+    assert innermost() is None
+    assert not scope._active.scopes
+
+
+def test_part_of_a_model_and_then_all_of_it(image):
+    stock = networks.UNet().double()
+    model = copy.deepcopy(stock)
+    fusedseg.convert(model.down)
+    fusedseg.convert(model, example_inputs=image)
+    assert_same(model, stock, image)
+    assert not model.down._forward_hooks
+
+
+def test_a_fake_model():
+    with torch._subclasses.FakeTensorMode():
+        model, x = networks.UNet(), torch.empty(2, 3, 64, 64)
+        report = fusedseg.convert(model, example_inputs=x)
+        model(x).sum().backward()
+    assert len(report.replaced) == 7
+    assert report.after.saved < report.before.saved
+
+
+def test_nothing_is_kept_alive(image):
+    model = networks.UNet().double()
+    fusedseg.convert(model, example_inputs=image)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("mode", ["exact", "leaky"])
+def test_compiled(mode):
+    stock = networks.ResNet()
+    x = torch.randn(2, 3, 32, 32)
+    fusedseg.convert(stock, example_inputs=x, mode=mode)
+    compiled = torch.compile(copy.deepcopy(stock), fullgraph=True, backend="aot_eager")
+    out, gradients = results(compiled, x)
+    expected, expected_gradients = results(stock, x)
+    assert torch.allclose(out, expected, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected_gradients[name.removeprefix("_orig_mod.")], atol=1e-4)
+
+
+def test_autocast(image):
+    x = image.float()
+    stock = networks.UNet(nn.LeakyReLU)
+    ours = copy.deepcopy(stock)
+    fusedseg.convert(ours, example_inputs=x)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [net(x).float() for net in (ours, stock)]
+    assert outs[0].dtype == torch.float32
+    assert (outs[0] - outs[1]).norm() < 2e-2 * outs[1].norm()

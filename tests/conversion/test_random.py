@@ -1,0 +1,41 @@
+"""Networks that nobody has thought of."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedseg
+from tests.conversion.compare import assert_same
+from tests.conversion.networks import Random
+
+QUICK = 30
+
+
+@pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(s, marks=pytest.mark.slow) for s in range(QUICK, 200))])
+def test_random_network(seed):
+    torch.manual_seed(seed)
+    stock = Random(seed).double()
+    x = torch.randn(2, 3, 9, 10, dtype=torch.float64)
+    ours = copy.deepcopy(stock)
+    keys = list(ours.state_dict())
+    report = fusedseg.convert(ours, example_inputs=x)
+    assert list(ours.state_dict()) == keys
+    norms = {m for m in stock.modules() if "Norm" in type(m).__name__}
+    explained = [row for row in (*report.replaced, *report.recomputed, *report.skipped) if "Norm" in row.what + row.to]
+    assert len(explained) >= len(norms)
+    for training in (True, False):
+        assert_same(ours, stock, x, training=training)
+
+
+def test_random_networks_are_of_every_kind():
+    """Or the test above shows little: most are converted, in place and not, and some norms are left."""
+    found = []
+    for seed in range(QUICK):
+        report = fusedseg.convert(Random(seed), example_inputs=torch.randn(2, 3, 9, 10))
+        found += [row.to.partition("(")[0] for row in report.replaced] + [row.why for row in report.recomputed]
+    for name in ("InPlaceABN", "InstanceNormAct", "GroupNormAct", "BatchNormAct", "MaxPool2d"):
+        assert name in found
+    assert sum(why.startswith("followed by add") for why in found) > 3
+    assert sum(why.startswith("its output is read by") for why in found) > 3
+    assert "its activation module is also called elsewhere" in found

@@ -1,0 +1,140 @@
+"""``ConversionReport``, ``verify`` and ``python -m fusedseg convert``."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.__main__ import main
+from fusedseg.memory import measure
+from tests.conversion import networks
+
+
+@pytest.fixture
+def image():
+    return torch.randn(3, 3, 32, 32)
+
+
+def test_the_table_tells_everything(image):
+    text = str(fusedseg.convert(networks.ResNet(), example_inputs=image))
+    assert text.startswith("ResNet, mode 'exact': observed in training mode and observed in eval mode\n")
+    assert "\nReplaced by fused modules (10)\n" in text
+    assert "  bn1, relu " in text
+    assert "BatchNorm2d + ReLU" in text
+    assert "BatchNormAct(relu)" in text
+    assert "\nLeft as they are, their outputs rebuilt in backward instead of kept (19)\n" in text
+    assert "  layers.0.bn2 " in text
+    assert "followed by add_()" in text
+    assert "after add_()" in text
+    assert "\nLeft as they are (" not in text
+    assert "\nA training step on the example\n  saved " in text
+
+
+def test_bytes_are_those_of_a_real_step(image):
+    model = networks.UNet()
+    real = measure(model, image)
+    report = fusedseg.convert(model, example_inputs=image)
+    assert report.before.saved == real.saved
+    assert report.before.peak == pytest.approx(real.peak, rel=0.01)
+    real = measure(model, image)
+    assert report.after.saved == real.saved
+    assert report.after.peak == pytest.approx(real.peak, rel=0.01)
+
+
+def test_bytes_saved_by_a_row(image):
+    """One activation tensor for each norm, and seven bytes for each element of a pool's output."""
+    report = fusedseg.convert(networks.UNet(), example_inputs=image)
+    full = 3 * 8 * 32 * 32
+    assert [row.nbytes for row in report.replaced] == [
+        4 * full, 4 * full, 7 * full // 4, 2 * full, 2 * full, 4 * full, 4 * full,
+    ]  # fmt: skip
+    assert [row.nbytes for row in fusedseg.convert(networks.UNet()).replaced] == [None] * 7
+
+
+def test_json(image):
+    report = fusedseg.convert(networks.UNet(), example_inputs=image)
+    data = json.loads(report.to_json())
+    assert data["model"] == "UNet"
+    assert data["mode"] == "exact"
+    assert len(data["replaced"]) == 7
+    assert data["replaced"][0]["paths"] == ["inc.0.1", "inc.0.2"]
+    assert data["before"] == {"saved": report.before.saved, "held": report.before.held, "peak": report.before.peak}
+    assert json.loads(fusedseg.convert(networks.UNet()).to_json())["after"] is None
+
+
+@pytest.mark.parametrize("training", [True, False, None])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU])
+def test_verify_finds_equal_what_is(image, training, act):
+    model = networks.UNet(act).double()
+    image = image.double()
+    report = fusedseg.convert(model, example_inputs=image)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    found = report.verify(image, training=training)
+    assert found.largest < 1e-10
+    assert str(found).startswith("largest relative difference: value ")
+    # on copies
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_verify_finds_what_is_wrong(image):
+    model = networks.UNet(nn.LeakyReLU)
+    report = fusedseg.convert(model, example_inputs=image)
+    norm = model.dec[1][1]
+    # of the fused module alone
+    norm._act = norm._act._replace(param=0.5)
+    found = report.verify(image)
+    assert found.value.size > 1e-3
+    assert found.gradient.size > 1e-3
+    assert found.largest == max(found.value.size, found.gradient.size)
+    with torch.no_grad():
+        model.inc[0][0].weight.fill_(float("nan"))
+    assert not report.verify(image).largest <= 1.0
+
+
+def test_verify_takes_dropout_as_it_falls(image):
+    model = nn.Sequential(networks.double_conv(3, 8), nn.Dropout(0.5), networks.double_conv(8, 8))
+    report = fusedseg.convert(model.double())
+    assert report.verify(image.double()).largest < 1e-10
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--mode", "leaky", "--slope", "0.2"], ["--dtype", "bf16"], ["--verify"]], ids=str
+)
+def test_command(capsys, arguments):
+    assert main(["convert", "tests.conversion.networks:UNet", "--input", "2,3,32,32", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "Replaced by fused modules (7)" in out
+    assert "A training step on the example" in out
+    assert ("InPlaceABN(leaky_relu(0.2))" in out) == ("leaky" in arguments)
+    assert ("largest relative difference" in out) == ("--verify" in arguments)
+
+
+def test_command_prints_json(capsys):
+    assert main(["convert", "fusedseg.unet:unet3d_small", "--input", "1,1,16,16,8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "UNet"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tests.conversion.networks", "--input", "1,3"], "must be given as package.module:name, got"),
+        (["no.such:thing", "--input", "1,3"], "cannot import no.such"),
+        (["tests.conversion.networks:Nothing", "--input", "1,3"], "has no Nothing"),
+        (["tests.conversion.networks:double_conv", "--input", "1,3"], "TypeError: double_conv() missing"),
+        (["tests.conversion.networks:random.Random", "--input", "1,3"], "must be or make an nn.Module, got Random"),
+        (["tests.conversion.networks:UNet", "--input", "1,x"], "must be positive sizes such as 2,3,64,64, got '1,x'"),
+        (["tests.conversion.networks:UNet", "--input", "1,5,32,32"], "the model cannot be called with the example"),
+        (["tests.conversion.networks:UNet"], "--input"),
+    ],
+    ids=["no name", "no module", "no such name", "arguments", "no model", "no shape", "other channels", "no input"],
+)
+def test_command_says_what_is_wrong(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(["convert", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

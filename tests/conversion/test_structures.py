@@ -1,0 +1,225 @@
+"""The structures of real libraries: what becomes what, and that the function stays."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from tests.conversion import networks
+from tests.conversion.compare import converted, reasons, replaced
+
+
+@pytest.fixture
+def image():
+    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
+
+
+@pytest.fixture(params=[True, False], ids=["observed", "traced"])
+def how(request, image):
+    """Both ways to find the order of execution."""
+    return {"example_inputs": image} if request.param else {}
+
+
+def test_unet(image, how):
+    _, report = converted(networks.UNet, image, **how)
+    assert list(replaced(report).values()) == ["BatchNormAct(relu)"] * 2 + ["MaxPool2d"] + ["BatchNormAct(relu)"] * 4
+    assert [row.what for row in report.recomputed] == ["Upsample", "pad()", "cat()"]
+    assert not report.skipped
+
+
+def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(image, how):
+    model, report = converted(lambda: networks.UNet(lambda: nn.LeakyReLU(0.2)), image, **how)
+    norms = [to for path, to in replaced(report).items() if path != "pool"]
+    assert norms == ["InPlaceABN(leaky_relu(0.2))"] * 6
+    assert type(model.inc[0][1]) is fusedseg.InPlaceABN
+
+
+@pytest.mark.parametrize(
+    ("act", "to"),
+    [
+        (nn.ReLU(), "BatchNormAct(relu)"),
+        (nn.LeakyReLU(0.1), "InPlaceABN(leaky_relu(0.1))"),
+        (nn.LeakyReLU(0.0), "BatchNormAct(leaky_relu(0.0))"),
+        (nn.LeakyReLU(-0.5), "BatchNormAct(leaky_relu(-0.5))"),
+        (nn.ELU(), "InPlaceABN(elu(1.0))"),
+        (nn.SiLU(), "BatchNormAct(silu)"),
+        (nn.GELU(), "BatchNormAct(gelu(none))"),
+        (nn.GELU("tanh"), "BatchNormAct(gelu(tanh))"),
+        (nn.Mish(inplace=True), "BatchNormAct(mish)"),
+        (nn.Hardswish(), "BatchNormAct(hardswish)"),
+        (nn.ReLU6(), "BatchNormAct(relu6)"),
+    ],
+    ids=str,
+)
+def test_activations(image, act, to):
+    _, report = converted(lambda: networks.double_conv(3, 8, act), image)
+    assert replaced(report) == {"1": to}
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (nn.PReLU(), "the slope of PReLU is a parameter of its own"),
+        (nn.Tanh(), "there is no fused norm with Tanh"),
+        (nn.LeakyReLU(True), "the slope of its activation is True, no finite number"),
+    ],
+    ids=["prelu", "tanh", "slope True"],
+)
+def test_activations_that_are_left(image, act, why):
+    _, report = converted(lambda: networks.double_conv(3, 8, act), image)
+    assert replaced(report) == {}
+    assert reasons(report)["1"] == why
+
+
+def test_dropout_of_nothing_between_norm_and_activation(image, how):
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8))  # noqa: E731
+    model, report = converted(make, image, **how)
+    assert replaced(report) == {"1.N": "InstanceNormAct(leaky_relu(0.1))"}
+    assert type(model[1].N) is fusedseg.InstanceNormAct
+
+
+def test_dropout_between_norm_and_activation(image, how):
+    _, report = converted(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8, 0.5)), image, **how)
+    assert reasons(report)["1.N"] == "followed by Dropout"
+
+
+def test_identity_between_norm_and_activation(image, how):
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Identity(), nn.ReLU())  # noqa: E731
+    assert replaced(converted(make, image, **how)[1]) == {"1": "BatchNormAct(relu)"}
+
+
+def test_resnet(image, how):
+    _, report = converted(networks.ResNet, image, **how)
+    assert sum(to == "BatchNormAct(relu)" for to in replaced(report).values()) == 9
+    assert sum(why.startswith("followed by add") for why in reasons(report).values()) == 11
+    assert replaced(report)["maxpool"] == "MaxPool2d"
+    assert not report.skipped
+
+
+def test_one_activation_for_two_norms_registered_before_them(how):
+    x = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64)
+    how = {"example_inputs": x} if how else {}
+    _, report = converted(lambda: networks.DynUNetBlock(4), x, **how)
+    to = "InstanceNormAct(leaky_relu(0.01))"
+    assert replaced(report) == {"norm1": to, "norm2": to}
+
+
+def test_norms_of_four_names(image, how):
+    model, report = converted(networks.NNUNet, image, **how)
+    encoders, names = ("encoder", "decoder.encoder"), ("norm", "all_modules.1")
+    assert [row.paths for row in report.replaced] == [
+        (*(f"{encoder}.{i}.{name}" for encoder in encoders for name in names), f"encoder.{i}.nonlin") for i in range(2)
+    ]
+    block = model.decoder.encoder[0]
+    assert type(block.norm) is type(block.all_modules[1]) is fusedseg.InstanceNormAct
+    assert block.norm is model.encoder[0].norm
+
+
+def test_activation_before_the_norm(image, how):
+    _, report = converted(lambda: networks.NNUNet(nonlin_first=True), image, **how)
+    assert replaced(report) == {}
+    assert reasons(report)["encoder.0.norm"] == "followed by Conv2d"
+
+
+def test_activation_as_a_function(image, how):
+    _, report = converted(networks.Functional, image, **how)
+    assert replaced(report) == {}
+    assert reasons(report)["bn"] == "followed by relu(), a function called in the forward code"
+
+
+@pytest.mark.parametrize(
+    ("act", "name"), [(nn.ReLU, "relu"), (nn.LeakyReLU, "leaky_relu(0.01)")], ids=["relu", "leaky"]
+)
+def test_pre_activation_is_not_done_in_place(image, how, act, name):
+    _, report = converted(lambda: networks.PreActivation(act()), image, **how)
+    assert replaced(report) == {"bn": f"BatchNormAct({name})"}
+
+
+def test_densenet(image, how):
+    _, report = converted(networks.DenseNet, image, **how)
+    assert replaced(report) == {f"layers.{i}.0": "BatchNormAct(relu)" for i in range(3)}
+
+
+def test_norm_and_activation_in_one_module(image, how):
+    _, report = converted(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.BatchNormAct2d(8)), image, **how)
+    assert replaced(report) == {}
+    assert [row.what for row in report.recomputed] == ["batch_norm()", "ReLU"]
+    assert not report.skipped
+
+
+def test_norm_output_read_twice(image, how):
+    _, report = converted(networks.Twice, image, **how)
+    assert reasons(report)["bn"] == "its output is read by ReLU and add()"
+
+
+def test_norm_input_read_twice_is_not_overwritten(image, how):
+    _, report = converted(lambda: networks.InputTwice(nn.LeakyReLU()), image, **how)
+    assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
+
+
+def test_shared_norm_with_one_activation_is_replaced_once(image):
+    norm = nn.BatchNorm2d(8)
+    make = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(3, 8, 3), norm, nn.LeakyReLU(), nn.Conv2d(8, 8, 3), norm, nn.LeakyReLU()
+    )
+    _, report = converted(make, image)
+    assert [(row.paths, row.to) for row in report.replaced] == [(("1", "4", "2", "5"), "InPlaceABN(leaky_relu(0.01))")]
+
+
+def test_shared_norm_with_two_activations_is_left(image):
+    norm = nn.BatchNorm2d(8)
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.SiLU(), nn.Conv2d(8, 8, 3), norm, nn.ReLU())  # noqa: E731
+    _, report = converted(make, image)
+    assert reasons(report)["1"] == "it is called several times, followed by silu and relu"
+
+
+def test_tied_convolutions(image):
+    def make():
+        model = nn.Sequential(
+            nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU(), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU()
+        )
+        model[3].weight = model[0].weight
+        return model
+
+    model, report = converted(make, image)
+    assert model[3].weight is model[0].weight
+    assert replaced(report) == {"1": "InPlaceABN(elu(1.0))", "4": "InPlaceABN(elu(1.0))"}
+
+
+def test_group_norm(image):
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LeakyReLU())  # noqa: E731
+    model, report = converted(make, image)
+    assert replaced(report) == {"1": "GroupNormAct(leaky_relu(0.01))"}
+    assert (model[1].num_groups, model[1].num_channels) == (2, 8)
+
+
+def test_values_that_someone_keeps_are_not_overwritten(image):
+    """A feature that is stored in forward is read by nobody that a trace would see."""
+
+    class Stores(networks.Twice):
+        def forward(self, x):
+            self.feature = self.conv(x)
+            return self.act(self.bn(self.feature))
+
+    _, report = converted(lambda: Stores(nn.LeakyReLU()), image, example_inputs=image)
+    assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
+
+
+def test_scripted_children_are_left(image):
+    make = lambda: nn.Sequential(torch.jit.script(networks.double_conv(3, 8)), networks.double_conv(8, 8))  # noqa: E731
+    model = make()
+    report = fusedseg.convert(model, example_inputs=image.float())
+    assert replaced(report) == {"1.1": "BatchNormAct(relu)"}
+    assert "scripted" in reasons(report)["0"]
+
+
+def test_control_flow_that_fx_cannot_trace(image):
+    class Branches(networks.Functional):
+        def forward(self, x):
+            return super().forward(x) if x.mean() < 100 else x
+
+    _, report = converted(Branches, image)
+    assert "torch.fx cannot trace it" in report.how
+    assert "pass example_inputs" in report.how
+    _, report = converted(Branches, image, example_inputs=image)
+    assert "observed" in report.how
