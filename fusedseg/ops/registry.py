@@ -168,7 +168,7 @@ class Registry:
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         if not (output.is_floating_point() and plain(output) and all(map(plain, tensors))):
             return None
-        links = [(self._link(t, output), Place.of(t)) if isinstance(t, Tensor) else (_Weakly(t), t.at) for t in inputs]
+        links = [self._placed(t, output) if isinstance(t, Tensor) else (_Weakly(t), t.at) for t in inputs]
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
             return None
@@ -207,6 +207,11 @@ class Registry:
 
     def close(self) -> None:
         self._memories.clear()
+
+    def _placed(self, t: Tensor, output: Tensor) -> tuple[_Input, Place]:
+        link = self._link(t, output)
+        # a copy of part of a larger memory lies elsewhere
+        return link, Place.of(link.tensor if isinstance(link, _Held) else t)
 
     def _link(self, t: Tensor, output: Tensor) -> _Input:
         small = t.numel() * SMALL <= output.numel()

@@ -220,3 +220,16 @@ def test_rebuilt_once_for_neighbours(made):
         calls.clear()
         out.sum().backward(retain_graph=True)
         assert len(calls) == 1
+
+
+@pytest.mark.parametrize("part", [lambda w: w[1], lambda w: w[:, 0]], ids=["offset", "strided"])
+def test_small_inputs_that_are_parts_of_larger_memory(made, part):
+    """Regression: their copies were looked for at the offset and strides of the part."""
+    conv, _, x = made
+    weight = part(torch.rand(4, 4) + 0.5)
+    found = []
+    for scope in (recompute(), nullcontext()):
+        with scope:
+            loss = conv(scaled(conv(x), weight)).square().mean()
+        found.append(torch.autograd.grad(loss, list(conv.parameters())))
+    assert all(torch.equal(ours, stock) for ours, stock in zip(*found, strict=True))
