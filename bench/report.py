@@ -18,6 +18,7 @@ RIVALS = {
     "relu": "BN+ReLU",
     "compiled": "compile",
     "aggressive": "aggressive",
+    "checkpoint": "checkpoint",
     "inplace_abn": "inplace_abn",
     "folded": "folded",
     "ours-triton": "triton",

@@ -1,4 +1,4 @@
-"""ResNet-18, written out: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016."""
+"""ResNet-18 and ResNet-50, written out: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016."""
 
 from itertools import pairwise
 
@@ -48,3 +48,41 @@ class ResNet18(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.pool(self.layers(self.stem(x))).flatten(1))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = nn.Conv2d(channels, 4 * channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or in_channels != 4 * channels:
+            conv = nn.Conv2d(in_channels, 4 * channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, nn.BatchNorm2d(4 * channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+class ResNet50(ResNet18):
+    """The same stem and head around bottlenecks."""
+
+    def __init__(self, num_classes: int = 1000, width: int = 64) -> None:
+        super().__init__(num_classes, width)
+        layers, in_channels = [], width
+        for stage, count in enumerate((3, 4, 6, 3)):
+            channels = width * 2**stage
+            for block in range(count):
+                layers.append(Bottleneck(in_channels, channels, 2 if stage and not block else 1))
+                in_channels = 4 * channels
+        self.layers = nn.Sequential(*layers)
+        self.fc = nn.Linear(in_channels, num_classes)

@@ -206,19 +206,12 @@ def same(seeds):
     return compared
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of 2 KiB are not worth two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+@pytest.mark.usefixtures("one_thread")
 def test_forty_networks():
     assert same(range(60)) >= 40
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_a_thousand_networks():
     assert same(range(1000, 2500)) >= 1000

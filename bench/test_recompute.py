@@ -1,0 +1,165 @@
+"""One training step of a network of stock modules with ReLU: as it is, under ``fusedseg.recompute()`` (ours), with its
+blocks checkpointed, and compiled.  Nothing but the treatment differs."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedseg
+from fusedseg.unet import UNet, unet3d_small
+from fusedseg.unet.blocks import DoubleConv
+from tests.resnet import ResNet18
+
+from .contenders import aggressive, compiled, relu
+from .harness import Result, compete
+from .jobs import NetJob, as_it_is
+from .replay import CLOCK, report_step
+from .report import Section
+
+CLASSES = 4
+SECONDS = {"cpu": 6.0, "cuda": 15.0}
+# as in test_unet.py: rounding adds up, and may swap the maximum of a pooling window
+TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
+
+
+class Scoped(nn.Module):
+    """A module under the scope."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fusedseg.recompute():
+            return self.module(x)
+
+
+class Checkpointed(nn.Module):
+    """A block that keeps its input alone, and is computed again in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=False)
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    """Every DoubleConv of a U-Net, every block of a ResNet."""
+    blocks = [
+        (parent, name)
+        for parent in net.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, DoubleConv) or type(child).__name__ == "BasicBlock"
+    ]
+    for parent, name in blocks:
+        setattr(parent, name, Checkpointed(getattr(parent, name)))
+    return net
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": as_it_is,
+    "checkpoint": checkpointed,
+    "compiled": compiled,
+    "aggressive": aggressive,
+    "ours": Scoped,
+}
+
+
+class Segments(ResNet18):
+    """The features of a ResNet as (N, CLASSES, height, width), so that all cases have one loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(CLASSES, width)
+        self.pool, self.fc = nn.Identity(), nn.Identity()
+        self.head = nn.Conv2d(8 * width, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.interpolate(self.head(self.layers(self.stem(x))), size=x.shape[2:], mode="bilinear")
+
+
+class Case(NamedTuple):
+    title: str
+    make: Callable[..., nn.Module]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+    # Inductor takes minutes for some networks on a CPU
+    compile: bool = True
+
+    def contenders(self) -> list[str]:
+        return [name for name in CONTENDERS if self.compile or name not in ("compiled", "aggressive")]
+
+    def __str__(self) -> str:
+        return f"{self.title}, {'x'.join(map(str, self.shape))} {self.dtype}"
+
+
+UNET = partial(UNet, num_classes=CLASSES, plain=True)
+UNET3D = partial(unet3d_small, 1, CLASSES, plain=True, norm_act=relu(3))
+SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
+CASES = {
+    "cpu": [
+        Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2), "widths": (32, 64, 128)}, (2, 3, 128, 128)),
+        Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), compile=False),
+        Case("ResNet-18", Segments, {"width": 32}, (4, 3, 128, 128), compile=False),
+    ],
+    "cuda": [
+        Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512), "amp"),
+        Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512)),
+        Case("3D small", UNET3D, {}, (2, 1, 320, 150, 26), "amp"),
+        Case("ResNet-18", Segments, {"width": 64}, (128, 3, 224, 224), "amp"),
+    ],
+}
+
+
+@cache
+def case_named(name: str, kind: str) -> Case:
+    return next(case for case in CASES[kind] if str(case) == name)
+
+
+@cache
+def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
+    case = case_named(name_of_case, device.type)
+    torch.manual_seed(0)
+    x = torch.randn(case.shape, device=device)
+    target = torch.randint(CLASSES, (case.shape[0], *case.shape[2:]), device=device)
+    state = case.make(**case.options).state_dict()
+
+    def build(name: str) -> NetJob:
+        net = case.make(**case.options)
+        net.load_state_dict(state)
+        return NetJob(CONTENDERS[name](net.to(device)), x, target, case.dtype == "amp")
+
+    def expected() -> dict[str, Tensor]:
+        job = build("eager")
+        exact = NetJob(job.net.double(), x.double(), target)
+        out = exact.forward(exact.prepare())
+        return exact.results(out, exact.backward(out))
+
+    return compete(
+        {name: partial(build, name) for name in case.contenders()},
+        {"": expected},
+        TOLERANCE[torch.bfloat16 if case.dtype == "amp" else torch.float32],
+        device,
+        SECONDS[device.type],
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    metafunc.parametrize(
+        ("case", "contender"), [(str(case), name) for case in CASES[kind] for name in case.contenders()]
+    )
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_step(case, contender, device, report, benchmark):
+    section = report.section("recompute", Section("Stock ReLU networks under the scope, a training step"))
+    results = section.cases[case] = run(case, device)
+    report_step(benchmark, f"step of {case}", contender, results[contender])
