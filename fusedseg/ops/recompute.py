@@ -12,7 +12,30 @@ from .stock import Watch
 
 
 class recompute(ContextDecorator):
-    """Inside, what autograd saves is replaced by how it is rebuilt, where that costs no convolution."""
+    """Inside, autograd saves recipes in place of what is rebuilt cheaply: a context manager, or a decorator.
+
+        with fusedseg.recompute():
+            loss = criterion(model(x), y)
+        loss.backward()
+
+    The model need not change: norms, activations (in place or not), ``cat``, ``interpolate``, ``pad``, pools, dropout,
+    sums and products of tensors, and the modules of this package have recipes; ``stock.py`` lists them and what
+    each saves.  No convolution is computed twice; values, gradients, running statistics and random numbers are those
+    without the scope, to the last bit on a CPU.  A scope within a scope is the same one.  It holds for the thread that
+    enters it.
+
+    Kept for backward: about one tensor for each convolution, the mask of dropout and the positions of max-pooling as a
+    byte for each element, and in a long residual stream its sum after every fifth block or so.
+
+    Falls back to saving the data: what no function known here has made, what was modified in place since, parts of
+    memory that its maker did not write, tensor subclasses; and all of it while hooks of others lie within the scope,
+    such as a checkpoint's.  Hooks around the scope get what is kept.  Under ``torch.compile`` nothing happens.
+
+    Raises:
+        RuntimeError: in backward, where a tensor that others are rebuilt from was modified in place after the scope
+            had ended (inside it, a copy is made first); on entering a function transform of ``torch.func`` that
+            differentiates, which no saved-tensor hooks can surround.
+    """
 
     def __init__(self) -> None:
         self._entered: list[ExitStack] = []
