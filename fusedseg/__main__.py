@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cli import add_plan, add_profile
 from .conversion.command import add_convert
 from .doctor import doctor
 
@@ -17,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_doctor(commands)
     add_demo(commands)
     add_convert(commands)
+    add_profile(commands)
+    add_plan(commands)
     args = parser.parse_args(argv)
     return args.run(args)
 

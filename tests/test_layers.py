@@ -26,7 +26,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": (BASE | {"conversion", "functional", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "__main__": ({"conversion", "demo", "doctor"}, {"torch"}),
+    "cli": ({"conversion", "memory", "unet"}, {"torch"}),
+    "__main__": ({"cli", "conversion", "demo", "doctor"}, {"torch"}),
 }
 # imported inside functions only, since they need triton, or the packages of an extra
 LAZY = {"demo", "kernels"}

@@ -21,6 +21,11 @@ OP = "fusedseg.memory.estimate"
 Model = nn.Module | Callable[[], nn.Module]
 
 
+def fake_mode() -> FakeTensorMode:
+    """In which tensors have no values; a model may hold real ones beside its parameters and buffers."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def estimate(
     model: Model,
     input_shapes: Sequence[Any],
@@ -50,7 +55,7 @@ def estimate(
         RuntimeError: a model whose memory depends on values, which are not there.
         And what ``profile`` raises.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode() as mode:
         inputs = fake_inputs(input_shapes, dtype)
         return profile_fake(
             fake_model(model, mode, dtype),

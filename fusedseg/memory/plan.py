@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .fake import Model, fake_inputs, fake_model, profile_fake
+from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .report import MemoryReport
 from .step import OptimizerFactory
 from .strategy import Convert, Strategy, combinations
@@ -99,7 +98,10 @@ class Plan:
         ]
         if self.batch is None:
             return table(("", "largest batch", "needs", "convolutions"), lines)
-        lines = [(label, needs, "yes" if o.fits else "no", cost) for (label, _, needs, cost), o in zip(lines, self.options, strict=True)]
+        lines = [
+            (label, needs, "yes" if o.fits else "no", cost)
+            for (label, _, needs, cost), o in zip(lines, self.options, strict=True)
+        ]
         return table(("", f"needs for batch {self.batch}", "fits", "convolutions"), lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,16 +176,14 @@ def plan(
     options = []
     name = ""
     for strategy in combinations(convert is not None):
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with fake_mode() as mode:
             net = fake_model(model, mode, dtype)
             name = name or type(net).__name__
             net = strategy.prepare(net, convert)
 
             def report(n: int, net: nn.Module = net, strategy: Strategy = strategy) -> MemoryReport:
                 inputs = fake_inputs(_batched(input_shape, n), dtype)
-                return profile_fake(
-                    net, inputs, optimizer=optimizer, loss=loss, autocast=strategy.autocast(autocast)
-                )
+                return profile_fake(net, inputs, optimizer=optimizer, loss=loss, autocast=strategy.autocast(autocast))
 
             options.append(_option(strategy, converted, report, usable, batch))
     if not any(option.fits for option in options):

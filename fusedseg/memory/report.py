@@ -134,9 +134,9 @@ class MemoryReport:
     def to_dict(self) -> dict[str, Any]:
         return export.to_dict(self)
 
-    def to_csv(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """The rows.  An existing file is an error unless ``overwrite``, here and below."""
-        export.write_csv(self.rows, path, overwrite)
+    def to_csv(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
+        """The rows, and those of other reports.  An existing file is an error unless ``overwrite``, here and below."""
+        export.write_csv([row for report in (self, *others) for row in report.rows], path, overwrite)
 
     def to_json(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Everything but the single allocations."""
