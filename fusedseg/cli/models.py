@@ -74,7 +74,7 @@ SCOPE = "fusedseg.recompute() around its forward"
 
 def scoped(model: nn.Module) -> nn.Module:
     """The model as it is, in the scope that keeps recipes in place of data."""
-    model.forward = recompute()(model.forward)  # type: ignore[method-assign]
+    model.forward = recompute()(model.forward)
     return model
 
 

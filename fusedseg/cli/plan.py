@@ -14,9 +14,9 @@ def add_plan(commands) -> None:
     command = commands.add_parser(
         "plan",
         help="the largest batch that fits in a budget of memory, and the cheapest way to a wanted batch",
-        description="The largest batch that fits, as the model is, with fusedseg, under autocast, with checkpoints, and "
-        "with all combinations; or, with --batch, what each needs for that batch and the cheapest that fits. Estimated "
-        "on tensors without values: no GPU is needed. Takes a minute for a large network.",
+        description="The largest batch that fits, as the model is, with fusedseg, under autocast, with checkpoints, "
+        "and with all combinations; or, with --batch, what each needs for that batch and the cheapest that fits. "
+        "Estimated on tensors without values: no GPU is needed. Takes a minute for a large network.",
     )
     add_common(command, "of one sample, without the batch, such as 3,256,256")
     command.add_argument("--budget", required=True, help="memory of the GPU, such as 16GiB")

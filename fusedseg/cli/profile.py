@@ -4,6 +4,7 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from ..memory import MemoryReport, compare, profile
 from ..memory.export import write_json
 from ..memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ..memory.strategy import Strategy
+from ..memory.tables import wrapped
 from .models import DTYPES, FUSED, OPTIMIZERS, Refused, Spec, add_common, first_line, parse_model
 
 FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
@@ -29,7 +31,7 @@ def add_profile(commands) -> None:
         "--compare",
         default="eager",
         metavar="LIST",
-        help="eager, fusedseg, amp, checkpoint and combinations such as fusedseg+amp, joined by commas (default: eager)",
+        help="eager, fusedseg, amp, checkpoint and combinations such as fusedseg+amp, by commas (default: eager)",
     )
     command.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), default="none", help="whose step is taken (default: none)"
@@ -76,7 +78,7 @@ def check(args: argparse.Namespace) -> list[Strategy]:
 def report_of(spec: Spec, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
     label = strategy.label(FUSED)
     dtype = DTYPES[args.dtype]
-    options = {
+    options: dict[str, Any] = {
         "label": label,
         "autocast": strategy.autocast(DTYPES[args.amp_dtype]),
         "optimizer": OPTIMIZERS[args.optimizer],
@@ -120,7 +122,7 @@ def show(reports: list[MemoryReport], spec: Spec, args: argparse.Namespace) -> N
     else:
         print(f"{spec.name} on {shapes} {args.dtype}, one training step on {reports[0].device} tensors\n")
         print(compare(*reports))
-        print(f"\nWhat {reports[0].label} keeps:\n{reports[0].summary()}")
+        print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
     if any(FUSED in report.label for report in reports):
         print(f"\nfusedseg stands for {spec.how}.")

@@ -6,7 +6,7 @@ from typing import Any
 
 from .plot import plot
 from .report import MemoryReport
-from .tables import table
+from .tables import table, wrapped
 from .trace import Storage
 from .units import MEBIBYTE, mib, size_name
 
@@ -64,12 +64,13 @@ class Comparison:
 
     def __str__(self) -> str:
         legend = (
-            "MiB.  before: parameters, inputs and what else was there before the step.  kept: for backward, at the\n"
-            "end of forward.  peak: on top of what was there before; in all: with it.  less: times less than\n"
-            f"{self.reports[0].label}.  convs again: convolutions that checkpoints run twice, and what it adds to\n"
-            "the arithmetic of the step."
+            "MiB.  before: parameters, inputs and what else was there before the step.  kept: for backward, at the end "
+            "of forward.  peak: on top of what was there before; in all: with it.  less: times less than "
+            f"{self.reports[0].label}.  convs again: convolutions that checkpoints run twice, and what it adds to the "
+            "arithmetic of the step."
         )
-        return "\n".join([self.table(), legend, *(f"\n{text}" for text in self.explanations())])
+        texts = [wrapped(legend), *(f"\n{wrapped(text)}" for text in self.explanations())]
+        return "\n".join([self.table(), "", *texts])
 
 
 def compare(*reports: MemoryReport) -> Comparison:

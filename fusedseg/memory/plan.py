@@ -50,6 +50,7 @@ class Option:
     """One combination: its largest batch that fits, 0 if none does, and what it needs.
 
     total: bytes at that batch; or at the wanted one, where one was.  fits: whether that is within the budget.
+    smallest: the batch that total is of where none fits.
     recomputed: arithmetic that checkpoints add, relative to the step.  convolutions: of them, how many run again.
     """
 
@@ -57,6 +58,7 @@ class Option:
     strategy: Strategy
     batch: int
     total: int
+    smallest: int
     fits: bool
     recomputed: float
     convolutions: int
@@ -64,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """options: every combination.  batch: the wanted one, or None.  budget, usable: bytes, with the reserve and without."""
+    """options: all combinations.  batch: the wanted one, or None.  budget, usable: bytes, with and without reserve."""
 
     model: str
     options: tuple[Option, ...]
@@ -189,8 +191,8 @@ def plan(
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
         raise ValueError(
-            f"{OP}: {name} with batch {batch or least.batch or 1} needs {gib(least.total)} at least ({least.label}), and "
-            f"{gib(usable)} of the budget of {gib(nbytes)} may be used"
+            f"{OP}: {name} with batch {batch or least.smallest} needs {gib(least.total)} at least ({least.label}), "
+            f"and {gib(usable)} of the budget of {gib(nbytes)} may be used"
         )
     return Plan(name, tuple(options), nbytes, usable, batch)
 
@@ -206,10 +208,14 @@ def _option(
         return seen[n].total
 
     found = largest(total, usable) if batch is None else batch
-    fits = total(max(found, 1)) <= usable
-    of = seen[max(found, 1)]
+    if not found and not seen:
+        # what runs with a batch of two alone
+        total(2)
+    at = found or min(seen)
+    fits = total(at) <= usable
+    of = seen[at]
     again = of.convolutions["recomputed"]
-    return Option(strategy.label(converted), strategy, found, of.total, fits, of.recomputed, again)
+    return Option(strategy.label(converted), strategy, found, of.total, at, fits, of.recomputed, again)
 
 
 def largest(total: Callable[[int], int], usable: int) -> int:

@@ -32,11 +32,11 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4) -> list[str]:
     blocks = _blocks(model, "", limit)
     if not blocks:
         raise ValueError(
-            f"fusedseg.memory.checkpoint_blocks: {type(model).__name__} has no module with 1 to {limit} convolutions or "
-            "linear layers among its children"
+            f"fusedseg.memory.checkpoint_blocks: {type(model).__name__} has no module with 1 to {limit} convolutions "
+            "or linear layers among its children"
         )
     for _, block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return [name for name, _ in blocks]
 
 

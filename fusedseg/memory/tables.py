@@ -1,5 +1,6 @@
 """Tables of text, for terminals."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from .report import MemoryReport
 
 BAR = 24
+WIDTH = 110
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -20,6 +22,14 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) ->
         for pairs in (list(zip(row, widths, strict=True)) for row in [head, *lines])
     ]
     return "\n".join(line.rstrip() for line in [aligned[0], "─" * (sum(widths) + 2 * len(widths) - 2), *aligned[1:]])
+
+
+def wrapped(text: str) -> str:
+    """Long lines broken, those of a list indented."""
+    return "\n".join(
+        textwrap.fill(line, WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip(" •"))))
+        for line in text.splitlines()
+    )
 
 
 def bars(values: dict[str, float], count: int = 8) -> str:
@@ -89,7 +99,7 @@ def full(report: "MemoryReport") -> str:
         [
             title,
             "═" * len(title),
-            report.summary(),
+            wrapped(report.summary()),
             "",
             f"Kept for backward, {mib(report.saved)} MiB, by kind",
             bars(report.saved_by("kind")),

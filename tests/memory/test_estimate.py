@@ -51,7 +51,7 @@ def test_3d_unets_in_half_precision_and_why_the_small_one_keeps_more():
     small = estimate(partial(unet3d_small, plain=True), VOLUME, torch.float16, label="small")
     assert large.saved / MEBIBYTE == pytest.approx(4081, rel=0.01)
     assert small.saved / MEBIBYTE == pytest.approx(4620, rel=0.01)
-    text = str(compare(large, small))
+    text = " ".join(str(compare(large, small)).split())
     assert "small keeps 539.4 MiB more than large, with 64 % fewer parameters" in text
     # 192 channels joined at full size in place of 128
     assert "320×150×26" in text

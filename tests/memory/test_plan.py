@@ -1,0 +1,147 @@
+"""``plan`` and its strategies."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.memory import checkpoint_blocks, plan, profile
+from fusedseg.memory.plan import largest, parse_budget
+from fusedseg.memory.strategy import Strategy
+from fusedseg.unet import UNet
+from tests.resnet import ResNet18
+
+SHAPE = (3, 64, 64)
+UNETS = {"plain": partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), "ours": partial(UNet, 3, 4, widths=(8, 16, 32))}
+
+
+def chain(norm_act):
+    """Blocks of two convolutions."""
+    pairs = [(3, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 4)]
+    layers = [nn.Sequential(nn.Conv2d(*channels, 3, padding=1), norm_act(channels[1])) for channels in pairs]
+    return nn.Sequential(*(nn.Sequential(*layers[i : i + 2]) for i in (0, 2, 4)))
+
+
+PLAIN = partial(chain, lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)))
+
+
+def convert(model):
+    return chain(fusedseg.InPlaceABN)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("16GiB", 16 * 2**30), ("24 GB", 24 * 10**9), ("1.5MiB", 3 * 2**19), ("800mib", 800 * 2**20), (123, 123)],
+)
+def test_budgets(text, nbytes):
+    assert parse_budget(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["16", "16 G", "lots", "-1GiB", "0GiB", 0])
+def test_budgets_that_are_none(text):
+    with pytest.raises(ValueError, match="budget must be"):
+        parse_budget(text)
+
+
+def test_the_largest_batch_is_the_largest():
+    """Straight, convex, with a step, and flat."""
+    for total in (lambda n: 100 + 7 * n, lambda n: 50 + n * n, lambda n: 10 * n + (500 if n > 40 else 0)):
+        found = largest(total, 1000)
+        assert total(found) <= 1000 < total(found + 1)
+    assert largest(lambda n: 1001, 1000) == 0
+    assert largest(lambda n: 500 * n + 400, 1000) == 1
+    assert largest(lambda n: 7, 1000) == 2**20
+
+    def not_alone(n):
+        if n == 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return 10 * n
+
+    assert largest(not_alone, 1000) == 100
+    assert largest(not_alone, 15) == 0
+
+
+def test_largest_batches_fit_and_one_more_does_not():
+    found = plan(PLAIN, SHAPE, "64MiB", convert=convert, reserve=0.25)
+    assert [option.label for option in found.options] == [
+        "eager", "checkpoint", "amp", "amp+checkpoint",
+        "fusedseg", "fusedseg+checkpoint", "fusedseg+amp", "fusedseg+amp+checkpoint",
+    ]  # fmt: skip
+    assert found.usable == 48 * 2**20
+    by_label = {option.label: option for option in found.options}
+    assert by_label["fusedseg"].batch > by_label["eager"].batch
+    assert by_label["eager"].total <= found.usable
+    assert by_label["eager"].convolutions == 0 < by_label["checkpoint"].convolutions
+    batch = by_label["eager"].batch
+    options = plan(PLAIN, SHAPE, found.usable, batch=batch + 1, reserve=0.0).options
+    assert options[0].total > found.usable
+    assert not options[0].fits
+    # it says so, too
+    assert " run again, +" in str(found)
+    assert f"Cheapest for the largest batch, {found.cheapest.batch}" in str(found)
+
+
+def test_the_cheapest_way_to_a_batch():
+    needs = {o.label: o.total for o in plan(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).options}
+    # everything fits: nothing has to change
+    assert plan(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).cheapest.label == "eager"
+    # eager does not: what runs no convolution again is cheaper than checkpoints that would fit as well
+    tight = plan(PLAIN, SHAPE, max(needs["fusedseg"], needs["checkpoint"]), batch=8, convert=convert, reserve=0.0)
+    assert tight.cheapest.label in ("amp", "fusedseg")
+    assert {o.label: o.fits for o in tight.options}["checkpoint"]
+    least = min(needs.values())
+    with pytest.raises(ValueError, match=r"Sequential with batch 8 needs .* at least \(.*amp\+checkpoint\), and"):
+        plan(PLAIN, SHAPE, least - 1, batch=8, convert=convert, reserve=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "1KiB"}, r"ResNet18 with batch 2 needs .* may be used"),
+        ({"reserve": 1.0}, "reserve must be at least 0 and below 1, got 1.0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+    ],
+    ids=["budget", "reserve", "batch"],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(partial(ResNet18, 10, 4), (3, 32, 32), **{"budget": "1GiB", **options})
+
+
+def test_blocks_are_the_largest_with_few_convolutions():
+    assert checkpoint_blocks(ResNet18(10, 4)) == [
+        "stem",
+        "layers.0",
+        *(f"layers.{i}.{j}" for i in (1, 2, 3) for j in (0, 1)),
+    ]
+    blocks = checkpoint_blocks(UNETS["plain"]())
+    assert blocks == ["incs.0", "downs.0.0", "downs.0.1", "ups.0", "ups.1"]
+    with pytest.raises(ValueError, match="ReLU has no module with 1 to 4 convolutions"):
+        checkpoint_blocks(nn.ReLU())
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        checkpoint_blocks(PLAIN(), 0)
+
+
+@pytest.mark.parametrize("make", UNETS.values(), ids=UNETS)
+def test_checkpoints_change_no_gradient_and_keep_less(make):
+    net, other = make().double(), make().double()
+    other.load_state_dict(net.state_dict())
+    checkpoint_blocks(other)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert profile(other, x).saved < 0.7 * profile(net, x).saved
+    for model in (net, other):
+        model(x).square().mean().backward()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_labels_are_read_back():
+    for label in ("eager", "amp", "fusedseg+amp+checkpoint"):
+        assert Strategy.parse(label, "fusedseg").label("fusedseg") == label
+    for label in ("fast", "amp+amp", "eager+amp", ""):
+        with pytest.raises(ValueError, match="expected eager, or fusedseg, amp, checkpoint joined by"):
+            Strategy.parse(label, "fusedseg")
+    with pytest.raises(ValueError, match="without a function that converts"):
+        Strategy(converted=True).prepare(nn.ReLU(), None)
