@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .. import unet
+from ..conversion import convert
 from ..memory.strategy import Convert
-from ..ops.recompute import recompute
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
     "lidar_optical_unet": unet.lidar_optical_unet,
@@ -40,7 +40,8 @@ class Spec:
     how: str
 
 
-def parse_model(text: str) -> Spec:
+def parse_model(text: str, shapes: Sequence[tuple[int, ...]]) -> Spec:
+    """shapes: of the model's inputs, batch and all."""
     if text in PRESETS:
         make = PRESETS[text]
         return Spec(
@@ -62,19 +63,19 @@ def parse_model(text: str) -> Spec:
             raise Refused(f"MODEL {text!r}: {module} has no {name}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return Spec(text, lambda: found, scoped, SCOPE)
+        return Spec(text, lambda: found, partial(converted, shapes), CONVERTED)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
     _check_signature(text, found)
-    return Spec(text, found, scoped, SCOPE)
+    return Spec(text, found, partial(converted, shapes), CONVERTED)
 
 
-SCOPE = "fusedseg.recompute() around its forward"
+CONVERTED = "fusedseg.convert(model)"
 
 
-def scoped(model: nn.Module) -> nn.Module:
-    """The model as it is, in the scope that keeps recipes in place of data."""
-    model.forward = recompute()(model.forward)
+def converted(shapes: Sequence[tuple[int, ...]], model: nn.Module) -> nn.Module:
+    """The model, which nobody else uses, after ``fusedseg.convert``."""
+    convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
     return model
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json and Path(args.json).exists() and not args.overwrite:
             raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
-        spec = parse_model(args.model)
+        spec = parse_model(args.model, [(2, *shape) for shape in args.input])
         try:
             parse_budget(args.budget)
             found = plan(

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 where it was refused."""
     try:
         strategies = check(args)
-        spec = parse_model(args.model)
+        spec = parse_model(args.model, args.input)
         reports = [report_of(spec, strategy, args) for strategy in strategies]
         write(reports, args)
     except Refused as refusal:

@@ -37,7 +37,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
     argv += ["--chrome-trace", str(files["trace"]), "--snapshot", str(files["pickle"]), "--rows"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "fusedseg stands for fusedseg.recompute() around its forward." in out
+    assert "fusedseg stands for fusedseg.convert(model)." in out
     assert "Rows of checkpoint, in MiB" in out
     assert all(path.stat().st_size for path in files.values())
     reports = {report["label"]: report for report in json.loads(files["json"].read_text())["reports"]}
