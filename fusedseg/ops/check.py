@@ -46,6 +46,7 @@ def check_batch_norm(
     dtype: torch.dtype,
     device: torch.device,
     of: str = "x",
+    groups: int | None = None,
 ) -> None:
     """``vectors`` are weight, bias, running_mean and running_var; the rest is that of the tensor to be normalised,
     which errors call ``of``."""
@@ -55,9 +56,41 @@ def check_batch_norm(
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
     if not training and vectors["running_mean"] is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
+    if groups is not None:
+        check_groups(op, training, shape, groups)
+        return
     # statistics of a batch need two values; an empty batch passes, as in ``nn.BatchNorm``
     if training and shape[1] and shape.numel() == shape[1]:
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
+
+
+def check_groups(op: str, training: bool, shape: torch.Size, groups: int) -> None:
+    """``groups`` of channels of a sample, each with more than one value."""
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
+        raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
+    values = shape[2:].numel() * (shape[1] // groups)
+    if training and values == 1 and groups == shape[1]:
+        raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
+
+
+def check_residual(op: str, residual: Tensor, x: Tensor) -> None:
+    """``residual`` can be added to ``x``, and is not overwritten with it."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if residual.device != x.device:
+        raise ValueError(f"{op}: residual must be on {x.device}, the device of x, got {residual.device}")
+    if residual.dtype != x.dtype:
+        check_dtype(op, "residual", residual.dtype)
+        if not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{op}: residual must be {x.dtype}, the dtype of x (autocast casts it), got {residual.dtype}"
+            )
+    if torch.compiler.is_compiling() or not x.numel():
+        return
+    if residual.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")
 
 
 def check_writable(op: str, x: Tensor) -> None:

@@ -205,7 +205,7 @@ def _op_setup_context(ctx, inputs, output):
 def _op_backward(ctx, dz, *unused):
     x, w, z, weight, bias, stats, xhat_kept, slots = ctx.saved_tensors
     need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
-    dy, dweight, dbias = inplace_abn_backward_op(
+    dy, dweight, dbias, _ = inplace_abn_backward_op(
         dz, z, weight, bias, stats, xhat_kept, slots, ctx.kept_count, ctx.training, *ctx.activation,
         need_weight or need_bias,
     )  # fmt: skip

@@ -1,7 +1,11 @@
-"""In-place activated BatchNorm: z = phi(weight * (x - mean) * rstd + bias), written over x.
+"""In-place activated normalisation: z = phi(weight * (x - mean) * rstd + bias [+ residual]), written over x.
+
+``groups`` says whose mean and variance: None, of a channel over the batch (BatchNorm); else of so many groups of channels
+of each sample (GroupNorm; as many as channels: InstanceNorm).
 
 Source: Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018,
-equations 5 to 8 (their "InPlace-ABN I"), with the signed weight of BatchNorm and kept channels (``ops/kept.py``).
+equations 5 to 8 (their "InPlace-ABN I"), with the signed weight of BatchNorm and kept channels (``ops/kept.py``), for
+other statistics and residuals too.
 
 Eager calls go through ``InPlaceABNFunction``, which overwrites x.  Autograd cannot be registered on an op that
 mutates its input, so under ``torch.compile`` the functional op ``fusedseg::inplace_abn`` runs; x is freed there
@@ -13,8 +17,8 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import double_backward, inplace_abn_aten, reuse
-from .check import check_batch_norm, check_input, check_writable
+from . import by_sample_aten, double_backward, inplace_abn_aten, reuse
+from .check import check_batch_norm, check_input, check_residual, check_writable
 from .double_backward import differentiated_once
 from .kept import Kept
 from .layout import dense, layout_of, like
@@ -26,32 +30,54 @@ def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def forward(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept):
-    """Mean and rstd, (C,) each; and xhat of the kept channels, flat, or None."""
+def forward(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, residual=None):
+    """Mean and rstd, (C,) or one for each statistics group of each sample; and xhat of the kept channels, flat, or None."""
     if x.numel() == 0:
-        return *torch.zeros(2, x.shape[1], dtype=stats_dtype(x), device=x.device), None
+        return *torch.zeros(2, layout.I * layout.C // layout.D, dtype=stats_dtype(x), device=x.device), None
+    if layout.I * layout.D > 1 and running_mean is not None:
+        # moved by the average of the samples
+        args = (x, out, layout, weight, bias, None, None, True, 0.0, eps, act, kept, residual)
+        mean, rstd, xhat_kept = forward(*args)
+        move_running(torch.stack([mean, rstd]), layout.N * layout.S, running_mean, running_var, momentum, eps)
+        return mean, rstd, xhat_kept
     args = (x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act)
     if not _backend.use_triton(x):
-        return inplace_abn_aten.forward(*args, kept)
+        if layout.I > 1:
+            return by_sample_aten.forward(x, out, layout, weight, bias, eps, act, kept, residual)
+        return inplace_abn_aten.forward(*args, kept, residual)
     from ..kernels.norm_act import norm_act_fwd
 
     with torch.cuda.device_of(x):
-        return norm_act_fwd(*args, None if kept is None else (kept.slots, kept.count))
+        return norm_act_fwd(*args, None if kept is None else (kept.slots, kept.count), residual=residual)
 
 
-def backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, into=None):
-    """dx, dweight, dbias; the last two are None where ``dparam_dtype`` is.  ``into``: memory for dx, that of z."""
+def backward(
+    dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, into=None, residual=None,
+    residual_wanted=False,
+):  # fmt: skip
+    """dx, dweight, dbias, dresidual: None where ``dparam_dtype`` is, or where it is not wanted.  ``into``: memory for
+    dx, that of z.  ``residual`` lies in memory as z does."""
     if z.numel() == 0:
         zeros = None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype)
-        return torch.empty_like(z), zeros, zeros
+        return torch.empty_like(z), zeros, zeros, torch.empty_like(z) if residual_wanted else None
+    # g itself is dz where nothing is between them
+    passed_on = residual_wanted and act.name == "identity"
+    dresidual = torch.empty_like(z) if residual_wanted and not passed_on else None
     args = (like(dz, z), z, layout, weight, bias, rstd, xhat_kept)
     if not _backend.use_triton(z):
-        return inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, into)
-    from ..kernels.norm_act_bwd import norm_act_bwd
+        if layout.I > 1:
+            grads = by_sample_aten.backward(*args, kept, act, dparam_dtype, into, residual, dresidual)
+        else:
+            grads = inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, into, residual, dresidual)
+    else:
+        from ..kernels.norm_act_bwd import norm_act_bwd
 
-    slots = None if kept is None else (kept.slots, kept.count)
-    with torch.cuda.device_of(z):
-        return norm_act_bwd(*args, slots, training, act, dparam_dtype, into)
+        slots = None if kept is None else (kept.slots, kept.count)
+        with torch.cuda.device_of(z):
+            grads = norm_act_bwd(
+                *args, slots, training, act, dparam_dtype, into, residual=residual, dresidual=dresidual
+            )
+    return *grads, dz if passed_on else dresidual
 
 
 def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) -> torch.dtype | None:
@@ -61,39 +87,44 @@ def dparam_dtype_of(weight: Tensor | None, bias: Tensor | None, needed: bool) ->
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """Keeps z (the output), rstd, weight, bias and xhat of the kept channels.
+    """Keeps z (the output), rstd, weight, bias, xhat of the kept channels and the residual.
 
     ``settings``: what else ``inplace_abn`` is given, in one tuple since autograd looks at every argument.
     ``done``: rstd and that xhat, where x is the output already, as a convolution has left it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, settings, done=None):
+    def forward(ctx, x, weight, bias, settings, done=None, residual=None, groups=None):
         running_mean, running_var, training, momentum, eps, act, kept = settings
         out, layout = dense(x)
+        if groups is not None:
+            layout = layout.by_sample(x.shape[0], groups)
+        if residual is not None:
+            residual = like(residual, out)
         if done is not None:
             rstd, xhat_kept = done
         else:
             _, rstd, xhat_kept = forward(
-                out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
+                out, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, residual
             )
         if out is x:
             ctx.mark_dirty(x)
         ctx.layout, ctx.training, ctx.act, ctx.kept = layout, training, act, kept
         ctx.reuse = reuse.wanted()
-        ctx.save_for_backward(out, weight, bias, rstd, xhat_kept)
+        ctx.save_for_backward(out, weight, bias, rstd, xhat_kept, residual)
         return out
 
     @staticmethod
     def backward(ctx, dz):
-        z, weight, bias, rstd, xhat_kept = ctx.saved_tensors
-        wanted = dparam_dtype_of(weight, bias, ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        z, weight, bias, rstd, xhat_kept, residual = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = dparam_dtype_of(weight, bias, needs[1] or needs[2])
         into = reuse.take(z) if ctx.reuse and not torch.is_grad_enabled() else None
         args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, ctx.training, ctx.act, wanted, into)
-        dx, dweight, dbias = differentiated_once(OP, backward, *args)
-        dweight = dweight if ctx.needs_input_grad[1] else None
-        dbias = dbias if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None
+        dx, dweight, dbias, dresidual = differentiated_once(
+            OP, backward, *args, residual, residual is not None and needs[5]
+        )
+        return dx, dweight if needs[1] else None, dbias if needs[2] else None, None, None, dresidual, None
 
 
 @torch.library.custom_op("fusedseg::inplace_abn", mutates_args=())
@@ -108,27 +139,34 @@ def inplace_abn_op(
     activation_param: float,
     slots: Tensor | None,
     kept_count: int,
+    residual: Tensor | None = None,
+    groups: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The functional op: z, statistics (2, C) -- mean, rstd -- and xhat of the kept channels (flat, empty if none).
+    """The functional op: z, statistics (2, C), or (2, N groups) -- mean, rstd -- and xhat of the kept channels (flat,
+    empty if none).
 
-    ``mean`` and ``var`` None: those of the batch.
+    ``mean`` and ``var`` None: those of ``x``.
     """
     source, layout = dense(x)
+    layout = layout.by_sample(x.shape[0], groups)
     z = torch.empty_like(source)
     kept = None if slots is None else Kept(slots, kept_count)
     act = Activation(activation, activation_param)
-    used, rstd, xhat_kept = forward(source, z, layout, weight, bias, mean, var, mean is None, 0.0, eps, act, kept)
+    residual = None if residual is None else like(residual, z)
+    used, rstd, xhat_kept = forward(
+        source, z, layout, weight, bias, mean, var, mean is None, 0.0, eps, act, kept, residual
+    )
     if mean is not None:
         used = mean.to(rstd.dtype)
     return z, torch.stack([used, rstd]), x.new_empty(0) if xhat_kept is None else xhat_kept
 
 
 @inplace_abn_op.register_fake
-def _(x, weight, bias, mean, var, eps, activation, activation_param, slots, kept_count):
+def _(x, weight, bias, mean, var, eps, activation, activation_param, slots, kept_count, residual=None, groups=None):
     C = x.shape[1]
     return (
         torch.empty_like(dense(x)[0]),
-        x.new_empty((2, C), dtype=stats_dtype(x)),
+        x.new_empty((2, C if groups is None else x.shape[0] * groups), dtype=stats_dtype(x)),
         x.new_empty(x.numel() // C * kept_count if slots is not None else 0),
     )
 
@@ -147,42 +185,60 @@ def inplace_abn_backward_op(
     activation: str,
     activation_param: float,
     affine_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; the last two are empty where they are not wanted."""
+    residual: Tensor | None = None,
+    groups: int | None = None,
+    residual_wanted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias, dresidual; all but the first are empty where they are not wanted, the last also where it is
+    dz itself, behind "identity"."""
     kept = None if slots is None else Kept(slots, kept_count)
     act = Activation(activation, activation_param)
     wanted = dparam_dtype_of(weight, bias, affine_wanted)
     saved = (weight, bias, stats[1], None if kept is None else xhat_kept, kept)
-    dx, dweight, dbias = backward(dz, z, layout_of(z), *saved, training, act, wanted)
+    residual = None if residual is None else like(residual, z)
+    layout = layout_of(z)
+    assert layout is not None
+    dx, dweight, dbias, dresidual = backward(
+        dz, z, layout.by_sample(z.shape[0], groups), *saved, training, act, wanted, None, residual,
+        residual_wanted and activation != "identity",
+    )  # fmt: skip
+    dresidual = z.new_empty(0) if dresidual is None else dresidual
     if dweight is None or dbias is None:
-        return dx, z.new_empty(0), z.new_empty(0)
-    return dx, dweight, dbias
+        return dx, z.new_empty(0), z.new_empty(0), dresidual
+    return dx, dweight, dbias, dresidual
 
 
 @inplace_abn_backward_op.register_fake
-def _(dz, z, weight, bias, stats, xhat_kept, slots, kept_count, training, activation, activation_param, affine_wanted):
+def _(dz, z, weight, bias, stats, xhat_kept, slots, kept_count, training, activation, activation_param, affine_wanted,
+      residual=None, groups=None, residual_wanted=False):  # fmt: skip
     C = z.shape[1] if affine_wanted else 0
     dtype = dparam_dtype_of(weight, bias, affine_wanted) or z.dtype
-    return torch.empty_like(z), z.new_empty(C, dtype=dtype), z.new_empty(C, dtype=dtype)
+    dresidual = torch.empty_like(z) if residual_wanted and activation != "identity" else z.new_empty(0)
+    return torch.empty_like(z), z.new_empty(C, dtype=dtype), z.new_empty(C, dtype=dtype), dresidual
 
 
 def _op_setup_context(ctx, inputs, output):
-    _, weight, bias, mean, _, _, activation, activation_param, slots, kept_count = inputs
+    _, weight, bias, mean, _, _, activation, activation_param, slots, kept_count, residual, groups = inputs
     z, stats, xhat_kept = output
     ctx.mark_non_differentiable(stats, xhat_kept)
     ctx.training, ctx.activation, ctx.kept_count = mean is None, (activation, activation_param), kept_count
-    ctx.save_for_backward(z, weight, bias, stats, xhat_kept, slots)
+    ctx.groups = groups
+    ctx.save_for_backward(z, weight, bias, stats, xhat_kept, slots, residual)
 
 
 def _op_backward(ctx, dz, *unused):
-    z, weight, bias, stats, xhat_kept, slots = ctx.saved_tensors
-    affine_wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dx, dweight, dbias = inplace_abn_backward_op(
-        dz, z, weight, bias, stats, xhat_kept, slots, ctx.kept_count, ctx.training, *ctx.activation, affine_wanted
-    )
-    dweight = dweight if ctx.needs_input_grad[1] else None
-    dbias = dbias if ctx.needs_input_grad[2] else None
-    return dx, dweight, dbias, *(None,) * 7
+    z, weight, bias, stats, xhat_kept, slots, residual = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    residual_wanted = residual is not None and needs[10]
+    dx, dweight, dbias, dresidual = inplace_abn_backward_op(
+        dz, z, weight, bias, stats, xhat_kept, slots, ctx.kept_count, ctx.training, *ctx.activation,
+        needs[1] or needs[2], residual, ctx.groups, residual_wanted,
+    )  # fmt: skip
+    if residual_wanted:
+        dresidual = dz if ctx.activation[0] == "identity" else dresidual
+    else:
+        dresidual = None
+    return dx, dweight if needs[1] else None, dbias if needs[2] else None, *(None,) * 7, dresidual, None
 
 
 def _no_double_backward(ctx, *grads):
@@ -200,13 +256,18 @@ def check(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     training: bool,
+    residual: Tensor | None = None,
+    groups: int | None = None,
+    op: str = OP,
 ) -> None:
     """Raises ValueError or TypeError for arguments that the op cannot take."""
-    check_input(OP, x)
+    check_input(op, x)
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    check_batch_norm(OP, vectors, training, x.shape, x.dtype, x.device)
+    check_batch_norm(op, vectors, training, x.shape, x.dtype, x.device, groups=groups)
+    if residual is not None:
+        check_residual(op, residual, x)
     if not torch.compiler.is_compiling():
-        check_writable(OP, x)
+        check_writable(op, x)
 
 
 def inplace_abn(
@@ -220,24 +281,33 @@ def inplace_abn(
     eps: float,
     act: Activation,
     kept: Kept | None,
+    residual: Tensor | None = None,
+    groups: int | None = None,
 ) -> Tensor:
     """The op on checked arguments: overwrites ``x`` in eager mode, leaves it alone under ``torch.compile``."""
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.to(x.dtype)
     if not torch.compiler.is_compiling():
         settings = running_mean, running_var, training, momentum, eps, act, kept
-        return InPlaceABNFunction.apply(x, weight, bias, settings)
+        if residual is None and groups is None:
+            return InPlaceABNFunction.apply(x, weight, bias, settings)
+        return InPlaceABNFunction.apply(x, weight, bias, settings, None, residual, groups)
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     mean, var = (None, None) if training else (running_mean, running_var)
-    z, stats, _ = inplace_abn_op(x, weight, bias, mean, var, eps, act.name, act.param, slots, count)
+    z, stats, _ = inplace_abn_op(x, weight, bias, mean, var, eps, act.name, act.param, slots, count, residual, groups)
     if training and running_mean is not None and running_var is not None:
-        move_running(stats, x.numel() // x.shape[1], running_mean, running_var, momentum, eps)
+        values = x.numel() // x.shape[1] if groups is None else x[0, 0].numel()
+        move_running(stats, values if x.numel() else 0, running_mean, running_var, momentum, eps)
     return z
 
 
 def move_running(stats: Tensor, m: int, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> None:
-    """Moves the running statistics towards mean and rstd (2, C) of ``m`` values a channel; no values move nothing."""
+    """Moves the running statistics towards mean and rstd (2, C) of ``m`` values a channel, or towards the averages over
+    samples of those of each sample (2, N C); no values move nothing."""
     if m == 0:
         return
     with torch.no_grad():
-        var = (stats[1] ** -2 - eps).clamp_min(0.0) * (m / (m - 1))
-        running_mean.lerp_(stats[0].to(running_mean.dtype), momentum)
-        running_var.lerp_(var.to(running_var.dtype), momentum)
+        mean, rstd = stats.view(2, -1, running_mean.shape[0])
+        var = (rstd**-2 - eps).clamp_min(0.0) * (m / (m - 1))
+        running_mean.lerp_(mean.mean(0).to(running_mean.dtype), momentum)
+        running_var.lerp_(var.mean(0).to(running_var.dtype), momentum)

@@ -7,7 +7,9 @@ inverse 1),
 
     native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
 
-is exactly (dx, dweight, dbias).
+is exactly (dx, dweight, dbias).  Statistics of groups of D channels are merged from those of the channels; dx then is
+scale g + slope y + offset of vectors per channel, as it is where sums come first.  Samples with statistics of their own
+are dealt with in ``by_sample_aten.py``.
 """
 
 from collections.abc import Iterator
@@ -41,10 +43,12 @@ def _chunk_elements(x: Tensor) -> int:
     return 2**21 // x.element_size()
 
 
-def _channel_chunks(x: Tensor) -> Iterator[slice]:
-    """Ranges of channels of planes (N, C, S), at least two channels each, so that two threads find work."""
+def _channel_chunks(x: Tensor, D: int = 1) -> Iterator[slice]:
+    """Ranges of channels of planes (N, C, S), at least two channels each, so that two threads find work, and whole
+    groups of D."""
     N, C, S = x.shape
     step = max(2, _chunk_elements(x) // (N * S))
+    step = max(1, step // D) * D
     return (slice(c, min(c + step, C)) for c in range(0, C, step))
 
 
@@ -73,12 +77,17 @@ def activate_(z: Tensor, act: Activation) -> Tensor:
     return F.elu_(z, act.param) if act.name == "elu" else z
 
 
-def _act_grad(dz: Tensor, z: Tensor, act: Activation) -> Tensor:
+def _act_grad(dz: Tensor, z: Tensor, act: Activation, out: Tensor | None = None) -> Tensor:
+    """dz phi'(y), in ``out`` where that is given."""
     if act.name == "leaky_relu":
+        if out is not None:
+            return aten.leaky_relu_backward.grad_input(dz, z, act.param, True, grad_input=out)
         return aten.leaky_relu_backward(dz, z, act.param, True)
     if act.name == "elu":
+        if out is not None:
+            return aten.elu_backward.grad_input(dz, act.param, 1, 1, True, z, grad_input=out)
         return aten.elu_backward(dz, act.param, 1, 1, True, z)
-    return dz
+    return dz if out is None else out.copy_(dz)
 
 
 def _act_inverse(z: Tensor, act: Activation) -> Tensor:
@@ -89,6 +98,24 @@ def _act_inverse(z: Tensor, act: Activation) -> Tensor:
         tail = z.div(act.param).clamp_(torch.finfo(z.dtype).eps / 8 - 1.0, 0.0).log1p_()
         return torch.where(z > 0, z, tail)
     return z
+
+
+def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
+    if residual is not None:
+        y.add_(channel_view(residual, layout))
+    activate_(y, act)
+
+
+def _of_groups(mean: Tensor, var: Tensor, D: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each D adjacent channels of as many values, from those of the channels."""
+    means, variances = mean.view(-1, D), var.view(-1, D)
+    mean = means.mean(1)
+    return mean, variances.mean(1) + (means - mean[:, None]).square_().mean(1)
+
+
+def over_channels(v: Tensor, D: int) -> Tensor:
+    """Of groups of D channels, for each channel."""
+    return v if D == 1 else v.repeat_interleave(D)
 
 
 def forward(
@@ -104,8 +131,9 @@ def forward(
     eps: float,
     act: Activation,
     kept: Kept | None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``kernels.norm_act.norm_act_fwd``."""
+    """As ``kernels.norm_act.norm_act_fwd``, for one sample of a layout or the batch."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
@@ -116,12 +144,12 @@ def forward(
     # nothing is slow without values but many pieces
     slow &= not isinstance(x, FakeTensor)
     own_update = running_mean is not None and running_mean.dtype != acc
-    if training and kept is None and not slow and not own_update:
+    if training and kept is None and not slow and not own_update and layout.D == 1:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         torch.native_batch_norm(
             xv, weight, bias, running_mean, running_var, True, momentum, eps, out=(outv, mean, rstd)
         )
-        activate_(outv, act)
+        _finish_(outv, act, residual, layout)
         return mean, rstd, None
     if not training:
         mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
@@ -131,7 +159,11 @@ def forward(
         mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
     else:
         var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+    if layout.D > 1:
+        mean, var = _of_groups(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
+    found = mean, rstd
+    mean, var, rstd = (over_channels(v, layout.D) for v in (mean, var, rstd))
     xhat_kept = None
     if kept is not None:
         index = kept.index.to(x.device)
@@ -140,19 +172,22 @@ def forward(
         xhat_kept = x.new_empty(xhat.numel())
         channel_view(xhat_kept, layout._replace(C=kept.count)).copy_(xhat)
     _scale_shift(xv, outv, weight, bias, mean, var, eps)
-    activate_(outv, act)
+    _finish_(outv, act, residual, layout)
     if training and running_mean is not None and running_var is not None:
         m = layout.N * layout.S
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var * (m / (m - 1))).to(running_var.dtype), momentum)
-    return mean, rstd, xhat_kept
+    return *found, xhat_kept
 
 
 class _Backward:
     """One backward pass: what all chunks share."""
 
-    def __init__(self, layout, weight, bias, rstd, xhat_kept, kept, act):
-        self.act, self.kept = act, kept
+    def __init__(self, layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual):
+        self.act, self.kept, self.D = act, kept, layout.D
+        self.m = layout.N * layout.S * layout.D
+        self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in (residual, dresidual))
+        self.rstd = rstd
         self.shift = torch.zeros_like(rstd) if bias is None else cast(bias, rstd.dtype)
         self.weight = torch.ones_like(rstd) if weight is None else cast(weight, rstd.dtype)
         self.inverse = self.weight.reciprocal()
@@ -166,12 +201,15 @@ class _Backward:
     def rebuild(self, z: Tensor, dz: Tensor, c: slice, rows: slice) -> tuple[Tensor, Tensor]:
         """g and y of a range of channels (planes) or rows."""
         y = _act_inverse(z, self.act)
+        if self.residual is not None:
+            r = self.residual[:, c, rows]
+            y = z - r if y is z else y.sub_(r)
         if self.kept is not None:
             into, slots = self.kept.within(c)
             if into.numel():
                 y = y.clone() if y is z else y
                 y[:, into.to(y.device)] = self.xhat[:, slots, rows]
-        return _act_grad(dz, z, self.act), y
+        return _act_grad(dz, z, self.act, None if self.dresidual is None else self.dresidual[:, c, rows]), y
 
     def reduce(self, g: Tensor, y: Tensor, c: slice, dx_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2, s1 of these values alone."""
@@ -181,6 +219,20 @@ class _Backward:
         return aten.native_batch_norm_backward(
             g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True]
         )
+
+    def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """scale, slope and offset of dx = scale g + slope y + offset, for channels whose sums are these."""
+        rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
+        t1, t2 = weight * s1, weight * s2
+        if self.D > 1:
+            t1, t2 = (t.view(-1, self.D).sum(1).repeat_interleave(self.D) for t in (t1, t2))
+        slope = rstd * inverse * t2 / -self.m
+        return weight * rstd, slope, rstd * t1 / -self.m - slope * shift
+
+
+def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> None:
+    _scale_shift(y, dx, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+    dx.addcmul_(g, scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2)))
 
 
 EVERY = slice(None)
@@ -199,11 +251,14 @@ def backward(
     act: Activation,
     dparam_dtype: torch.dtype | None,
     into: Tensor | None = None,
+    residual: Tensor | None = None,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As ``kernels.norm_act_bwd.norm_act_bwd``; in one piece dx is new memory all the same, as aten makes it."""
-    job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act)
+    rstd = over_channels(rstd, layout.D)
+    job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual)
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
-    if training and z.numel() <= WHOLE * _chunk_elements(z):
+    if training and layout.D == 1 and z.numel() <= WHOLE * _chunk_elements(z):
         dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
     elif isinstance(z, FakeTensor):
         # pieces without values, by the thousand, would take seconds
@@ -211,50 +266,47 @@ def backward(
     else:
         dx = torch.empty_like(z) if into is None else into
         in_chunks = _backward_rows if layout.rows else _backward_planes
-        s2, s1 = in_chunks(job, zv, dzv, channel_view(dx, layout), rstd, training)
+        s2, s1 = in_chunks(job, zv, dzv, channel_view(dx, layout), training)
     dx = dx.as_strided(z.shape, z.stride())
     if dparam_dtype is None:
         return dx, None, None
     return dx, cast(s2, dparam_dtype), cast(s1, dparam_dtype)
 
 
-def _backward_planes(
-    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, rstd: Tensor, training: bool
-) -> tuple[Tensor, Tensor]:
-    """Channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
+def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """Groups of channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
     s1, s2 = [], []
-    for c in _channel_chunks(z):
+    at_once = training and job.D == 1
+    for c in _channel_chunks(z, job.D):
         g, y = job.rebuild(z[:, c], dz[:, c], c, EVERY)
-        dx_c, s2_c, s1_c = job.reduce(g, y, c, training)
-        dx[:, c] = dx_c if training else g * (job.weight[c] * rstd[c]).view(1, -1, 1)
+        dx_c, s2_c, s1_c = job.reduce(g, y, c, at_once)
+        if at_once:
+            dx[:, c] = dx_c
+        elif training:
+            _affine_into(dx[:, c], g, y, *job.affine(s1_c, s2_c, c))
+        else:
+            dx[:, c] = g * (job.weight[c] * job.rstd[c]).view(1, -1, 1)
         s1.append(s1_c)
         s2.append(s2_c)
     return torch.cat(s2), torch.cat(s1)
 
 
-def _backward_rows(
-    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, rstd: Tensor, training: bool
-) -> tuple[Tensor, Tensor]:
-    """Two sweeps over runs of rows, since a range of channels is scattered there: the sums, then
-
-    dx = scale (g - s1 / m - xhat s2 / m) = scale g + slope y + offset.  Returns s2 and s1.
-    """
+def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """Two sweeps over runs of rows, since a range of channels is scattered there: the sums, then dx.  Returns s2 and s1."""
     C, m = z.shape[1:3]
     step = max(1, _chunk_elements(z) // C)
     parts = [slice(n, n + step) for n in range(0, m, step)]
+    # g is written where it is wanted once, in the second
+    dresidual, job.dresidual = job.dresidual, None
     sums = [job.reduce(*job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r), EVERY, False) for r in parts]
+    job.dresidual = dresidual
     s2 = torch.stack([s[1] for s in sums]).sum(0)
     s1 = torch.stack([s[2] for s in sums]).sum(0)
-    scale = job.weight * rstd
-    slope = scale * job.inverse * s2 / -m
-    offset = scale * s1 / -m - slope * job.shift
-    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
-    scale_g = scale.to(z.dtype).view(1, -1, 1, 1)
+    vectors = job.affine(s1, s2, EVERY)
     for r in reversed(parts):
         g, y = job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r)
         if training:
-            _scale_shift(y, dx[:, :, r], slope, offset, zero, one, 0.0)
-            dx[:, :, r].addcmul_(g, scale_g)
+            _affine_into(dx[:, :, r], g, y, *vectors)
         else:
-            torch.mul(g, scale_g, out=dx[:, :, r])
+            torch.mul(g, vectors[0].to(z.dtype).view(1, -1, 1, 1), out=dx[:, :, r])
     return s2, s1

@@ -48,11 +48,17 @@ class Kept:
         return self.index[slots] - start, slots
 
 
-def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype) -> Tensor | None:
-    """(C,) bool on the parameters' device; None, on a CPU, where it would be all False."""
+def kept_mask(
+    weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False
+) -> Tensor | None:
+    """(C,) bool on the parameters' device; None, on a CPU, where it would be all False.
+
+    ``residual``: what is added to the output, and taken off again, has a part in its rounding as a bias has; it is
+    taken for 1, as what comes out of a normalisation.
+    """
     # the smallest weight whose outputs stay normal numbers, where the slope takes its part of them
     slope = min(act.param, 1.0) if act.name == "leaky_relu" else 1.0
-    floor = torch.finfo(dtype).tiny / slope
+    floor = 1.0 if residual else torch.finfo(dtype).tiny / slope
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
         # a handful of values in every step: numpy's calls cost a tenth of aten's
         w, b = weight.detach().numpy(), bias.detach().numpy()
@@ -66,7 +72,9 @@ def slots_of(mask: Tensor) -> Tensor:
     return torch.where(mask, mask.cumsum(0) - 1, -1).int()
 
 
-def find(weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype) -> Kept | None:
+def find(
+    weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype, residual: bool = False
+) -> Kept | None:
     """The kept channels now; none for parameters without values (meta, fake).  Waits for parameters on a GPU."""
     if weight is None and bias is None:
         return None
@@ -74,7 +82,7 @@ def find(weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: tor
     bias = torch.zeros_like(weight) if bias is None else bias
     if weight.is_meta or isinstance(weight, FakeTensor):
         return None
-    mask = kept_mask(weight, bias, act, dtype)
+    mask = kept_mask(weight, bias, act, dtype, residual)
     if mask is None or not mask.any():
         return None
     on_cpu = mask.cpu()
@@ -137,20 +145,24 @@ class KeptChannels:
         """The parameters were replaced: the next call finds the list at once."""
         self._key = self._pending = None
 
-    def refresh(self, weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype) -> Kept | None:
-        """The list to use for this forward."""
+    def refresh(
+        self, weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype, residual: bool = False
+    ) -> Kept | None:
+        """The list to use for this forward, with a residual or without."""
         first = weight if weight is not None else bias
         if first is None or first.is_meta or isinstance(first, FakeTensor):
             return None
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
             return self.kept
         other = bias if bias is not None else first
-        key = (act, dtype, first.data_ptr(), first._version, other.data_ptr(), other._version)
+        kind = (act, dtype, residual)
+        key = (kind, first.data_ptr(), first._version, other.data_ptr(), other._version)
         if key != self._key:
-            if self._may_lag(weight, bias) and self._key is not None and _optimizer_steps != self._steps:
-                self._request(weight, bias, act, dtype)
+            known = self._key is not None and self._key[0] == kind
+            if self._may_lag(weight, bias) and known and _optimizer_steps != self._steps:
+                self._request(weight, bias, *kind)
             else:
-                self.kept, self._pending = find(weight, bias, act, dtype), None
+                self.kept, self._pending = find(weight, bias, *kind), None
             self._key, self._steps = key, _optimizer_steps
         # a forward that is computed again keeps what the first one kept
         if self._pending is not None and not recomputing() and self._pending[2].query():
@@ -166,8 +178,8 @@ class KeptChannels:
         _watch_optimizers()
         return True
 
-    def _request(self, weight, bias, act: Activation, dtype: torch.dtype) -> None:
-        mask = kept_mask(weight, bias, act, dtype)
+    def _request(self, weight, bias, act: Activation, dtype: torch.dtype, residual: bool) -> None:
+        mask = kept_mask(weight, bias, act, dtype, residual)
         assert mask is not None
         on_cpu = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True)
         on_cpu.copy_(mask, non_blocking=True)
