@@ -64,12 +64,11 @@ def parse_activation(op: str, name: str, param: float | str | None = None) -> Ac
     return Activation(name, 0.0)
 
 
-def parse_invertible(op: str, name: str, param: float) -> Activation:
-    """The activation of an op that stores its output; ValueError for one that cannot be inverted."""
+def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAct") -> Activation:
+    """The activation of an op that stores its output; ValueError for one that cannot be inverted, which names the
+    module that is exact for it."""
     if name in EXACT_ONLY:
-        raise ValueError(
-            f"{op}: activation {name!r} cannot be inverted; use fusedseg.BatchNormAct, which is exact for it"
-        )
+        raise ValueError(f"{op}: activation {name!r} cannot be inverted; use fusedseg.{exact}, which is exact for it")
     _check_name(op, name, INVERTIBLE)
     if name == "identity":
         return Activation(name, 0.0)
@@ -78,6 +77,6 @@ def parse_invertible(op: str, name: str, param: float) -> Activation:
         what = PARAMETERS[name][0]
         raise ValueError(
             f"{op}: {name} with {what} {param} cannot be inverted (the {what} must be > 0); "
-            "use fusedseg.BatchNormAct, which is exact for it"
+            f"use fusedseg.{exact}, which is exact for it"
         )
     return Activation(name, value)

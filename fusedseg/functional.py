@@ -10,6 +10,7 @@ from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
 from .ops import join_conv as _join_conv
 from .ops import max_pool as _max_pool
+from .ops.check import check_spatial
 from .ops import norm_act as _norm_act
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
@@ -21,6 +22,8 @@ __all__ = [
     "Interpolated",
     "conv_abn",
     "inplace_abn",
+    "inplace_group_norm_act",
+    "inplace_instance_norm_act",
     "join_conv",
     "load_conv_choices",
     "max_pool",
@@ -40,6 +43,8 @@ def inplace_abn(
     eps: float = 1e-5,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Batch normalisation and an invertible activation, written over ``x``.
 
@@ -53,15 +58,17 @@ def inplace_abn(
         training: statistics of the batch, which move the running ones by ``momentum``; else the running ones.
         eps: added to the variance.
         activation: "leaky_relu" (``activation_param``: the negative slope, > 0), "elu" (alpha, > 0) or "identity".
+        residual: added before the activation; of the shape, dtype (under autocast, any) and device of ``x``, in other
+            memory.  Copied once where its strides are not those of ``x``.
 
     Returns:
         z, of the shape, dtype and strides of ``x`` and in its memory.  Where ``x`` is neither contiguous nor
         channels_last it is copied first and left alone, and z is contiguous.
 
-    Kept for backward: z, 1 / sqrt(var + eps), weight, bias; and for the channels with |bias| > k |weight| (k = 8 in
-    half precision, 64 in fp32, 4096 in fp64) or a weight too small for the dtype, their normalised input.  The
-    module keeps track of these channels without waiting for a GPU; this function looks at the parameters, and waits,
-    in every call.
+    Kept for backward: z, 1 / sqrt(var + eps), weight, bias, residual; and for the channels with |bias| > k |weight|
+    (k = 8 in half precision, 64 in fp32, 4096 in fp64) or a weight too small for the dtype, their normalised input;
+    with a residual, taken to be of size 1, also for those with 1 > k |weight|.  The module keeps track of these
+    channels without waiting for a GPU; this function looks at the parameters, and waits, in every call.
 
     ELU loses accuracy in its tail: y is rebuilt as log(1 + z / alpha), which multiplies the rounding of z by
     exp(-y).  The gradient passes through xhat only, where the tail's weight in it is small.
@@ -72,16 +79,85 @@ def inplace_abn(
     Raises:
         ValueError: an activation that cannot be inverted (relu, or a slope <= 0), naming the module that is exact
             for it; a wrong shape; one value per channel in training; ``x`` a leaf that requires grad, overlapping
-            itself, or one of several views of one call.
+            itself, or one of several views of one call; a residual of another shape, or in the memory of ``x``.
         TypeError: an integer or complex ``x``, parameters of another dtype.
         RuntimeError: in backward, when it is differentiated itself.
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
     act = parse_invertible(_inplace_abn.OP, activation, activation_param)
-    _inplace_abn.check(x, weight, bias, running_mean, running_var, training)
-    kept = find(weight, bias, act, x.dtype) if torch.is_grad_enabled() else None
-    return _inplace_abn.inplace_abn(x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept)
+    _inplace_abn.check(x, weight, bias, running_mean, running_var, training, residual)
+    kept = find(weight, bias, act, x.dtype, residual is not None)
+    return _inplace_abn.inplace_abn(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, residual
+    )
+
+
+def inplace_instance_norm_act(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Instance normalisation and an invertible activation, written over ``x``: ``inplace_abn`` with a mean and a
+    variance for each channel of each sample.
+
+    Equals, with the arguments of ``torch.nn.functional.instance_norm`` in their order::
+
+        leaky_relu(instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps), 0.01)
+
+    Args:
+        x: (N, C, *spatial), otherwise as ``inplace_abn`` has it.
+        use_input_stats: statistics of the samples, whose averages move the running ones; else the running ones.
+
+    The rest, what is returned, kept and raised is that of ``inplace_abn``; 1 / sqrt(var + eps) is (N, C).
+    """
+    name = "fusedseg.inplace_instance_norm_act"
+    act = parse_invertible(name, activation, activation_param, "InstanceNormAct")
+    groups = None
+    if use_input_stats and isinstance(x, Tensor) and x.dim() > 1:
+        check_spatial(name, x.shape)
+        groups = x.shape[1]
+    _inplace_abn.check(x, weight, bias, running_mean, running_var, use_input_stats, residual, groups, name)
+    kept = find(weight, bias, act, x.dtype, residual is not None)
+    return _inplace_abn.inplace_abn(
+        x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, act, kept, residual, groups
+    )
+
+
+def inplace_group_norm_act(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Group normalisation and an invertible activation, written over ``x``: ``inplace_abn`` with a mean and a variance
+    for each of ``num_groups`` groups of adjacent channels of each sample.
+
+    Equals, with the arguments of ``torch.nn.functional.group_norm`` in their order::
+
+        leaky_relu(group_norm(x, num_groups, weight, bias, eps), 0.01)
+
+    The rest, what is returned, kept and raised is that of ``inplace_abn``; 1 / sqrt(var + eps) is (N, num_groups).
+    """
+    name = "fusedseg.inplace_group_norm_act"
+    act = parse_invertible(name, activation, activation_param, "GroupNormAct")
+    _inplace_abn.check(x, weight, bias, None, None, True, residual, num_groups, name)
+    kept = find(weight, bias, act, x.dtype, residual is not None)
+    return _inplace_abn.inplace_abn(x, weight, bias, None, None, True, 0.0, eps, act, kept, residual, num_groups)
 
 
 def norm_act(

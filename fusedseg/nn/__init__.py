@@ -5,6 +5,8 @@ from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
 from .inplace_abn import InPlaceABN
+from .inplace_group_norm_act import InPlaceGroupNormAct
+from .inplace_instance_norm_act import InPlaceInstanceNormAct
 from .join_conv import JoinConv2d, JoinConv3d
 from .max_pool import MaxPool2d, MaxPool3d
 from .norm_act import ABN, BatchNormAct, GroupNormAct, InstanceNormAct
@@ -19,6 +21,8 @@ __all__ = [
     "ConvBank3d",
     "GroupNormAct",
     "InPlaceABN",
+    "InPlaceGroupNormAct",
+    "InPlaceInstanceNormAct",
     "InstanceNormAct",
     "Interpolated",
     "JoinConv2d",

@@ -1,19 +1,17 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..activation import parse_invertible
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
-from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
 from ..ops.recomputation import recomputing
+from .invertible import Invertible
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class InPlaceABN(_NormBase):
+class InPlaceABN(Invertible, _NormBase):
     """Batch normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions, or none::
@@ -25,6 +23,8 @@ class InPlaceABN(_NormBase):
 
     Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
 
+    ``forward(x, residual)`` adds the residual, of the shape of x, before the activation, as residual blocks do.
+
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
@@ -32,10 +32,11 @@ class InPlaceABN(_NormBase):
         activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
         device, dtype: of parameters and buffers.
 
-    Kept for backward: the output, 1 / sqrt(var + eps) and the parameters; and the normalised input of those channels
-    whose weight is too small beside their bias to rebuild it (see ``functional.inplace_abn``).  On a GPU that list of
-    channels follows an optimizer's step without making the host wait, and may lag behind it by a step; loading a state
-    dict or changing the parameters in place refreshes it at once (changes through ``.data`` are not seen).
+    Kept for backward: the output, 1 / sqrt(var + eps), the parameters and the residual; and the normalised input of
+    those channels whose weight is too small beside their bias, or beside the residual, to rebuild it (see
+    ``functional.inplace_abn``).  On a GPU that list of channels follows an optimizer's step without making the host
+    wait, and may lag behind it by a step; loading a state dict or changing the parameters in place refreshes it at once
+    (changes through ``.data`` are not seen).
 
     Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
@@ -50,6 +51,9 @@ class InPlaceABN(_NormBase):
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
 
+    OP = "fusedseg.InPlaceABN"
+    EXACT = "BatchNormAct"
+
     def __init__(
         self,
         num_features: int,
@@ -63,32 +67,24 @@ class InPlaceABN(_NormBase):
         device=None,
         dtype=None,
     ) -> None:
-        act = parse_invertible("fusedseg.InPlaceABN", activation, activation_param)
+        act = self._parse(activation, activation_param)
         if dtype is not None:
-            check_dtype("fusedseg.InPlaceABN", "dtype", dtype)
+            check_dtype(self.OP, "dtype", dtype)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.activation = act.name
-        self.activation_param = act.param
-        self._act = act
-        self._kept = KeptChannels()
-        # what compiled code uses: it reads these two, and refresh_kept() sets them
-        self._kept_count = 0
-        self._kept_slots: Tensor | None = None
-        self._kept_dtype = torch.float32
-        watch(self)
+        self._invert(act)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != self.num_features:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"fusedseg.InPlaceABN: input must have shape (N, {self.num_features}) with up to three spatial "
                 f"dimensions after it, got {came}"
             )
-        batch_stats, running_mean, running_var, momentum = self._statistics()
-        op.check(x, self.weight, self.bias, running_mean, running_var, batch_stats)
-        kept = self._kept_now(x.dtype)
+        batch_stats, mean, var, momentum = self._statistics()
+        op.check(x, self.weight, self.bias, mean, var, batch_stats, residual)
+        kept = self._kept_now(x.dtype, residual is not None)
         z = op.inplace_abn(
-            x, self.weight, self.bias, running_mean, running_var, batch_stats, momentum, self.eps, self._act, kept
+            x, self.weight, self.bias, mean, var, batch_stats, momentum, self.eps, self._act, kept, residual
         )
         self._count_batch()
         return z
@@ -105,50 +101,6 @@ class InPlaceABN(_NormBase):
     def _count_batch(self) -> None:
         if self.training and self.track_running_stats and self.num_batches_tracked is not None and not recomputing():
             self.num_batches_tracked.add_(1)
-
-    def _kept_now(self, dtype: torch.dtype) -> Kept | None:
-        """The kept channels of an output of this dtype, None where no backward will come."""
-        if not torch.is_grad_enabled():
-            return None
-        if not torch.compiler.is_compiling():
-            return self._kept.refresh(self.weight, self.bias, self._act, dtype)
-        self._trace_kept(dtype)
-        return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
-
-    @torch.compiler.assume_constant_result
-    def _trace_kept(self, dtype: torch.dtype) -> bool:
-        """Runs once, while the forward is traced."""
-        self._kept_dtype = dtype
-        serve_compiled_code()
-        self.refresh_kept()
-        return True
-
-    def refresh_kept(self) -> None:
-        """Finds the kept channels for compiled code, which does so by itself after an optimizer's step only: call this
-        after changing the parameters of a compiled model in another way (loading a state dict does)."""
-        kept = self._kept.refresh(self.weight, self.bias, self._act, self._kept_dtype)
-        self._kept_slots, self._kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._parameters_replaced()
-        return self
-
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._parameters_replaced()
-
-    def _parameters_replaced(self) -> None:
-        self._kept.forget()
-        self.refresh_kept()
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        watch(self)
-
-    def extra_repr(self) -> str:
-        act = self.activation if self.activation == "identity" else f"{self.activation}({self.activation_param})"
-        return f"{super().extra_repr()}, activation={act}"
 
     @classmethod
     def from_batchnorm(

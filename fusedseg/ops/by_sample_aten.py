@@ -4,6 +4,8 @@ Contiguous planes of I samples and C channels are one sample of I C channels.  I
 evenly spaced, samples are done one after the other.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def _as_one(layout: Layout) -> Layout:
     return layout._replace(I=1, C=layout.I * layout.C)
 
 
-def _part(t: Tensor | None, i: int, samples: int) -> Tensor | None:
+def _part(t: Tensor | None, i: int, samples: int) -> Any:
     """What belongs to sample i: of a tensor that begins with samples, or a flat one that holds them in order."""
     if t is None or t.dim() > 1:
         return None if t is None else t[i : i + 1]
@@ -37,7 +39,7 @@ def _part(t: Tensor | None, i: int, samples: int) -> Tensor | None:
 
 def forward(x, out, layout, weight, bias, eps, act, kept, residual):
     """As ``inplace_abn_aten.forward``: mean and rstd, (I C / D,) each, and xhat of the kept channels."""
-    rest = None, None, True, 0.0, eps, act
+    rest: tuple[Any, ...] = (None, None, True, 0.0, eps, act)
     if not layout.rows:
         affine = _repeated(weight, layout.I), _repeated(bias, layout.I)
         kept = _kept_of_all(kept, layout)

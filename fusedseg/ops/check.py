@@ -65,11 +65,16 @@ def check_batch_norm(
 
 
 def check_groups(op: str, training: bool, shape: torch.Size, groups: int) -> None:
-    """``groups`` of channels of a sample, each with more than one value."""
+    """``groups`` of channels of a sample, of more than one value in all, as in ``nn.GroupNorm``."""
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
-    values = shape[2:].numel() * (shape[1] // groups)
-    if training and values == 1 and groups == shape[1]:
+    if training and shape.numel() == groups:
+        raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
+
+
+def check_spatial(op: str, shape: torch.Size) -> None:
+    """Statistics of a channel of a sample need two values, as in ``nn.InstanceNorm3d``."""
+    if shape[2:].numel() == 1:
         raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
 
 

@@ -1,7 +1,7 @@
 """In-place activated normalisation: z = phi(weight * (x - mean) * rstd + bias [+ residual]), written over x.
 
-``groups`` says whose mean and variance: None, of a channel over the batch (BatchNorm); else of so many groups of channels
-of each sample (GroupNorm; as many as channels: InstanceNorm).
+``groups`` says whose mean and variance: None, of a channel over the batch (BatchNorm); else of so many groups of
+channels of each sample (GroupNorm; as many as channels: InstanceNorm).
 
 Source: Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018,
 equations 5 to 8 (their "InPlace-ABN I"), with the signed weight of BatchNorm and kept channels (``ops/kept.py``), for
@@ -31,13 +31,13 @@ def stats_dtype(x: Tensor) -> torch.dtype:
 
 
 def forward(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, residual=None):
-    """Mean and rstd, (C,) or one for each statistics group of each sample; and xhat of the kept channels, flat, or None."""
+    """Mean and rstd, (C,) or one for each group of each sample; and xhat of the kept channels, flat, or None."""
     if x.numel() == 0:
         return *torch.zeros(2, layout.I * layout.C // layout.D, dtype=stats_dtype(x), device=x.device), None
     if layout.I * layout.D > 1 and running_mean is not None:
         # moved by the average of the samples
-        args = (x, out, layout, weight, bias, None, None, True, 0.0, eps, act, kept, residual)
-        mean, rstd, xhat_kept = forward(*args)
+        unmoved = (None, None, True, 0.0, eps, act, kept, residual)
+        mean, rstd, xhat_kept = forward(x, out, layout, weight, bias, *unmoved)
         move_running(torch.stack([mean, rstd]), layout.N * layout.S, running_mean, running_var, momentum, eps)
         return mean, rstd, xhat_kept
     args = (x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act)

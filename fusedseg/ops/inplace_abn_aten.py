@@ -292,7 +292,7 @@ def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training
 
 
 def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Two sweeps over runs of rows, since a range of channels is scattered there: the sums, then dx.  Returns s2 and s1."""
+    """Two sweeps over runs of rows, since a range of channels is scattered there: sums, then dx.  Returns s2 and s1."""
     C, m = z.shape[1:3]
     step = max(1, _chunk_elements(z) // C)
     parts = [slice(n, n + step) for n in range(0, m, step)]

@@ -75,7 +75,7 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
     """The policy on a GPU, with the copy under our control."""
     arrivals = []
 
-    def request(self, weight, bias, act, dtype):
+    def request(self, weight, bias, act, dtype, residual):
         mask = torch.from_numpy((weight == 0).numpy().copy())
         arrivals.append(Arrival())
         self._pending = (kept.slots_of(mask), mask, arrivals[-1])

@@ -1,0 +1,103 @@
+"""``InPlaceInstanceNormAct``: InstanceNorm and activation in one module that keeps one tensor."""
+
+import warnings
+
+from torch import Tensor
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ..ops import inplace_abn as op
+from ..ops.check import check_dtype, check_spatial
+from ..ops.recomputation import recomputing
+from .invertible import Invertible
+
+
+class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
+    """Instance normalisation and an invertible activation over (N, C, *spatial), written over the input.
+
+    Equals, for one to three spatial dimensions::
+
+        nn.Sequential(nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+
+    whose two tensors kept for backward become one: the output.  ``state_dict``, and what is refused when one is loaded,
+    are those of ``nn.InstanceNorm3d``.  channels_last(_3d) input needs no copy, of which the stock module makes two.
+
+    Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
+
+    ``forward(x, residual)`` adds the residual, of the shape of x, before the activation, as residual blocks do.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``: neither parameters
+            nor running statistics unless asked for.
+        activation: "leaky_relu", "elu" or "identity".
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
+
+    Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters and the residual;
+    and kept channels as ``InPlaceABN`` has them.
+
+    Falls back: an input that is neither contiguous nor channels_last is copied once, and so is a residual of other
+    strides than the input.  Where ``num_features`` is not the input's number of channels, and nothing depends on it,
+    there is a warning, as in the stock modules.  Unbatched input, (C, *spatial), is not taken for what it is: its
+    number of dimensions does not tell it from a batch.
+
+    Raises:
+        ValueError: an activation that cannot be inverted, naming the module that is exact for it; another number of
+            channels or dimensions; statistics of one spatial element; an input or residual that is otherwise unfit
+            (see ``functional.inplace_instance_norm_act``).
+        TypeError: an integer or complex input or dtype.
+
+    Source: Ulyanov et al., "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016; kept as in
+    Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
+    """
+
+    OP = "fusedseg.InPlaceInstanceNormAct"
+    EXACT = "InstanceNormAct"
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device=None,
+        dtype=None,
+        *,
+        bias: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+    ) -> None:
+        act = self._parse(activation, activation_param)
+        if dtype is not None:
+            check_dtype(self.OP, "dtype", dtype)
+        # stock modules of older versions know no bias
+        options = {} if bias else {"bias": False}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        self._invert(act)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
+            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{self.OP}: input must have shape (N, {self.num_features}) with one to three spatial dimensions "
+                f"after it, got {came}"
+            )
+        if x.shape[1] != self.num_features:
+            self._other_channels(x)
+        own = self.training or not self.track_running_stats
+        mean, var = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
+        groups = x.shape[1] if own else None
+        if own:
+            check_spatial(self.OP, x.shape)
+        op.check(x, self.weight, self.bias, mean, var, own, residual, groups, self.OP)
+        kept = self._kept_now(x.dtype, residual is not None)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return op.inplace_abn(
+            x, self.weight, self.bias, mean, var, own, momentum, self.eps, self._act, kept, residual, groups
+        )
+
+    def _other_channels(self, x: Tensor) -> None:
+        text = f"{self.OP}: input must have {self.num_features} channels (num_features), got {tuple(x.shape)}"
+        if self.affine or self.running_mean is not None:
+            raise ValueError(text)
+        warnings.warn(f"{text}; it makes no difference, since affine is False", stacklevel=3)

@@ -1,0 +1,80 @@
+"""What modules share that keep their output and invert the activation: which channels are kept beside it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activation import Activation, parse_invertible
+from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
+
+
+class Invertible(nn.Module):
+    """Beside a stock norm as a base class, which brings ``weight`` and ``bias``."""
+
+    weight: Any
+    bias: Any
+    # how errors call the module, and the one that they name instead where an activation cannot be inverted
+    OP: str
+    EXACT: str
+
+    @classmethod
+    def _parse(cls, activation: str, activation_param: float) -> Activation:
+        return parse_invertible(cls.OP, activation, activation_param, cls.EXACT)
+
+    def _invert(self, act: Activation) -> None:
+        """Called at the end of ``__init__``."""
+        self.activation = act.name
+        self.activation_param = act.param
+        self._act = act
+        self._kept = KeptChannels()
+        # what compiled code uses: it reads these two, and refresh_kept() sets them
+        self._kept_count = 0
+        self._kept_slots: Tensor | None = None
+        # of which dtype the output is, and whether a residual is in it
+        self._kept_as = torch.float32, False
+        watch(self)
+
+    def _kept_now(self, dtype: torch.dtype, residual: bool = False) -> Kept | None:
+        """The kept channels of an output of this dtype, None where no backward will come."""
+        if not torch.is_grad_enabled():
+            return None
+        if not torch.compiler.is_compiling():
+            return self._kept.refresh(self.weight, self.bias, self._act, dtype, residual)
+        self._trace_kept(dtype, residual)
+        return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
+
+    @torch.compiler.assume_constant_result
+    def _trace_kept(self, dtype: torch.dtype, residual: bool) -> bool:
+        """Runs once, while the forward is traced."""
+        self._kept_as = dtype, residual
+        serve_compiled_code()
+        self.refresh_kept()
+        return True
+
+    def refresh_kept(self) -> None:
+        """Finds the kept channels for compiled code, which does so by itself after an optimizer's step only: call this
+        after changing the parameters of a compiled model in another way (loading a state dict does)."""
+        kept = self._kept.refresh(self.weight, self.bias, self._act, *self._kept_as)
+        self._kept_slots, self._kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._parameters_replaced()
+        return self
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._parameters_replaced()
+
+    def _parameters_replaced(self) -> None:
+        self._kept.forget()
+        self.refresh_kept()
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        watch(self)
+
+    def extra_repr(self) -> str:
+        act = self.activation if self.activation == "identity" else f"{self.activation}({self.activation_param})"
+        return f"{super().extra_repr()}, activation={act}"
