@@ -39,16 +39,18 @@ def _part(t: Tensor | None, i: int, samples: int) -> Any:
 
 def forward(x, out, layout, weight, bias, eps, act, kept, residual):
     """As ``inplace_abn_aten.forward``: mean and rstd, (I C / D,) each, and xhat of the kept channels."""
-    rest: tuple[Any, ...] = (None, None, True, 0.0, eps, act)
+
+    def of_one(x, out, layout, weight, bias, kept, residual):
+        return inplace_abn_aten.forward(x, out, layout, weight, bias, None, None, True, 0.0, eps, act, kept, residual)
+
     if not layout.rows:
         affine = _repeated(weight, layout.I), _repeated(bias, layout.I)
-        kept = _kept_of_all(kept, layout)
-        return inplace_abn_aten.forward(x, out, _as_one(layout), *affine, *rest, kept, residual)
+        return of_one(x, out, _as_one(layout), *affine, _kept_of_all(kept, layout), residual)
     found = []
     for i in range(layout.I):
         x_i, out_i, residual_i = (_part(t, i, layout.I) for t in (x, out, residual))
         out_i = x_i if out is x else out_i
-        found.append(inplace_abn_aten.forward(x_i, out_i, layout._replace(I=1), weight, bias, *rest, kept, residual_i))
+        found.append(of_one(x_i, out_i, layout._replace(I=1), weight, bias, kept, residual_i))
     means, rstds, xhats = zip(*found, strict=True)
     return torch.cat(means), torch.cat(rstds), None if kept is None else torch.cat(xhats)
 
@@ -59,13 +61,13 @@ def backward(
     """As ``inplace_abn_aten.backward``."""
     sums_dtype = None if dparam_dtype is None else rstd.dtype
     if not layout.rows:
-        dx, *sums = inplace_abn_aten.backward(
+        dx, dweight, dbias = inplace_abn_aten.backward(
             dz, z, _as_one(layout), _repeated(weight, layout.I), _repeated(bias, layout.I), rstd, xhat_kept,
             _kept_of_all(kept, layout), True, act, sums_dtype, into, residual, dresidual,
         )  # fmt: skip
-        if dparam_dtype is None:
+        if dweight is None or dbias is None:
             return dx, None, None
-        return dx, *(s.view(layout.I, -1).sum(0).to(dparam_dtype) for s in sums)
+        return dx, *(s.view(layout.I, -1).sum(0).to(dparam_dtype) for s in (dweight, dbias))
     dx = torch.empty_like(z) if into is None else into
     found = []
     for i in range(layout.I):

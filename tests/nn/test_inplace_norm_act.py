@@ -1,0 +1,288 @@
+"""InPlaceInstanceNormAct and InPlaceGroupNormAct beside the stock modules, and residuals: same function, same state."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg import InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct
+from fusedseg.memory import measure
+from tests.tools.tensors import channels_last
+
+INSTANCE_NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+SPATIAL = {1: (7,), 2: (5, 3), 3: (3, 2, 4)}
+by_dims = pytest.mark.parametrize("dims", [1, 2, 3])
+
+
+def pair(kind, dims=2, dtype=torch.float64, **options):
+    """A stock norm, and ours with the same state, of 4 channels; the activation is leaky_relu."""
+    if kind == "batch":
+        stock, ours = nn.BatchNorm2d(4, dtype=dtype, **options), InPlaceABN(4, dtype=dtype, **options)
+    elif kind == "instance":
+        stock = INSTANCE_NORMS[dims](4, dtype=dtype, **options)
+        ours = InPlaceInstanceNormAct(4, dtype=dtype, **options)
+    else:
+        stock, ours = nn.GroupNorm(2, 4, dtype=dtype, **options), InPlaceGroupNormAct(2, 4, dtype=dtype, **options)
+    with torch.no_grad():
+        for t in (*stock.parameters(), *stock.buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+        if stock.weight is not None:
+            stock.weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0], dtype=dtype))
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    return stock, ours
+
+
+def assert_same_step(stock, ours, x, residual=None):
+    results = []
+    for module in (stock, ours):
+        leaves = [t.clone().requires_grad_() for t in (x, residual) if t is not None]
+        if module is ours:
+            z = module(leaves[0] * 1, *leaves[1:])
+        else:
+            y = module(leaves[0] * 1)
+            z = nn.functional.leaky_relu(y if residual is None else y + leaves[1], 0.01)
+        results.append((z, torch.autograd.grad(z.square().sum(), (*leaves, *module.parameters()))))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict())
+
+
+@by_dims
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"affine": True},
+        {"track_running_stats": True},
+        {"affine": True, "track_running_stats": True, "momentum": None},
+    ],
+    ids=str,
+)
+def test_instance_norm_as_stock(backend, device, dims, fmt, options):
+    stock, ours = (m.to(device) for m in pair("instance", dims, **options))
+    for training in (True, True, False):
+        x = torch.randn(2, 4, *SPATIAL[dims], dtype=torch.float64, device=device)
+        stock.train(training)
+        ours.train(training)
+        assert_same_step(stock, ours, channels_last(x) if fmt == "channels_last" else x)
+
+
+@by_dims
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 1e-2}], ids=str)
+def test_group_norm_as_stock(backend, device, dims, fmt, options):
+    stock, ours = (m.to(device) for m in pair("group", dims, **options))
+    for training in (True, False):
+        x = torch.randn(2, 4, *SPATIAL[dims], dtype=torch.float64, device=device)
+        stock.train(training)
+        ours.train(training)
+        assert_same_step(stock, ours, channels_last(x) if fmt == "channels_last" else x)
+
+
+def test_group_norm_of_vectors(backend, device):
+    stock, ours = (m.to(device) for m in pair("group"))
+    assert_same_step(stock, ours, torch.randn(3, 4, dtype=torch.float64, device=device))
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_residual(backend, device, kind, training):
+    stock, ours = (m.to(device).train(training) for m in pair(kind, affine=True))
+    x, r = torch.randn(2, 2, 4, 5, 3, dtype=torch.float64, device=device)
+    assert_same_step(stock, ours, x, r)
+
+
+@pytest.mark.parametrize("kind", ["instance", "group"])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(kind, clone):
+    stock, ours = pair(kind, affine=True)
+    other = clone(ours)
+    assert_same_step(stock, other, torch.randn(2, 4, 5, 3, dtype=torch.float64))
+    assert repr(other) == repr(ours)
+    assert "activation=leaky_relu(0.01)" in repr(ours)
+
+
+def test_old_checkpoints_are_refused_as_by_stock():
+    """Running statistics in a state dict of before 0.4.0, for a module that does not track them."""
+    state = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
+    texts = []
+    for module in (nn.InstanceNorm2d(4), InPlaceInstanceNormAct(4)):
+        with pytest.raises(RuntimeError, match="Unexpected running stats") as caught:
+            module.load_state_dict(dict(state))
+        texts.append(str(caught.value).replace(type(module).__name__, "norm"))
+    assert texts[0] == texts[1]
+
+
+def test_other_channels_are_warned_about_where_nothing_depends_on_them(device):
+    x = torch.randn(2, 3, 4, 4, device=device)
+    with pytest.warns(UserWarning, match="InPlaceInstanceNormAct: input must have 4 channels"):
+        z = InPlaceInstanceNormAct(4)(x.clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(z, nn.LeakyReLU(0.01)(nn.InstanceNorm2d(4)(x)))
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+def test_autocast(backend, device, kind):
+    """The norm's input is bf16, the residual fp32."""
+    norms = {"batch": InPlaceABN(4), "instance": InPlaceInstanceNormAct(4, affine=True)}
+    conv, norm = nn.Conv2d(3, 4, 3).to(device), (norms | {"group": InPlaceGroupNormAct(2, 4)})[kind].to(device)
+    x, r = torch.randn(2, 3, 8, 8, device=device), torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        z = norm(conv(x), r)
+    assert z.dtype == torch.bfloat16
+    z.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in (*norm.parameters(), r))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+def test_compile_fullgraph_follows_eager(backend, device, compiler, kind):
+    """Residual blocks over several steps, from a weight of 0, with a state dict loaded in between."""
+    torch._dynamo.reset()
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+            options = {"track_running_stats": True} if kind == "instance" else {}
+            _, self.norm = pair(kind, affine=True, **options)
+
+        def forward(self, x):
+            return self.norm(self.conv(x), x)
+
+    eager = nn.Sequential(nn.Conv2d(2, 4, 1), Block(), Block()).to(device, torch.float64)
+    copied = copy.deepcopy(eager)
+    compiled = torch.compile(copied, fullgraph=True, backend=compiler)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (eager, copied)]
+    for step in range(3):
+        x = torch.randn(2, 2, 6, 6, dtype=torch.float64, device=device)
+        if step == 2:
+            with torch.no_grad():
+                eager[1].norm.weight[1] = 0.0
+            copied.load_state_dict(eager.state_dict())
+        outs = []
+        for net, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = net(x)
+            out.square().mean().backward()
+            outs.append(out)
+        torch.testing.assert_close(outs[1], outs[0])
+        for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(copied.state_dict(), eager.state_dict())
+
+
+class ResidualNet(nn.Module):
+    """conv, then norm + residual + activation twice; the norm's weight starts at 0, as residual blocks often do."""
+
+    def __init__(self, kind, fused):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        stock, ours = zip(*(pair(kind, dtype=torch.float32, affine=True) for _ in range(2)), strict=True)
+        self.norms, self.fused = nn.ModuleList(ours if fused else stock), fused
+        for norm in self.norms:
+            nn.init.zeros_(norm.weight)
+            nn.init.zeros_(norm.bias)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            y = conv(x)
+            x = norm(y, x) if self.fused else nn.functional.leaky_relu(norm(y) + x, 0.01)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_five_steps_from_zero_weights(backend, device, kind, dtype, tolerance):
+    stock, ours = (ResidualNet(kind, fused).to(device) for fused in (False, True))
+    ours.load_state_dict(stock.state_dict())
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (stock, ours)]
+    for _ in range(5):
+        x, target = torch.randn(4, 2, 10, 10, device=device), torch.randn(4, 1, 10, 10, device=device)
+        losses = []
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                out = net(x)
+            loss = (out.float() - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert all((norm.weight != 0).all() for norm in ours.norms)
+
+
+def test_a_residual_network_keeps_one_tensor_a_convolution(backend, device):
+    x = torch.randn(2, 2, 16, 16, device=device)
+    nets = [ResidualNet("instance", fused).to(device) for fused in (False, True)]
+    for net in nets:
+        for norm in net.norms:
+            nn.init.ones_(norm.weight)
+    stock, ours = (measure(net, x).saved for net in nets)
+    tensor = 2 * 4 * 16 * 16 * 4
+    # the input, what each convolution reads, and mean and 1 / sqrt(var + eps) of each channel of each sample
+    assert ours <= x.nbytes + 3 * tensor + 2 * 2 * 4 * 8
+    assert stock >= x.nbytes + 5 * tensor
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "text"),
+    [
+        (
+            lambda: InPlaceInstanceNormAct(3, activation="relu"),
+            ValueError,
+            "fusedseg.InPlaceInstanceNormAct: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct",
+        ),
+        (
+            lambda: InPlaceGroupNormAct(3, 6, activation_param=0.0),
+            ValueError,
+            "fusedseg.InPlaceGroupNormAct: leaky_relu with slope 0.0 .* use fusedseg.GroupNormAct",
+        ),
+        (lambda: InPlaceGroupNormAct(4, 6), ValueError, "must be divisible by num_groups"),
+        (
+            lambda: InPlaceInstanceNormAct(3, affine=True)(torch.randn(2, 4, 5)),
+            ValueError,
+            r"input must have 3 channels \(num_features\), got \(2, 4, 5\)",
+        ),
+        (
+            lambda: InPlaceInstanceNormAct(3)(torch.randn(2, 3)),
+            ValueError,
+            r"input must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 3\)",
+        ),
+        (
+            lambda: InPlaceInstanceNormAct(3)(torch.randn(2, 3, 1, 1)),
+            ValueError,
+            r"fusedseg.InPlaceInstanceNormAct: expected more than 1 spatial element when training",
+        ),
+        (
+            lambda: InPlaceGroupNormAct(2, 4)(torch.randn(2, 6, 5)),
+            ValueError,
+            r"fusedseg.InPlaceGroupNormAct: input must have shape \(N, 4\) .* got \(2, 6, 5\)",
+        ),
+        (lambda: InPlaceGroupNormAct(2, 4)("x"), ValueError, "got str"),
+        (
+            lambda: InPlaceABN(4)(torch.randn(2, 4, 5), torch.randn(2, 4, 4)),
+            ValueError,
+            r"fusedseg.inplace_abn: residual must have the shape of x, \(2, 4, 5\), got \(2, 4, 4\)",
+        ),
+        (
+            lambda: InPlaceGroupNormAct(2, 4, dtype=torch.complex64),
+            TypeError,
+            r"dtype must be float16, .* torch.complex64",
+        ),
+        (lambda: InPlaceInstanceNormAct(4, dtype=torch.int8), TypeError, r"dtype must be float16, .* torch.int8"),
+    ],
+)
+def test_refused(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt()

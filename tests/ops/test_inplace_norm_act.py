@@ -1,0 +1,316 @@
+"""Statistics of samples and residuals, on both backends: values, gradients, what is kept, what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedseg
+from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
+from fusedseg.ops import inplace_abn as op
+from fusedseg.ops import inplace_abn_aten
+from fusedseg.ops.kept import find
+from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
+from tests.tools.tensors import channels_last
+
+ACTIVATIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, p: y}
+# name -> number of groups of 4 channels (None: the batch)
+STATISTICS = {"batch": None, "instance": 4, "groups of 2": 2, "one group": 1}
+SHAPES = {"1d": (2, 4, 7), "2d": (3, 4, 2, 5), "3d": (2, 4, 3, 2, 3), "one sample": (1, 4, 3, 3)}
+by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+
+
+def fused(x, groups, weight, bias, residual=None, **options):
+    """``x`` is overwritten."""
+    if groups is None:
+        return inplace_abn(x, None, None, weight, bias, True, residual=residual, **options)
+    if groups == x.shape[1]:
+        return inplace_instance_norm_act(x, None, None, weight, bias, residual=residual, **options)
+    return inplace_group_norm_act(x, groups, weight, bias, residual=residual, **options)
+
+
+def stock(x, groups, weight, bias, residual=None, activation="leaky_relu", activation_param=0.01):
+    if groups is None:
+        y = F.batch_norm(x, None, None, weight, bias, True)
+    elif groups == x.shape[1]:
+        y = F.instance_norm(x, None, None, weight, bias)
+    else:
+        y = F.group_norm(x, groups, weight, bias)
+    return ACTIVATIONS[activation](y if residual is None else y + residual, activation_param)
+
+
+def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
+    """Leaves: x, residual, weight, bias.  A weight of 0 is a kept channel."""
+    x, r = torch.randn(2, *shape, dtype=dtype, device=device)
+    if fmt == "channels_last":
+        x, r = channels_last(x), channels_last(r)
+    weight = torch.tensor([1.0, -0.7, 0.0, 1.3], dtype=dtype, device=device)
+    bias = torch.tensor([0.3, -0.2, 0.4, 0.0], dtype=dtype, device=device)
+    return [
+        t.requires_grad_() if wanted else None
+        for t, wanted in ((x, True), (r, residual), (weight, affine), (bias, affine))
+    ]
+
+
+@pytest.fixture(params=["whole", "chunked"])
+def chunking(request, monkeypatch):
+    """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
+    if request.param == "chunked":
+        monkeypatch.setattr(inplace_abn_aten, "_chunk_elements", lambda x: 7)
+        monkeypatch.setattr(inplace_abn_aten, "WHOLE", 1)
+        monkeypatch.setattr(inplace_abn_aten, "SLOW_STATISTICS", 0)
+
+
+def check(groups, leaves, numerically=False, fast=False, **options):
+    """Values and gradients beside the stock functions, and numerical derivatives."""
+    given = [t for t in leaves if t is not None]
+
+    def call(f, *tensors):
+        rest = iter(tensors)
+        x, r, weight, bias = (None if t is None else next(rest) for t in leaves)
+        return f(x * 1, groups, weight, bias, r, **options)
+
+    ours, expected = call(fused, *given), call(stock, *given)
+    torch.testing.assert_close(ours, expected)
+    dz = torch.randn_like(expected)
+    found, exact = (torch.autograd.grad(z, given, dz) for z in (ours, expected))
+    torch.testing.assert_close(found, exact)
+    if numerically:
+        assert torch.autograd.gradcheck(lambda *t: call(fused, *t), given, fast_mode=fast)
+
+
+@by_statistics
+@by_format
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_as_stock(backend, device, groups, fmt, shape):
+    check(groups, inputs(shape, fmt, device))
+    check(groups, inputs(shape, fmt, device, affine=False, residual=False))
+
+
+@by_statistics
+@by_format
+def test_gradcheck(backend, device, groups, fmt):
+    # numerical derivatives of every element where that is quick, along random directions in the interpreter
+    check(groups, inputs((2, 4, 3), fmt, device), numerically=True, fast=backend == "triton")
+
+
+@by_statistics
+@pytest.mark.parametrize("activation", ["elu", "identity"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
+def test_activations(backend, device, groups, activation, affine):
+    leaves = inputs(SHAPES["2d"], "contiguous", device, affine)
+    check(groups, leaves, activation=activation, activation_param=1.0)
+
+
+@by_statistics
+@by_format
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+def test_chunked(monkeypatch, chunking, groups, fmt, activation):
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    check(groups, inputs((2, 4, 3, 5), fmt, "cpu"), activation=activation, activation_param=0.9)
+    check(groups, inputs((2, 4, 3, 5), fmt, "cpu", affine=False, residual=False))
+
+
+def test_only_the_residual_needs_a_gradient(backend, device):
+    for activation in ("leaky_relu", "identity"):
+        x, r, weight, bias = inputs(SHAPES["2d"], "contiguous", device)
+        x, weight, bias = (t.detach() for t in (x, weight, bias))
+        dz = torch.randn_like(x)
+        z = fused(x.clone(), 4, weight, bias, r, activation=activation)
+        (ours,) = torch.autograd.grad(z, r, dz)
+        (expected,) = torch.autograd.grad(stock(x, 4, weight, bias, r, activation), r, dz)
+        torch.testing.assert_close(ours, expected)
+
+
+def test_dz_and_residual_are_not_written(backend, device):
+    x, r, weight, bias = inputs(SHAPES["2d"], "contiguous", device)
+    dz, before = torch.randn_like(x), r.detach().clone()
+    kept = dz.clone()
+    for activation in ("leaky_relu", "identity"):
+        fused(x * 1, 2, weight, bias, r, activation=activation).backward(dz)
+        assert torch.equal(dz, kept)
+        assert torch.equal(r, before)
+
+
+def test_residual_of_other_strides(backend, device):
+    x, r, weight, bias = inputs(SHAPES["2d"], "contiguous", device)
+    z = fused(x * 1, 2, weight, bias, channels_last(r.detach()).requires_grad_())
+    assert z.is_contiguous()
+    torch.testing.assert_close(z, stock(x, 2, weight, bias, r))
+
+
+@by_format
+def test_in_place_without_layout_copies(backend, device, fmt):
+    x, _, weight, bias = (t.detach() for t in inputs(SHAPES["3d"], fmt, device))
+    for groups in (4, 2):
+        y = x.clone()
+        z = fused(y, groups, weight, bias)
+        assert z.data_ptr() == y.data_ptr()
+        assert z.stride() == x.stride()
+
+
+@by_statistics
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+def test_gradients_for_every_weight(backend, device, groups, dtype, with_residual):
+    """Each weight beside each bias in one channel of a group of its kind; 4 groups (or channels) of 1,024 values."""
+    allowed = GRADIENT_TOLERANCE[dtype]
+    for w in (1.0, -1.0, 0.05, 1e-4, 0.0):
+        for b in (0.0, 0.5, -3.0):
+            x, dz = (torch.randn(4, 4, 16, 16) * 2 + 0.5).to(dtype), torch.randn(4, 4, 16, 16).to(dtype)
+            # of the size that the list of kept channels assumes
+            r = torch.randn(4, 4, 16, 16).to(dtype) if with_residual else None
+            weight, bias = torch.full((4,), w), torch.full((4,), b)
+            options = {"groups": groups}
+            exact = gradients(dz, x, weight, bias, r, **options)
+            errors = []
+            for f in (fused, stock):
+                leaves = [t.to(device).requires_grad_() for t in (x, weight, bias)]
+                other = None if r is None else r.to(device)
+                z = f(leaves[0] * 1, groups, *leaves[1:], other)
+                found = torch.autograd.grad(z, leaves[:2], dz.to(device))
+                errors.append([relative_error(a, e) for a, e in zip(found, exact[:2], strict=True)])
+            for name, mine, theirs in zip(("dx", "dweight"), *errors, strict=True):
+                assert mine <= max(allowed, 2 * theirs), (w, b, name, mine, theirs)
+
+
+def test_running_statistics_of_samples(backend, device):
+    for fmt in ("contiguous", "channels_last"):
+        x, _, weight, bias = inputs(SHAPES["2d"], fmt, device)
+        running = [torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)]
+        expected = [t.clone() for t in running]
+        inplace_instance_norm_act(x * 1, *running, weight, bias, momentum=0.3)
+        F.instance_norm(x, *expected, weight, bias, momentum=0.3)
+        torch.testing.assert_close(running, expected)
+        z = inplace_instance_norm_act(x * 1, *running, weight, bias, use_input_stats=False)
+        torch.testing.assert_close(z, F.leaky_relu(F.instance_norm(x, *running, weight, bias, False)))
+
+
+@by_statistics
+def test_saved_bytes(backend, device, groups):
+    """The output and the residual; not the input."""
+    x, r, weight, bias = inputs((2, 4, 8, 8), "contiguous", device, dtype=torch.float32)
+    weight.data.fill_(1.0)
+    y, saved = x * 1, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        z = fused(y, groups, weight, bias, r)
+    large = {t.data_ptr() for t in saved if t.numel() >= x.numel()}
+    assert large == {z.data_ptr(), r.data_ptr()}
+    units = {None: 4, 4: 8, 2: 4, 1: 2}[groups]
+    assert sum(t.numel() for t in saved) == 2 * x.numel() + 4 + 4 + units
+
+
+def test_the_residual_decides_what_is_kept():
+    act = fusedseg.activation.Activation("leaky_relu", 0.01)
+    weight, bias = torch.tensor([1.0, 0.1, 0.01, 0.0]), torch.zeros(4)
+    assert find(weight, bias, act, torch.bfloat16).index.tolist() == [3]
+    assert find(weight, bias, act, torch.bfloat16, residual=True).index.tolist() == [1, 2, 3]
+    assert find(weight, bias, act, torch.float32, residual=True).index.tolist() == [2, 3]
+
+
+@by_statistics
+def test_empty_batch(backend, device, groups):
+    x, r, weight, bias = inputs((0, 4, 3, 3), "contiguous", device)
+    z = fused(x * 1, groups, weight, bias, r)
+    z.sum().backward()
+    assert x.grad.shape == r.grad.shape == z.shape == (0, 4, 3, 3)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@by_statistics
+@by_format
+@pytest.mark.parametrize("kept", [False, True], ids=["none kept", "one kept"])
+def test_opcheck(backend, device, groups, fmt, kept):
+    x, r, weight, bias = inputs(SHAPES["2d"], fmt, device)
+    if not kept:
+        weight.data.fill_(0.5)
+    slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
+    arguments = (x, weight, bias, None, None, 1e-5, "leaky_relu", 0.01, slots, int(kept))
+    torch.library.opcheck(op.inplace_abn_op, (*arguments, r, groups))
+
+
+def test_double_backward(backend, device):
+    x, r, weight, bias = inputs(SHAPES["2d"], "contiguous", device)
+    (dx,) = torch.autograd.grad(fused(x * 1, 2, weight, bias, r).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dx.sum().backward()
+
+
+def tensor(*shape, **options):
+    return torch.randn(*shape, **options)
+
+
+REFUSED = {
+    "relu": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 3, 3), activation="relu"),
+        ValueError,
+        r"fusedseg.inplace_instance_norm_act: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct",
+    ),
+    "slope 0": (
+        lambda: inplace_group_norm_act(tensor(2, 4, 3, 3), 2, activation_param=0.0),
+        ValueError,
+        r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.GroupNormAct",
+    ),
+    "groups that do not divide": (
+        lambda: inplace_group_norm_act(tensor(2, 4, 3, 3), 3),
+        ValueError,
+        r"fusedseg.inplace_group_norm_act: num_groups must divide the number of channels, 4, got 3",
+    ),
+    "no group": (lambda: inplace_group_norm_act(tensor(2, 4, 3), 0), ValueError, r"num_groups must divide .* got 0"),
+    "one spatial element": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 1, 1)),
+        ValueError,
+        r"inplace_instance_norm_act: expected more than 1 spatial element when training, got input size \(2, 4, 1, 1\)",
+    ),
+    "one value in a group": (
+        lambda: inplace_group_norm_act(tensor(1, 4), 4),
+        ValueError,
+        r"expected more than 1 value per group when training, got input size \(1, 4\)",
+    ),
+    "residual of another shape": (
+        lambda: inplace_abn(tensor(2, 4, 3), None, None, training=True, residual=tensor(2, 4, 1)),
+        ValueError,
+        r"fusedseg.inplace_abn: residual must have the shape of x, \(2, 4, 3\), got \(2, 4, 1\)",
+    ),
+    "residual of another dtype": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 3), residual=tensor(2, 4, 3, dtype=torch.float64)),
+        TypeError,
+        r"residual must be torch.float32, the dtype of x \(autocast casts it\), got torch.float64",
+    ),
+    "residual on another device": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 3), residual=tensor(2, 4, 3, device="meta")),
+        ValueError,
+        r"residual must be on cpu, the device of x, got meta",
+    ),
+    "no tensor": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 3), residual=1.0),
+        TypeError,
+        r"residual must be a tensor or None, got float",
+    ),
+    "its own residual": (
+        lambda: (lambda x: inplace_group_norm_act(x, 2, residual=x.view(2, 4, 3)))(tensor(2, 4, 3)),
+        ValueError,
+        r"fusedseg.inplace_group_norm_act: residual shares memory with x, which is overwritten",
+    ),
+    "a leaf": (
+        lambda: inplace_group_norm_act(tensor(2, 4, 3, requires_grad=True), 2),
+        ValueError,
+        r"fusedseg.inplace_group_norm_act: x is a leaf that requires grad and would be overwritten",
+    ),
+    "wrong channel count": (
+        lambda: inplace_group_norm_act(tensor(2, 4, 3), 2, torch.ones(3)),
+        ValueError,
+        r"fusedseg.inplace_group_norm_act: weight must have shape \(4,\), one value per channel of x, got \(3,\)",
+    ),
+    "running statistics without use": (
+        lambda: inplace_instance_norm_act(tensor(2, 4, 3), use_input_stats=False),
+        ValueError,
+        r"running_mean and running_var are needed when training is False, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("attempt", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_refused(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt()
