@@ -10,8 +10,8 @@ from .ops import conv_abn as _conv_abn
 from .ops import inplace_abn as _inplace_abn
 from .ops import join_conv as _join_conv
 from .ops import max_pool as _max_pool
-from .ops.check import check_spatial
 from .ops import norm_act as _norm_act
+from .ops.check import check_spatial
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices

@@ -1,5 +1,6 @@
 """The blocks of a U-Net.  Every norm overwrites a convolution's output, which nobody else reads."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..nn import (
     ConvABN2d,
     ConvABN3d,
     InPlaceABN,
+    InPlaceGroupNormAct,
+    InPlaceInstanceNormAct,
     Interpolated,
     JoinConv2d,
     JoinConv3d,
@@ -19,12 +22,14 @@ from ..nn import (
 )
 
 NormAct = Callable[[int], nn.Module]
+NORMS = ("batch", "instance", "group")
 
 CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
 JOIN_CONV: dict[int, type[JoinConv2d | JoinConv3d]] = {2: JoinConv2d, 3: JoinConv3d}
 CONV_ABN = {2: ConvABN2d, 3: ConvABN3d}
 CONV_TRANSPOSE: dict[int, type[nn.Module]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 BATCH_NORM: dict[int, type[nn.Module]] = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE_NORM: dict[int, type[nn.Module]] = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 PLAIN_MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
 MAX_POOL: dict[int, type[nn.Module]] = {2: MaxPool2d, 3: MaxPool3d}
 LINEAR = {2: "bilinear", 3: "trilinear"}
@@ -42,9 +47,28 @@ def check_choice(block: str, name: str, value: str, choices: Sequence[str]) -> N
         raise ValueError(f"fusedseg.unet.{block}: {name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-def plain_norm_act(dims: int) -> NormAct:
-    """The stock modules that ``InPlaceABN`` replaces."""
-    return lambda channels: nn.Sequential(BATCH_NORM[dims](channels), nn.LeakyReLU(0.01, inplace=True))
+def groups_of(channels: int) -> int:
+    """8, as GroupNorm U-Nets have them, or as many as go into both."""
+    return math.gcd(8, channels)
+
+
+def norm_act_of(norm_act: NormAct | str | None, dims: int, plain: bool) -> NormAct:
+    """What makes the module after a convolution; of stock modules where ``plain``."""
+    if norm_act is not None and not isinstance(norm_act, str):
+        return norm_act
+    name = norm_act or "batch"
+    check_choice("ConvNormAct", "norm_act", name, NORMS)
+    if not plain:
+        if name == "group":
+            return lambda channels: InPlaceGroupNormAct(groups_of(channels), channels)
+        return InPlaceABN if name == "batch" else lambda channels: InPlaceInstanceNormAct(channels, affine=True)
+
+    def stock(channels: int) -> nn.Module:
+        if name == "group":
+            return nn.GroupNorm(groups_of(channels), channels)
+        return BATCH_NORM[dims](channels) if name == "batch" else INSTANCE_NORM[dims](channels, affine=True)
+
+    return lambda channels: nn.Sequential(stock(channels), nn.LeakyReLU(0.01, inplace=True))
 
 
 class ConvNormAct(nn.Module):
@@ -59,7 +83,8 @@ class ConvNormAct(nn.Module):
         dims: 2 or 3, the number of spatial dimensions.
         bias: of the convolution.  Off, as the mean that the norm subtracts takes any bias along.
         norm_act: called with ``out_channels``, returns the module after the convolution.  It may overwrite its input.
-            None: ``InPlaceABN``, or BatchNorm and LeakyReLU where ``plain``.
+            "batch" (or None): ``InPlaceABN``; "instance": ``InPlaceInstanceNormAct`` with parameters; "group":
+            ``InPlaceGroupNormAct`` of 8 groups; the stock norm and LeakyReLU where ``plain``.
         plain: of stock modules alone, as a twin to compare with; else the input may be several sources, see
             ``JoinConv2d``.
     """
@@ -73,14 +98,14 @@ class ConvNormAct(nn.Module):
         *,
         dims: int = 2,
         bias: bool = False,
-        norm_act: NormAct | None = None,
+        norm_act: NormAct | str | None = None,
         plain: bool = False,
     ) -> None:
         super().__init__()
         check_dims("ConvNormAct", dims)
         conv = CONV if plain else JOIN_CONV
         self.conv = conv[dims](in_channels, out_channels, kernel_size=3, padding=1, bias=bias)
-        self.norm = (norm_act or (plain_norm_act(dims) if plain else InPlaceABN))(out_channels)
+        self.norm = norm_act_of(norm_act, dims, plain)(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))

@@ -44,7 +44,7 @@ class MultiEncoderUNet(nn.Module):
         mode, reduce, fit, align_corners: how the way up enlarges, see ``Up``.
         bias: of the convolutions in front of a norm.  Off, as the mean that the norm subtracts takes any bias along.
         norm_act: called with a number of channels, returns the module after a convolution.  It may overwrite its input.
-            None: ``InPlaceABN``.
+            "batch" (or None), "instance" or "group": see ``ConvNormAct``.
         plain: of stock modules alone (BatchNorm and LeakyReLU unless ``norm_act`` says otherwise): the same function,
             with the same parameters in the same order, to compare with.
 
@@ -69,7 +69,7 @@ class MultiEncoderUNet(nn.Module):
         fit: str = "resize",
         align_corners: bool = False,
         bias: bool = False,
-        norm_act: NormAct | None = None,
+        norm_act: NormAct | str | None = None,
         plain: bool = False,
     ) -> None:
         super().__init__()

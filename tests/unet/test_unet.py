@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg import InPlaceABN
 from fusedseg.memory import measure
@@ -37,6 +38,8 @@ NETWORKS = {
     "3d, transposed, odd size": ((9, 7, 5), (2,), {"dims": 3, "mode": "transposed"}),
     "biased": ((16, 16), (2,), {"bias": True}),
     "two encoders": ((18, 21), (5, 3), {"bias": True}),
+    "instance norms": ((16, 20), (2,), {"norm_act": "instance"}),
+    "group norms, 3d": ((8, 12, 9), (2,), {"norm_act": "group", "dims": 3}),
     "three encoders, 3d": ((5, 4, 6), (1, 2, 1), {"dims": 3}),
     "two encoders, transposed": ((18, 21), (1, 1), {"mode": "transposed"}),
 }
@@ -68,6 +71,34 @@ def test_norm_and_activation_can_be_chosen():
     ours, eager = twins(lambda plain: build(plain).double())
     x = torch.randn(2, 2, 9, 10, dtype=torch.float64)
     torch.testing.assert_close(ours(x), eager(x))
+
+
+@pytest.mark.parametrize("norm", ["instance", "group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(norm, dtype, record_property):
+    """With parameters, as nnU-Net has them.  On tensors without values: the bytes of a patch of 128."""
+
+    def saved(plain):
+        with FakeTensorMode():
+            net = UNet(1, 4, dims=3, widths=(32, 64, 128, 256), norm_act=norm, plain=plain)
+            return measure(net, torch.empty(2, 1, 128, 128, 128)).saved
+
+    # modules cannot change the dtype of parameters without values
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+
+    try:
+        ours, eager = saved(False), saved(True)
+    finally:
+        torch.set_default_dtype(before)
+    record_property("saved / eager", ours / eager)
+    print(f"saved / eager: {ours / eager:.3f}")
+    assert ours <= 0.55 * eager
+
+
+def test_an_unknown_norm_is_refused():
+    with pytest.raises(ValueError, match="norm_act must be 'batch' or 'instance' or 'group', got 'layer'"):
+        UNet(1, 2, norm_act="layer")
 
 
 def test_elu_is_one_op_with_its_convolution():
