@@ -91,6 +91,84 @@ def test_a_slab_that_fits_on_chip_is_read_once(shape, rows, record_property):
     assert 3 <= step.passes(step.backward) <= 3.02
 
 
+class StepOfSamples:
+    """Forward, backward and, where the input is kept, rebuilding, with statistics of samples."""
+
+    def __init__(self, shape, rows, groups, choose, keep="output", residual=False) -> None:
+        from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
+        from fusedseg.kernels.norm_act_bwd import norm_act_bwd
+
+        x, dz, out, r, dr = (empty(shape, torch.float16, rows).zero_() for _ in range(5))
+        r, dr = (r, dr) if residual else (None, None)
+        self.nbytes, C = x.nbytes, shape[1]
+        layout, weight, bias = layout_of(x).by_sample(shape[0], groups), torch.ones(C), torch.zeros(C)
+        self.grids: dict[str, tuple[int, int]] = {}
+
+        def chosen(kernel, grid):
+            programs = choose(grid)
+            self.grids[kernel] = grid[0] * grid[1], len(programs)
+            return programs
+
+        self.passes = []
+        with only_programs(chosen), np.errstate(all="ignore"):
+            with traffic() as moved:
+                mean, rstd, _ = norm_act_fwd(
+                    x, out, layout, weight, bias, None, None, True, 0.1, 1e-5, LEAKY, None, residual=r
+                )
+            self.count(moved)
+            saved, mean = (x, mean) if keep == "input" else (out, None)
+            with traffic() as moved:
+                norm_act_bwd(
+                    dz, saved, layout, weight, bias, rstd, None, None, True, LEAKY, torch.float32,
+                    mean=mean, residual=r, dresidual=dr,
+                )  # fmt: skip
+            self.count(moved)
+            if mean is not None:
+                with traffic() as moved:
+                    norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, LEAKY, r)
+                self.count(moved)
+
+    def count(self, moved) -> None:
+        nbytes = 0.0
+        for kernel in set(moved.launches):
+            programs, run = self.grids[kernel]
+            nbytes += (moved.loaded(kernel) + moved.stored(kernel)) * programs / run
+        self.passes.append(nbytes / self.nbytes)
+
+
+def assert_passes(found, expected):
+    # 0.03: partial results, parameters, and mean and rstd of each plane
+    assert all(at_least <= value <= at_least + 0.03 for value, at_least in zip(found, expected, strict=True)), found
+
+
+# shape, number of groups
+ONCHIP = {"instance": ((4, 8, 32, 32), 8), "group": ((4, 32, 32, 16), 4)}
+SPLIT = {"instance": ((2, 32, 512, 512), 32), "group": ((2, 32, 512, 512), 4)}
+by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+
+
+@by_layout
+@pytest.mark.parametrize(("shape", "groups"), ONCHIP.values(), ids=ONCHIP)
+def test_statistics_of_samples_that_fit_on_chip(shape, groups, rows, record_property):
+    """A residual adds one read to each pass over the tensor, and its gradient one write."""
+    step = StepOfSamples(shape, rows, groups, every)
+    record_property("passes", step.passes)
+    assert_passes(step.passes, [2, 3])
+    assert_passes(StepOfSamples(shape, rows, groups, every, "input").passes, [2, 3, 2])
+    assert_passes(StepOfSamples(shape, rows, groups, every, residual=True).passes, [3, 5])
+
+
+@by_layout
+@pytest.mark.parametrize(("shape", "groups"), SPLIT.values(), ids=SPLIT)
+def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_property):
+    step = StepOfSamples(shape, rows, groups, first_middle_last)
+    record_property("passes", step.passes)
+    assert_passes(step.passes, [3, 5])
+    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input").passes, [3, 5, 2])
+    # read in both passes of backward, and its gradient written
+    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
+
+
 # bf16, over 2**31 elements each; what a program does is kept small by there being many channels
 LARGE = {
     "planes-split": ((9, 58300, 64, 64), False),
