@@ -72,9 +72,8 @@ class Kept:
 
     __slots__ = ("__weakref__", "at", "copied", "held", "in_recipe", "outer", "packed", "version")
 
-    def __init__(self, t: Tensor, outer: Hooks | None) -> None:
-        self.at = Place.of(t) if t.layout == torch.strided else NOWHERE
-        self.outer, self.in_recipe, self.copied = outer, False, False
+    def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
+        self.at, self.outer, self.in_recipe, self.copied = at, outer, False, False
         self.held: Tensor | None = None
         self._take(t)
 
@@ -98,7 +97,7 @@ class Kept:
         if self.changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.at.dtype} {list(self.at.size)} is at version {self.packed._version}; expected version "
+                f"{self.packed.dtype} {list(self.packed.shape)} is at version {self.packed._version}; expected version "
                 f"{self.version} instead.  It was saved under fusedseg.recompute(), where a tensor that others are "
                 "rebuilt from may be modified inside the scope only"
             )

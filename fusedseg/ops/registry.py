@@ -15,6 +15,8 @@ from .rebuild import Autocast, Handle, Hooks, Kept, Place, Recipe
 MAX_STEPS = 16
 # of the output's elements: what an input may have to be copied
 SMALL = 16
+# values, of one for each channel at most
+VECTOR = 2**12
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -138,7 +140,8 @@ class Registry:
     def pack(self, t: Tensor) -> Kept | Handle:
         """The hook of forward; that of backward is ``unpack``."""
         with torch._C.DisableTorchFunction():
-            if (t.is_leaf and t.requires_grad) or not plain(t):
+            # parameters, and vectors of statistics, of which recipes have copies anyway
+            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.is_leaf and t.requires_grad) or not plain(t):
                 return Kept(t, self.outer)
             claimed = None if self.claim is None else self.claim(t)
             if claimed is not None:
@@ -147,11 +150,10 @@ class Registry:
             if memory is not None and not any(kept.at.holds(at) for kept in memory.keepers(t._version)):
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
-            return self.keep(t) if recipe is None else Handle(recipe, at)
+            return self.keep(t, at) if recipe is None else Handle(recipe, at)
 
-    def keep(self, t: Tensor) -> Kept:
-        kept = Kept(t, self.outer)
-        memory = self._memory(t)
+    def keep(self, t: Tensor, at: Place | None = None) -> Kept:
+        kept, memory = Kept(t, self.outer, Place.of(t) if at is None else at), self._memory(t)
         memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(kept))
         return kept
