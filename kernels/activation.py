@@ -6,6 +6,18 @@
     elu          y > 0 ? y : p (exp(y) - 1)        z > 0 ? 1 : z + p          z > 0 ? z : log(1 + z / p)
 
 ELU's tail saturates: 1 + z / p is taken as CLAMP where rounding has left less, so y is never below log(CLAMP).
+
+Of the others the output has no inverse; phi'(y) is found from y.  s is the sigmoid, P the normal distribution function.
+
+    relu         max(y, 0)                         y > 0
+    relu6        min(max(y, 0), 6)                 0 < y < 6
+    silu         y s(y)                            s(y) (1 + y s(-y))
+    gelu         y P(y)                            P(y) + y P'(y)
+    gelu_tanh    y s(2 u), u the cubic in y        s(2 u) + y s(2 u) s(-2 u) 2 u'
+    mish         y t, t = tanh(log(1 + exp(y)))    t + y s(y) (1 - t^2)
+    hardswish    y min(max(y + 3, 0), 6) / 6       y <= -3 ? 0 : y < 3 ? y / 3 + 1 / 2 : 1
+
+None of them subtracts numbers that are nearly equal, and NaN stays NaN, as on aten.
 """
 
 import triton
@@ -13,13 +25,63 @@ import triton.language as tl
 
 
 @triton.jit
+def expm1(y):
+    """exp(y) - 1 for y <= 0.  Near 0, where that cancels, in fp32 by a Taylor polynomial, exact to y^7 / 40320."""
+    v = tl.exp(y) - 1.0
+    if y.dtype == tl.float32:
+        near = 1.0 + y * 0.14285714285714285
+        near = 1.0 + y * near * 0.16666666666666666
+        near = 1.0 + y * near * 0.2
+        near = 1.0 + y * near * 0.25
+        near = 1.0 + y * near * 0.3333333333333333
+        near = 1.0 + y * near * 0.5
+        v = tl.where(y > -0.25, y * near, v)
+    return v
+
+
+@triton.jit
+def gelu_cubic(y):
+    """2 u and its derivative: tanh(u) = 2 s(2 u) - 1 makes 0.5 y (1 + tanh(u)) into y s(2 u)."""
+    u2 = y * (1.5957691216057308 + 0.07135481627260025 * y * y)
+    return u2, 1.5957691216057308 + 0.21406444881780076 * y * y
+
+
+@triton.jit
+def mish_parts(y):
+    """t = tanh(log(1 + exp(y))) and 1 - t^2, by powers of exp(-|y|), which does not overflow."""
+    e = tl.exp(-tl.abs(y))
+    # t = n / (n + rest), with n = exp(2 y) + 2 exp(y) and rest = 2, of which y > 0 takes out exp(2 y)
+    n = tl.where(y > 0, 1.0 + 2.0 * e, e * (e + 2.0))
+    rest = tl.where(y > 0, 2.0 * e * e, 2.0)
+    d = n + rest
+    return n / d, rest * (n + d) / (d * d)
+
+
+@triton.jit
 def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
     if ACT == "leaky_relu":
         z = tl.where(y > 0, y, y * PARAM)
     elif ACT == "elu":
-        # the exponential of the branch that is not taken must not overflow
-        z = tl.where(y > 0, y, (tl.exp(tl.minimum(y, 0.0)) - 1.0) * PARAM)
+        # the exponential of the branch that is not taken must not overflow; a minimum would lose NaN
+        z = tl.where(y > 0, y, expm1(tl.where(y > 0, 0.0, y)) * PARAM)
+    elif ACT == "relu":
+        z = tl.where(y <= 0, 0.0, y)
+    elif ACT == "relu6":
+        z = tl.where(y <= 0, 0.0, tl.where(y >= 6, 6.0, y))
+    elif ACT == "silu":
+        z = y * tl.sigmoid(y)
+    elif ACT == "gelu":
+        z = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        u2, _ = gelu_cubic(y)
+        z = y * tl.sigmoid(u2)
+    elif ACT == "mish":
+        t, _ = mish_parts(y)
+        z = y * t
+    elif ACT == "hardswish":
+        z = tl.where(y <= -3, y * 0.0, tl.where(y >= 3, y, y * (y + 3.0) * 0.16666666666666666))
     else:
+        tl.static_assert(ACT == "identity")
         z = y
     return z
 
@@ -42,8 +104,27 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
     if ACT == "leaky_relu":
         g = tl.where(y > 0, dz, dz * PARAM)
     elif ACT == "elu":
-        g = tl.where(y > 0, dz, dz * PARAM * tl.exp(tl.minimum(y, 0.0)))
+        g = tl.where(y > 0, dz, dz * PARAM * tl.exp(tl.where(y > 0, 0.0, y)))
+    elif ACT == "relu":
+        g = tl.where(y <= 0, 0.0, dz)
+    elif ACT == "relu6":
+        g = tl.where((y <= 0) | (y >= 6), 0.0, dz)
+    elif ACT == "silu":
+        g = dz * tl.sigmoid(y) * (1.0 + y * tl.sigmoid(-y))
+    elif ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476))
+        g = dz * (cdf + y * tl.exp(-0.5 * y * y) * 0.3989422804014327)
+    elif ACT == "gelu_tanh":
+        u2, du2 = gelu_cubic(y)
+        s = tl.sigmoid(u2)
+        g = dz * (s + y * s * tl.sigmoid(-u2) * du2)
+    elif ACT == "mish":
+        t, sech2 = mish_parts(y)
+        g = dz * (t + y * tl.sigmoid(y) * sech2)
+    elif ACT == "hardswish":
+        g = tl.where(y <= -3, 0.0, tl.where(y >= 3, dz, dz * (y * 0.3333333333333333 + 0.5)))
     else:
+        tl.static_assert(ACT == "identity")
         g = dz
     return g
 

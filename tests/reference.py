@@ -24,6 +24,18 @@ GRADIENT_TOLERANCE = {
 }
 
 
+# those without a parameter, by the names of kernels
+STOCK_ACTIVATIONS = {
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda y: functional.gelu(y, approximate="tanh"),
+    "mish": functional.mish,
+    "hardswish": functional.hardswish,
+}
+
+
 class Result(NamedTuple):
     """Output and running statistics after the call (None where there are none), in float64."""
 
@@ -57,6 +69,8 @@ def activate(y: Tensor, activation: str, param: float) -> Tensor:
     if activation == "elu":
         # the exponential of the branch that is not taken must not overflow: inf * 0 in its gradient
         return torch.where(y > 0, y, param * torch.expm1(y.clamp(max=0)))
+    if activation in STOCK_ACTIVATIONS:
+        return STOCK_ACTIVATIONS[activation](y)
     raise ValueError(f"reference: unknown activation {activation!r}")
 
 

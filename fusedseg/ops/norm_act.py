@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _backend
 from ..activation import Activation
 from . import double_backward, norm_act_aten, recipe
 from .check import check_batch_norm, check_channel_vector, check_input
 from .double_backward import differentiated_once
-from .layout import dense, like
+from .layout import Layout, dense, layout_of, like
 from .norm_act_aten import Gradients, Norm, Statistics
 
 OP = "fusedseg.norm_act"
@@ -43,6 +44,17 @@ def statistics_count(x: Tensor, norm: Norm, own: bool) -> int:
     return x.shape[0] * (x.shape[1] if norm.kind == "instance" else norm.groups)
 
 
+def use_triton(x: Tensor, act: Activation) -> bool:
+    """The slope of prelu, which is learned, is left to aten."""
+    return act.name != "prelu" and _backend.use_triton(x)
+
+
+def kernel_layout(x: Tensor, norm: Norm) -> Layout:
+    layout = layout_of(x)
+    assert layout is not None
+    return layout.by_sample(x.shape[0], {"batch": None, "instance": x.shape[1], "group": norm.groups}[norm.kind])
+
+
 def forward(
     x, weight, bias, running_mean, running_var, residual, slope, settings: Settings
 ) -> tuple[Tensor, Statistics]:
@@ -52,6 +64,21 @@ def forward(
         zeros = torch.zeros(2, statistics_count(x, norm, own), dtype=stats_dtype(x), device=x.device)
         return torch.empty_like(x), Statistics(zeros[0], zeros[1], not own)
     residual = None if residual is None else like(residual, x)
+    if use_triton(x, act):
+        from ..kernels.norm_act import norm_act_fwd
+
+        z = torch.empty_like(x)
+        # kernels move the running statistics of the batch alone
+        moved = (running_mean, running_var) if norm.kind == "batch" else (None, None)
+        with torch.cuda.device_of(x):
+            mean, second, _ = norm_act_fwd(
+                x, z, kernel_layout(x, norm), weight, bias, *moved, own, momentum, eps, act, None, residual=residual
+            )
+        if not own:
+            mean, second = (v.to(mean.dtype, copy=True) for v in (running_mean, running_var))
+        elif norm.kind == "instance" and running_mean is not None:
+            move_running(torch.stack([mean, second]), x, norm, running_mean, running_var, momentum, eps)
+        return z, Statistics(mean, second, running=not own)
     z, mean, second = norm_act_aten.forward(
         x, norm, weight, bias, running_mean, running_var, own, momentum, eps, act, residual, slope
     )
@@ -63,6 +90,17 @@ def rebuild(x, weight, bias, residual, slope, stats: Statistics, settings: Setti
     if x.numel() == 0:
         return torch.empty_like(x)
     residual = None if residual is None else like(residual, x)
+    if use_triton(x, settings.act):
+        from ..kernels.norm_act import norm_act_fwd, norm_act_rebuild
+
+        z, layout, act = torch.empty_like(x), kernel_layout(x, settings.norm), settings.act
+        with torch.cuda.device_of(x):
+            if stats.running:
+                args = (*stats[:2], False, 0.0, settings.eps, act, None)
+                norm_act_fwd(x, z, layout, weight, bias, *args, residual=residual)
+            else:
+                norm_act_rebuild(x, z, layout, weight, bias, *stats[:2], act, residual)
+        return z
     return norm_act_aten.rebuild(x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope)
 
 
@@ -72,12 +110,30 @@ def backward(dz, x, weight, bias, residual, slope, stats: Statistics, settings: 
         dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (weight, bias, slope))
         return Gradients(torch.empty_like(x), dweight, dbias, None if residual is None else torch.empty_like(x), dslope)
     residual = None if residual is None else like(residual, x)
+    if use_triton(x, settings.act):
+        return _backward_triton(like(dz, x), x, weight, bias, residual, stats, settings, affine)
     found = norm_act_aten.backward(
         like(dz, x), x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope, affine
     )
     pairs = ((weight, found.dweight), (bias, found.dbias), (slope, found.dslope))
     dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
     return Gradients(found.dx, dweight, dbias, found.dresidual, dslope)
+
+
+def _backward_triton(dz, x, weight, bias, residual, stats: Statistics, settings: Settings, affine: bool) -> Gradients:
+    from ..kernels.norm_act_bwd import norm_act_bwd
+
+    dresidual = None if residual is None else torch.empty_like(x)
+    dtype = (weight if weight is not None else bias).dtype if affine else None
+    rstd = (stats.second + settings.eps).rsqrt() if stats.running else stats.second
+    with torch.cuda.device_of(x):
+        dx, dweight, dbias = norm_act_bwd(
+            dz, x, kernel_layout(x, settings.norm), weight, bias, rstd, None, None,
+            not stats.running, settings.act, dtype, mean=stats.mean, residual=residual, dresidual=dresidual,
+        )  # fmt: skip
+    # an op of both returns them both
+    dweight, dbias = (None if v is None else d for v, d in ((weight, dweight), (bias, dbias)))
+    return Gradients(dx, dweight, dbias, dresidual, None)
 
 
 class NormActFunction(torch.autograd.Function):

@@ -53,3 +53,7 @@ for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "o
     CASES[f"{stat}-{path}-{keep}-fp16-{fmt}"] = case(
         path, "fp16", fmt, groups=groups[path], keep=keep, residual=path == "split" or keep == "output"
     )
+# activations of the kept input, each with one path
+EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish")
+for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
+    CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
