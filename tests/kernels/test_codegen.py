@@ -14,7 +14,7 @@ from tests.tools.codegen import compile_launches
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # launches: a module of this folder, and the name of a dict in it
 SUITES = {
-    "inplace_abn": ("inplace_abn_launches", "CASES"),
+    "norm_act": ("norm_act_launches", "CASES"),
     "conv_abn": ("conv_abn_launches", "CASES"),
     "conv_abn-more": ("conv_abn_launches", "MORE"),
 }
@@ -34,7 +34,7 @@ SPILLS = {
     ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
 }
 # arguments as large as the activation tensor
-ACTIVATIONS = {"x_ptr", "out_ptr", "z_ptr", "dz_ptr", "dx_ptr"}
+ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr"}
 
 
 @functools.cache
@@ -45,12 +45,12 @@ def compilations(suite) -> dict[str, Future]:
     return {target: pool.submit(compile_launches, target, f"tests.kernels.{module}", cases) for target in TARGETS}
 
 
-def launches(target, suite="inplace_abn"):
+def launches(target, suite="norm_act"):
     return compilations(suite)[target].result()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", ["inplace_abn", *CONV_SUITES])
+@pytest.mark.parametrize("suite", ["norm_act", *CONV_SUITES])
 def test_no_spills(suite, target, record_property):
     registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target, suite)}
     record_property("registers", registers)
@@ -76,16 +76,17 @@ def test_16_byte_loads_and_stores(target):
                     narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
     assert not narrow
     # that these were found at all
-    expected = {("x_ptr", "load"), ("out_ptr", "store"), ("z_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")}
+    expected = {("x_ptr", "load"), ("out_ptr", "store"), ("saved_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")}
+    expected |= {("residual_ptr", "load"), ("dresidual_ptr", "store")}
     assert {access for access, count in seen.items() if count} == expected
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_path_was_compiled(target):
-    kernels = {of["kernel"].removeprefix("inplace_abn_").removesuffix("_kernel") for of in launches(target)}
+    kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches(target)}
     assert kernels == {
-        *("fwd_stats", "fwd_merge", "fwd_apply", "fwd_onchip"),
-        *("bwd_reduce", "bwd_merge", "bwd_apply", "bwd_onchip"),
+        *("stats", "merge", "act_fwd_apply", "act_fwd_onchip"),
+        *("act_bwd_reduce", "act_bwd_apply", "act_bwd_onchip"),
     }
 
 
