@@ -11,7 +11,7 @@ Of the others the output has no inverse; phi'(y) is found from y.  s is the sigm
 
     relu         max(y, 0)                         y > 0
     relu6        min(max(y, 0), 6)                 0 < y < 6
-    silu         y s(y)                            s(y) (1 + y s(-y))
+    silu         y s(y)                            s(y) + y s(y) s(-y)
     gelu         y P(y)                            P(y) + y P'(y)
     gelu_tanh    y s(2 u), u the cubic in y        s(2 u) + y s(2 u) s(-2 u) 2 u'
     mish         y t, t = tanh(log(1 + exp(y)))    t + y s(y) (1 - t^2)
@@ -37,6 +37,14 @@ def expm1(y):
         near = 1.0 + y * near * 0.5
         v = tl.where(y > -0.25, y * near, v)
     return v
+
+
+@triton.jit
+def sigmoid_parts(v):
+    """s(v) and its derivative s(v) s(-v), by one exponential, which does not overflow."""
+    e = tl.exp(-tl.abs(v))
+    r = 1.0 / (1.0 + e)
+    return tl.where(v > 0, r, e * r), e * r * r
 
 
 @triton.jit
@@ -110,14 +118,15 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
     elif ACT == "relu6":
         g = tl.where((y <= 0) | (y >= 6), 0.0, dz)
     elif ACT == "silu":
-        g = dz * tl.sigmoid(y) * (1.0 + y * tl.sigmoid(-y))
+        s, ds = sigmoid_parts(y)
+        g = dz * (s + y * ds)
     elif ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476))
         g = dz * (cdf + y * tl.exp(-0.5 * y * y) * 0.3989422804014327)
     elif ACT == "gelu_tanh":
         u2, du2 = gelu_cubic(y)
-        s = tl.sigmoid(u2)
-        g = dz * (s + y * s * tl.sigmoid(-u2) * du2)
+        s, ds = sigmoid_parts(u2)
+        g = dz * (s + y * du2 * ds)
     elif ACT == "mish":
         t, sech2 = mish_parts(y)
         g = dz * (t + y * tl.sigmoid(y) * sech2)

@@ -121,4 +121,6 @@ def split_blocks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Bl
     splits = min(tiles, MAX_SPLITS, max(1, PROGRAMS_PER_SM * multiprocessors(device) // groups))
     tiles_per_split = triton.cdiv(tiles, splits)
     meta = {"STAT": layout.stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
-    return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta | {"num_warps": warps(tile, 16)})
+    # of what there is: few small planes are less than a tile
+    meta["num_warps"] = warps(block_n * block_l, 16)
+    return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)
