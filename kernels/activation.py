@@ -126,7 +126,8 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
     elif ACT == "gelu_tanh":
         u2, du2 = gelu_cubic(y)
         s, ds = sigmoid_parts(u2)
-        g = dz * (s + y * du2 * ds)
+        # in this order: y du2 overflows where ds is 0
+        g = dz * (s + y * ds * du2)
     elif ACT == "mish":
         t, sech2 = mish_parts(y)
         g = dz * (t + y * tl.sigmoid(y) * sech2)
