@@ -15,6 +15,7 @@ from .nn import (
     ConvBank3d,
     GroupNormAct,
     InPlaceABN,
+    InPlaceABNSync,
     InPlaceGroupNormAct,
     InPlaceInstanceNormAct,
     InstanceNormAct,
@@ -22,6 +23,7 @@ from .nn import (
     JoinConv3d,
     MaxPool2d,
     MaxPool3d,
+    convert_sync,
 )
 from .ops import reuse as _reuse
 from .ops.recompute import recompute
@@ -38,6 +40,7 @@ __all__ = [
     "ConversionReport",
     "GroupNormAct",
     "InPlaceABN",
+    "InPlaceABNSync",
     "InPlaceGroupNormAct",
     "InPlaceInstanceNormAct",
     "InstanceNormAct",
@@ -47,6 +50,7 @@ __all__ = [
     "MaxPool3d",
     "backend",
     "convert",
+    "convert_sync",
     "functional",
     "memory",
     "recompute",

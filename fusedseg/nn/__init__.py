@@ -5,6 +5,7 @@ from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
 from .inplace_abn import InPlaceABN
+from .inplace_abn_sync import InPlaceABNSync, convert_sync
 from .inplace_group_norm_act import InPlaceGroupNormAct
 from .inplace_instance_norm_act import InPlaceInstanceNormAct
 from .join_conv import JoinConv2d, JoinConv3d
@@ -21,6 +22,7 @@ __all__ = [
     "ConvBank3d",
     "GroupNormAct",
     "InPlaceABN",
+    "InPlaceABNSync",
     "InPlaceGroupNormAct",
     "InPlaceInstanceNormAct",
     "InstanceNormAct",
@@ -29,4 +31,5 @@ __all__ = [
     "JoinConv3d",
     "MaxPool2d",
     "MaxPool3d",
+    "convert_sync",
 ]

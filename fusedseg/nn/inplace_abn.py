@@ -73,13 +73,16 @@ class InPlaceABN(Invertible, _NormBase):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._invert(act)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def _check_shape(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != self.num_features:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"fusedseg.InPlaceABN: input must have shape (N, {self.num_features}) with up to three spatial "
-                f"dimensions after it, got {came}"
+                f"{self.OP}: input must have shape (N, {self.num_features}) with up to three spatial dimensions after "
+                f"it, got {came}"
             )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_shape(x)
         batch_stats, mean, var, momentum = self._statistics()
         op.check(x, self.weight, self.bias, mean, var, batch_stats, residual)
         kept = self._kept_now(x.dtype, residual is not None)

@@ -38,6 +38,21 @@ def check_channel_vector(
         raise ValueError(f"{op}: {name} must be on {device}, the device of {of}, got {v.device}")
 
 
+def check_parameters(
+    op: str,
+    vectors: dict[str, Tensor | None],
+    C: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    of: str = "x",
+) -> None:
+    """``vectors`` are weight, bias, running_mean and running_var, for C channels of what ``of`` names."""
+    for name, v in vectors.items():
+        check_channel_vector(op, name, v, C, dtype, device, of)
+    if (vectors["running_mean"] is None) != (vectors["running_var"] is None):
+        raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
+
+
 def check_batch_norm(
     op: str,
     vectors: dict[str, Tensor | None],
@@ -50,10 +65,7 @@ def check_batch_norm(
 ) -> None:
     """``vectors`` are weight, bias, running_mean and running_var; the rest is that of the tensor to be normalised,
     which errors call ``of``."""
-    for name, v in vectors.items():
-        check_channel_vector(op, name, v, shape[1], dtype, device, of)
-    if (vectors["running_mean"] is None) != (vectors["running_var"] is None):
-        raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
+    check_parameters(op, vectors, shape[1], dtype, device, of)
     if not training and vectors["running_mean"] is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
     if groups is not None:

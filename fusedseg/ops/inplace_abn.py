@@ -53,10 +53,10 @@ def forward(x, out, layout, weight, bias, running_mean, running_var, training, m
 
 def backward(
     dz, z, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, into=None, residual=None,
-    residual_wanted=False,
+    residual_wanted=False, exchange=None,
 ):  # fmt: skip
     """dx, dweight, dbias, dresidual: None where ``dparam_dtype`` is, or where it is not wanted.  ``into``: memory for
-    dx, that of z.  ``residual`` lies in memory as z does."""
+    dx, that of z.  ``residual`` lies in memory as z does.  ``exchange``: called with s1 and s2, gives those to use."""
     if z.numel() == 0:
         zeros = None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype)
         return torch.empty_like(z), zeros, zeros, torch.empty_like(z) if residual_wanted else None
@@ -68,15 +68,21 @@ def backward(
         if layout.I > 1:
             grads = by_sample_aten.backward(*args, kept, act, dparam_dtype, into, residual, dresidual)
         else:
-            grads = inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, into, residual, dresidual)
+            rest = into, residual, dresidual, exchange
+            grads = inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, *rest)
     else:
-        from ..kernels.norm_act_bwd import norm_act_bwd
+        from ..kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
 
         slots = None if kept is None else (kept.slots, kept.count)
+        rest = {"residual": residual, "dresidual": dresidual}
         with torch.cuda.device_of(z):
-            grads = norm_act_bwd(
-                *args, slots, training, act, dparam_dtype, into, residual=residual, dresidual=dresidual
-            )
+            if exchange is None:
+                grads = norm_act_bwd(*args, slots, training, act, dparam_dtype, into, **rest)
+            else:
+                s1, s2 = norm_act_bwd_sums(*args, slots, act, residual=residual).sum(1)
+                sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
+                dx, *_ = norm_act_bwd(*args, slots, training, act, None, into, sums=sums, **rest)
+                grads = dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
     return *grads, dz if passed_on else dresidual
 
 

@@ -12,7 +12,7 @@ scale g + slope y + offset of vectors per channel, as it is where sums come firs
 are dealt with in ``by_sample_aten.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -63,6 +63,23 @@ def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         means.append(mean)
         variances.append(torch.linalg.vector_norm(d, dim=2).square_().sum(0).div_(m))
     return torch.cat(means), torch.cat(variances)
+
+
+def _slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
+    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
+    # nothing is slow without values but many pieces
+    return slow and not isinstance(x, FakeTensor)
+
+
+def moments(xv: Tensor, layout: Layout, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of a ``channel_view``, in ``acc``."""
+    if _slow_statistics(xv, layout, acc):
+        return _plane_moments(xv)
+    if xv.device.type == "cpu":
+        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
+    else:
+        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+    return mean, var
 
 
 def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
@@ -140,25 +157,18 @@ def forward(
     # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
     bias = None if bias is None else cast(bias, acc)
-    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
-    # nothing is slow without values but many pieces
-    slow &= not isinstance(x, FakeTensor)
     own_update = running_mean is not None and running_mean.dtype != acc
-    if training and kept is None and not slow and not own_update and layout.D == 1:
+    if training and kept is None and not _slow_statistics(x, layout, acc) and not own_update and layout.D == 1:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         torch.native_batch_norm(
             xv, weight, bias, running_mean, running_var, True, momentum, eps, out=(outv, mean, rstd)
         )
         _finish_(outv, act, residual, layout)
         return mean, rstd, None
-    if not training:
-        mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
-    elif slow:
-        mean, var = _plane_moments(xv)
-    elif x.device.type == "cpu":
-        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
+    if training:
+        mean, var = moments(xv, layout, acc)
     else:
-        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+        mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
     if layout.D > 1:
         mean, var = _of_groups(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
@@ -236,6 +246,8 @@ def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor,
 
 
 EVERY = slice(None)
+# what comes between the sums of g and g * xhat and their use, such as those of other processes
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def backward(
@@ -253,20 +265,24 @@ def backward(
     into: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual: Tensor | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As ``kernels.norm_act_bwd.norm_act_bwd``; in one piece dx is new memory all the same, as aten makes it."""
     rstd = over_channels(rstd, layout.D)
     job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual)
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
-    if training and layout.D == 1 and z.numel() <= WHOLE * _chunk_elements(z):
+    if training and layout.D == 1 and exchange is None and z.numel() <= WHOLE * _chunk_elements(z):
         dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
     elif isinstance(z, FakeTensor):
         # pieces without values, by the thousand, would take seconds
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
     else:
         dx = torch.empty_like(z) if into is None else into
-        in_chunks = _backward_rows if layout.rows else _backward_planes
-        s2, s1 = in_chunks(job, zv, dzv, channel_view(dx, layout), training)
+        dxv = channel_view(dx, layout)
+        if layout.rows or exchange is not None:
+            s2, s1 = _backward_twice(job, zv, dzv, dxv, training, layout.rows, exchange)
+        else:
+            s2, s1 = _backward_planes(job, zv, dzv, dxv, training)
     dx = dx.as_strided(z.shape, z.stride())
     if dparam_dtype is None:
         return dx, None, None
@@ -291,22 +307,28 @@ def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training
     return torch.cat(s2), torch.cat(s1)
 
 
-def _backward_rows(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Two sweeps over runs of rows, since a range of channels is scattered there: sums, then dx.  Returns s2 and s1."""
-    C, m = z.shape[1:3]
-    step = max(1, _chunk_elements(z) // C)
-    parts = [slice(n, n + step) for n in range(0, m, step)]
+def _backward_twice(
+    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, rows: bool, exchange: Exchange | None
+) -> tuple[Tensor, Tensor]:
+    """Two sweeps, over runs of rows, since a range of channels is scattered there, or over ranges of channels: the
+    sums, then dx.  Returns s2 and s1."""
+    if rows:
+        C, m = z.shape[1:3]
+        step = max(1, _chunk_elements(z) // C)
+        parts = [(EVERY, slice(n, n + step)) for n in range(0, m, step)]
+    else:
+        parts = [(c, EVERY) for c in _channel_chunks(z, job.D)]
     # g is written where it is wanted once, in the second
     dresidual, job.dresidual = job.dresidual, None
-    sums = [job.reduce(*job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r), EVERY, False) for r in parts]
+    sums = [job.reduce(*job.rebuild(z[:, c, r], dz[:, c, r], c, r), c, False) for c, r in parts]
     job.dresidual = dresidual
-    s2 = torch.stack([s[1] for s in sums]).sum(0)
-    s1 = torch.stack([s[2] for s in sums]).sum(0)
-    vectors = job.affine(s1, s2, EVERY)
-    for r in reversed(parts):
-        g, y = job.rebuild(z[:, :, r], dz[:, :, r], EVERY, r)
+    s2, s1 = (torch.stack(s).sum(0) if rows else torch.cat(s) for s in list(zip(*sums, strict=True))[1:])
+    vectors = job.affine(*((s1, s2) if exchange is None else exchange(s1, s2)), EVERY)
+    for c, r in reversed(parts):
+        g, y = job.rebuild(z[:, c, r], dz[:, c, r], c, r)
+        scale, slope, offset = (v[c] for v in vectors)
         if training:
-            _affine_into(dx[:, :, r], g, y, *vectors)
+            _affine_into(dx[:, c, r], g, y, scale, slope, offset)
         else:
-            torch.mul(g, vectors[0].to(z.dtype).view(1, -1, 1, 1), out=dx[:, :, r])
+            torch.mul(g, scale.to(z.dtype).view(1, -1, *(1,) * (z.dim() - 2)), out=dx[:, c, r])
     return s2, s1

@@ -1,0 +1,109 @@
+"""The synchronised op of both implementations, in one process whose twin is imagined: both have the same values."""
+
+import pytest
+import torch
+
+from fusedseg.activation import parse_invertible
+from fusedseg.ops import inplace_abn_sync as op
+from fusedseg.ops.inplace_abn import inplace_abn
+from fusedseg.ops.kept import find
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+ACT = parse_invertible("test", "leaky_relu", 0.2)
+
+
+@pytest.fixture
+def twin(monkeypatch):
+    """What is gathered: one's own, twice."""
+    calls = []
+
+    def gather(t, group):
+        calls.append(t.shape)
+        return torch.stack([t, t])
+
+    monkeypatch.setattr(op, "gather", gather)
+    return calls
+
+
+def parameters(C, dtype, device):
+    torch.manual_seed(0)
+    weight, bias = torch.rand(C) + 0.5, torch.rand(C) - 0.5
+    # negative, and kept
+    weight[0], weight[1] = -weight[0], 0
+    return [t.to(device, dtype).requires_grad_() for t in (weight, bias)]
+
+
+def step(x, dz, norm, residual):
+    """z, gradients and running statistics; ``norm`` is called with x, parameters and statistics."""
+    weight, bias = parameters(x.shape[1], x.dtype if x.dtype == torch.float64 else torch.float32, x.device)
+    statistics = torch.zeros_like(weight.detach()), torch.ones_like(weight.detach())
+    leaves = [x.clone().requires_grad_(), weight, bias]
+    if residual is not None:
+        leaves.append(residual.clone().requires_grad_())
+    kept = find(weight, bias, ACT, x.dtype)
+    z = norm(leaves[0] * 1, weight, bias, *statistics, kept, leaves[3] if residual is not None else None)
+    return z, torch.autograd.grad(z, leaves, dz), statistics
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels_last"),
+    [
+        ((2, 5, 3, 7), torch.float64, False),
+        ((2, 5, 3, 7), torch.float32, True),
+        ((1, 3, 40, 41), torch.float32, False),
+        ((2, 8, 6, 5), torch.bfloat16, True),
+        ((2, 8, 33), torch.float16, False),
+    ],
+    ids=str,
+)
+def test_as_over_both(backend, twin, device, shape, dtype, channels_last, with_residual):
+    torch.manual_seed(1)
+    x, dz, r = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    if channels_last:
+        x, dz, r = (t.contiguous(memory_format=torch.channels_last) for t in (x, dz, r))
+    residual = r if with_residual else None
+
+    def ours(x, weight, bias, mean, var, kept, residual):
+        return op.inplace_abn_sync(x, weight, bias, mean, var, 0.1, 1e-5, ACT, kept, None, residual)
+
+    def stock(x, weight, bias, mean, var, kept, residual):
+        return inplace_abn(x, weight, bias, mean, var, True, 0.1, 1e-5, ACT, kept, residual)
+
+    z, grads, moved = step(x, dz, ours, residual)
+    # one all-gather forward, one backward
+    assert twin == [(3, shape[1]), (2, shape[1])]
+    both = [None if t is None else torch.cat([t, t]).double() for t in (x, dz, residual)]
+    expected, exact, statistics = step(both[0], both[1], stock, both[2])
+    half = shape[0]
+    assert relative_error(z, expected[:half]) <= FORWARD_TOLERANCE[dtype]
+    # parameters' gradients are those of one process, half of both
+    exact = [exact[0][:half], exact[1] / 2, exact[2] / 2, *(d[:half] for d in exact[3:])]
+    for mine, theirs in zip(grads, exact, strict=True):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
+    for mine, theirs in zip(moved, statistics, strict=True):
+        assert relative_error(mine, theirs) <= FORWARD_TOLERANCE[torch.float32]
+
+
+def test_a_failed_collective_changes_nothing(monkeypatch):
+    def fails(t, group):
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(op, "gather", fails)
+    weight, bias = parameters(3, torch.float32, "cpu")
+    mean, var, x = torch.zeros(3), torch.ones(3), torch.randn(2, 3, 4)
+    before = x.clone()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        op.inplace_abn_sync(x, weight, bias, mean, var, 0.1, 1e-5, ACT, None, None)
+    assert torch.equal(x, before)
+    assert not mean.any()
+
+
+def test_errors():
+    vectors = torch.ones(4, 3).unbind()
+    with pytest.raises(ValueError, match=r"inplace_abn_sync: weight must have shape \(4,\)"):
+        op.check(torch.randn(2, 4), *vectors, None)
+    with pytest.raises(ValueError, match="running_mean and running_var must be given together"):
+        op.check(torch.randn(2, 3), vectors[0], vectors[1], vectors[2], None, None)
+    with pytest.raises(ValueError, match="leaf that requires grad"):
+        op.check(torch.randn(2, 3, requires_grad=True), *vectors, None)

@@ -1,0 +1,70 @@
+"""Runs a function in several processes that form a process group, and brings back what each returned.
+
+    results = on_ranks(2, job, shapes)      # job(rank, world, shapes) in each; results[rank]
+
+Jobs are functions of modules that can be imported (``tests.training.jobs``).  Processes are forked from a server that
+has imported PyTorch and fusedseg once and run nothing yet.
+"""
+
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# seconds in which a collective, or a whole job, ends or fails
+COLLECTIVE, JOB = 60, 240
+
+
+class RankFailed(RuntimeError):
+    """What the first rank that failed printed."""
+
+
+def _main(rank: int, world: int, folder: str, job: Callable, args: tuple) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meeting",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=COLLECTIVE),
+        )
+        result = job(rank, world, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        torch.save(result, f"{folder}/result{rank}")
+    except BaseException:
+        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
+        raise
+
+
+def on_ranks(world: int, job: Callable, *args: Any) -> list[Any]:
+    """What ``job(rank, world, *args)`` returned on each rank.
+
+    Raises:
+        RankFailed: with the traceback of a rank that failed, or was killed, or took too long.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "fusedseg"])
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_main, args=(rank, world, folder, job, args)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(JOB)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+        codes = [process.exitcode for process in processes]
+        if late or any(codes):
+            errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
+            raise RankFailed(f"exit codes {codes}, {len(late)} ranks killed after {JOB} s\n" + "\n".join(errors))
+        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]

@@ -1,0 +1,96 @@
+"""What the processes of the distributed tests run: functions that a forked process can import."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusedseg
+
+CHANNELS = 5
+
+
+def norm(cls, dtype=torch.float64, **options):
+    """Of CHANNELS, one of them kept, one negative."""
+    torch.manual_seed(1)
+    made = cls(CHANNELS, **options).to(dtype)
+    with torch.no_grad():
+        made.weight.copy_(torch.tensor([1.3, -0.7, 0.0, 0.4, 1.0]))
+        made.bias.uniform_(-0.5, 0.5)
+    return made
+
+
+def joint(sizes, spatial, dtype=torch.float64, channels_last=False):
+    """x and dz of all processes together, whose batches have these sizes."""
+    generator = torch.Generator().manual_seed(2)
+    pair = torch.randn(2, sum(sizes), CHANNELS, *spatial, generator=generator, dtype=torch.float64).to(dtype)
+    x, dz = pair[0] * 2 + 3, pair[1]
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return x, dz
+
+
+def step(made, x, dz) -> dict[str, Any]:
+    x = x.clone().requires_grad_()
+    # not a leaf, since it is overwritten
+    z = made(x * 1)
+    z.backward(dz)
+    return {
+        "z": z.detach(), "dx": x.grad, "dweight": made.weight.grad, "dbias": made.bias.grad,
+        "running_mean": made.running_mean, "running_var": made.running_var, "batches": made.num_batches_tracked,
+    }  # fmt: skip
+
+
+def sync_step(rank, world, sizes, spatial, channels_last, options):
+    x, dz = joint(sizes, spatial, channels_last=channels_last)
+    made = norm(fusedseg.InPlaceABNSync, **options)
+    return step(made, x.split(sizes)[rank], dz.split(sizes)[rank])
+
+
+def small_net(dtype=torch.float64):
+    torch.manual_seed(3)
+    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2)
+    return net.to(dtype)
+
+
+def images(count, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(count, 2, 8, 8, generator=generator, dtype=dtype)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
+    """Losses of every step; gradients of ``accumulate`` parts are added up."""
+    losses = []
+    for k in range(steps):
+        optimizer.zero_grad()
+        parts = list(zip(x.chunk(accumulate), target.chunk(accumulate), strict=True))
+        total = 0.0
+        for i, (xs, ts) in enumerate(parts):
+            quiet = accumulate > 1 and i < len(parts) - 1 and hasattr(net, "no_sync")
+            with net.no_sync() if quiet else nullcontext():
+                loss = nn.functional.cross_entropy(net(xs), ts) / accumulate
+                loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+        if on_step is not None:
+            on_step(k)
+    return losses
+
+
+def ddp(rank, world, steps, accumulate, options):
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = fusedseg.convert_sync(small_net())
+    wrapped = DistributedDataParallel(net, **options)
+    x, target = images(4 * world)
+    # every part of an accumulated step spans all processes, as it does in one
+    x, target = (torch.cat([part.chunk(world)[rank] for part in t.chunk(accumulate)]) for t in (x, target))
+    losses = train(wrapped, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), x, target, steps, accumulate)
+    return losses, net.state_dict()
+
+
+def fails(rank, world):
+    raise ValueError(f"rank {rank}")
