@@ -1,10 +1,16 @@
 """What the processes of the distributed tests run: functions that a forked process can import."""
 
+import os
+import signal
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedseg
 
@@ -80,16 +86,53 @@ def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
     return losses
 
 
-def ddp(rank, world, steps, accumulate, options):
-    from torch.nn.parallel import DistributedDataParallel
+def shard(t, world, rank, accumulate=1):
+    """This process's part; every part of an accumulated step spans all processes, as it does in one."""
+    return torch.cat([part.chunk(world)[rank] for part in t.chunk(accumulate)])
 
+
+def ddp(rank, world, steps, accumulate, options):
     net = fusedseg.convert_sync(small_net())
     wrapped = DistributedDataParallel(net, **options)
-    x, target = images(4 * world)
-    # every part of an accumulated step spans all processes, as it does in one
-    x, target = (torch.cat([part.chunk(world)[rank] for part in t.chunk(accumulate)]) for t in (x, target))
+    x, target = (shard(t, world, rank, accumulate) for t in images(8))
     losses = train(wrapped, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), x, target, steps, accumulate)
     return losses, net.state_dict()
+
+
+def fsdp(rank, world, steps):
+    """Every block sharded by itself; the state dict is that of the whole."""
+    net = fusedseg.convert_sync(small_net())
+    for module in net.modules():
+        if isinstance(module, fusedseg.unet.DoubleConv):
+            fully_shard(module)
+    fully_shard(net)
+    x, target = (shard(t, world, rank) for t in images(8))
+    losses = train(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), x, target, steps)
+    return losses, get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+
+
+def resumable(rank, world, folder, steps, dies_at=None):
+    """Trains from the checkpoint, if there is one, which is written after every step; or is killed in a step."""
+    net = fusedseg.convert_sync(small_net())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    path, done, losses = Path(folder) / "checkpoint", 0, []
+    if path.exists():
+        state = torch.load(path)
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        losses, done = state["losses"], len(state["losses"])
+    wrapped = DistributedDataParallel(net, broadcast_buffers=False)
+    x, target = (shard(t, world, rank) for t in images(8))
+    for k in range(done, steps):
+        if k == dies_at and rank == world - 1:
+            # in mid-step: others wait for it in a collective of the first norm
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses += train(wrapped, optimizer, x, target, 1)
+        if rank == 0:
+            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+            torch.save(state, f"{path}.new")
+            os.replace(f"{path}.new", path)
+    return losses
 
 
 def fails(rank, world):

@@ -1,4 +1,4 @@
-"""InPlaceABNSync over several processes against InPlaceABN over their joint batch, and DistributedDataParallel."""
+"""InPlaceABNSync over several processes against InPlaceABN over their joint batch; and ``convert_sync``."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from tests.tools.ranks import RankFailed, on_ranks
+from tests.tools.ranks import on_ranks
 from tests.training import jobs
 
 CASES = {
@@ -41,28 +41,6 @@ def test_as_one_process(case):
             torch.testing.assert_close(r[name], expected[name], **close)
             # the same bits on every process
             assert torch.equal(r[name], results[0][name])
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "options"),
-    [
-        (1, {}),
-        (1, {"broadcast_buffers": False, "find_unused_parameters": True}),
-        (1, {"gradient_as_bucket_view": True, "static_graph": True}),
-        (2, {}),
-    ],
-    ids=["plain", "no broadcast, unused sought", "static graph", "no_sync"],
-)
-def test_distributed_data_parallel(accumulate, options):
-    """20 steps as in one process."""
-    net = jobs.small_net()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    losses = jobs.train(net, optimizer, *jobs.images(8), 20, accumulate)
-    results = on_ranks(2, jobs.ddp, 20, accumulate, options)
-    mean = torch.tensor([of for of, _ in results], dtype=torch.float64).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    for _, state in results:
-        torch.testing.assert_close(state, net.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 def test_alone_warns_once_and_is_local():
@@ -107,8 +85,3 @@ def test_convert_sync_keeps_what_is_there():
     torch.testing.assert_close(pickle.loads(pickle.dumps(net[0]))(x), net[0](x))
     with pytest.raises(TypeError, match=r"convert_sync: model must be an nn.Module, got str"):
         fusedseg.convert_sync("net")
-
-
-def test_harness_reports_failures():
-    with pytest.raises(RankFailed, match="ValueError: rank"):
-        on_ranks(1, jobs.fails)

@@ -1,0 +1,71 @@
+"""Training in several processes: DistributedDataParallel and FSDP2 follow one process, and so does a resumed run."""
+
+import time
+
+import pytest
+import torch
+
+from tests.tools.ranks import COLLECTIVE, RankFailed, on_ranks
+from tests.training import jobs
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def one_process(steps, accumulate=1):
+    """Losses and the state dict."""
+    net = jobs.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    return jobs.train(net, optimizer, *jobs.images(8), steps, accumulate), net.state_dict()
+
+
+def check_follows(results, expected):
+    losses, state = expected
+    # every process has seen an equal share
+    mean = torch.tensor([of for of, _ in results], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), **CLOSE)
+    for _, of in results:
+        if of:
+            torch.testing.assert_close(dict(of), dict(state), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "options"),
+    [
+        (1, {}),
+        (1, {"broadcast_buffers": False, "find_unused_parameters": True}),
+        (1, {"gradient_as_bucket_view": True, "static_graph": True}),
+        (2, {}),
+    ],
+    ids=["plain", "no broadcast, unused sought", "static graph", "no_sync"],
+)
+def test_distributed_data_parallel(accumulate, options):
+    check_follows(on_ranks(2, jobs.ddp, 20, accumulate, options), one_process(20, accumulate))
+
+
+def test_fully_sharded():
+    """FSDP2; rank 0 gets the whole state dict, of which any number of processes can go on."""
+    results = on_ranks(2, jobs.fsdp, 5)
+    check_follows(results, one_process(5))
+    net = jobs.small_net()
+    net.load_state_dict(results[0][1])
+
+
+def test_killed_and_resumed(tmp_path):
+    """A process that is gone ends the job with PyTorch's error, and another number of processes resumes it."""
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"Connection closed|Connection reset|Timed out") as failed:
+        on_ranks(2, jobs.resumable, str(tmp_path), 6, 3)
+    assert time.monotonic() - start < COLLECTIVE + 30
+    # the other one failed by itself, in our all-gather
+    assert "exit codes [1, -9], 0 ranks killed" in str(failed.value)
+    assert "inplace_abn_sync" in str(failed.value)
+    results = on_ranks(4, jobs.resumable, str(tmp_path), 6)
+    losses, _ = one_process(6)
+    # what was before is rank 0's own share of the loss
+    mean = torch.tensor(results, dtype=torch.float64).mean(0)[3:]
+    torch.testing.assert_close(mean, torch.tensor(losses[3:], dtype=torch.float64), **CLOSE)
+
+
+def test_harness_reports_failures():
+    with pytest.raises(RankFailed, match="ValueError: rank"):
+        on_ranks(1, jobs.fails)
