@@ -11,8 +11,17 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
+def check_transforms(op: str) -> None:
+    """No transform of ``torch.func`` is active: it would see neither what is overwritten nor what is rebuilt."""
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use the unfused modules there"
+        )
+
+
 def check_input(op: str, x: Tensor) -> None:
     """``x`` is an activation tensor (N, C, *spatial)."""
+    check_transforms(op)
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
     check_dtype(op, "x", x.dtype)

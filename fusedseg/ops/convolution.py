@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .check import check_dtype
+from .check import check_dtype, check_transforms
 
 aten = torch.ops.aten
 
@@ -77,6 +77,7 @@ def check_convolution(
 ) -> torch.Size:
     """The result's shape; ValueError or TypeError for a convolution that does not fit x, of that shape, dtype and
     device."""
+    check_transforms(op)
     dims = w.dim() - 2
     if len(shape) != w.dim():
         raise ValueError(f"{op}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}")

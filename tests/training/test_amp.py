@@ -1,0 +1,108 @@
+"""Mixed precision, default dtypes and channels_last, as a training run uses them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedseg
+from fusedseg.unet import UNet
+
+
+def unet(**options):
+    torch.manual_seed(0)
+    return UNet(3, 2, widths=(8, 16), **options)
+
+
+def batch(device, size=16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, size, size, generator=generator)
+    return x.to(device), (x[:, 0] > 0).long().to(device)
+
+
+def test_grad_scaler_skips_a_step_that_overflowed(device):
+    """Parameters stay as they were, the scale is halved, running statistics stay finite; the next step goes on."""
+    net = unet().to(device)
+    x, target = batch(device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40, backoff_factor=2.0**-36)
+    before = [p.detach().clone() for p in net.parameters()]
+    moved = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            loss = F.cross_entropy(net(x).float(), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(any(not torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True)))
+        assert all(torch.isfinite(buffer).all() for buffer in net.buffers())
+        assert all(torch.isfinite(p).all() for p in net.parameters())
+    assert moved == [False, True]
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_parameters_and_statistics_in_fp32(device, half):
+    net = unet().to(device)
+    x, target = batch(device)
+    with torch.autocast(device.type, half):
+        out = net(x)
+    assert out.dtype == half
+    F.cross_entropy(out.float(), target).backward()
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
+    assert {b.dtype for name, b in net.named_buffers() if "running" in name} == {torch.float32}
+
+
+def test_default_dtype(device):
+    torch.set_default_dtype(torch.float64)
+    try:
+        net = unet().to(device)
+        assert {p.dtype for p in net.parameters()} == {torch.float64}
+        x, target = batch(device)
+        F.cross_entropy(net(x.double()), target).backward()
+        assert {p.grad.dtype for p in net.parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class LayoutCopies(TorchDispatchMode):
+    """Shapes of tensors that were copied from one memory format into another."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.contiguous):
+            self.note(args[0], out)
+        elif func.overloadpacket is torch.ops.aten.copy_:
+            self.note(args[1], args[0])
+        return out
+
+    def note(self, a, b):
+        spatial = a.dim() >= 4 and a.shape == b.shape and a.shape[1] > 1 and a[0, 0].numel() > 1
+        if spatial and a.stride() != b.stride():
+            self.seen.append(tuple(a.shape))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_channels_last_without_layout_copies(device, dims):
+    """Forward and backward of ConvABN, pools and a norm by itself."""
+    fmt = torch.channels_last if dims == 2 else torch.channels_last_3d
+    conv, pool = (getattr(fusedseg, f"{name}{dims}d") for name in ("ConvABN", "MaxPool"))
+    stock = nn.Conv2d if dims == 2 else nn.Conv3d
+    net = nn.Sequential(
+        conv(8, 8, 3, padding=1), pool(2), stock(8, 8, 3, padding=1), fusedseg.InPlaceABN(8), conv(8, 4, 1)
+    )
+    net = net.to(device).to(memory_format=fmt)
+    x = torch.randn(2, 8, *(8,) * dims, device=device).contiguous(memory_format=fmt).requires_grad_()
+    with LayoutCopies() as copies:
+        z = net(x)
+        z.backward(torch.randn_like(z))
+    assert z.is_contiguous(memory_format=fmt)
+    assert x.grad.is_contiguous(memory_format=fmt)
+    # none but the vendor's own
+    assert copies.seen == []

@@ -1,0 +1,191 @@
+"""Faults and misuse: what is raised, or what stock modules would do too; and that nothing is left half-changed."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import fusedseg
+from fusedseg.ops import conv_abn as conv_abn_op
+
+SLOPE = 0.01
+
+
+def pair(channels=3, dtype=torch.float64):
+    """Ours and stock, with the same parameters."""
+    ours = fusedseg.InPlaceABN(channels, activation_param=SLOPE).to(dtype)
+    return ours, nn.Sequential(nn.BatchNorm2d(channels).to(dtype), nn.LeakyReLU(SLOPE))
+
+
+def step(module, x, dz):
+    x = x.clone().requires_grad_()
+    z = module(x * 1)
+    z.backward(dz)
+    norm = module[0] if isinstance(module, nn.Sequential) else module
+    return z.detach(), x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+
+VALUES = {
+    "NaN": lambda x: x[0, 1, 0].fill_(float("nan")),
+    "infinite": lambda x: x[0, 1, 0].fill_(float("inf")),
+    "minus infinite": lambda x: x[0, 1, 0].fill_(float("-inf")),
+    "all equal": lambda x: x[:, 1].fill_(3.0),
+    "all zero": lambda x: x[:, 1].zero_(),
+    "huge": lambda x: x[:, 1].mul_(1e100),
+    "subnormal": lambda x: x[:, 1].mul_(1e-310),
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_as_stock(backend, value):
+    """In one channel: the others are not touched by it, and it gets what stock modules make of it."""
+    x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
+    VALUES[value](x)
+    ours, stock = pair()
+    for mine, theirs in zip(step(ours, x, dz), step(stock, x, dz), strict=True):
+        # an infinite input makes all of the channel NaN in both
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_weight_containing_nan(backend):
+    """Only its own channel is NaN."""
+    ours, _ = pair()
+    with torch.no_grad():
+        ours.weight[1] = float("nan")
+    x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
+    z, dx, *_ = step(ours, x, dz)
+    assert z[:, 1].isnan().all()
+    assert dx[:, 1].isnan().all()
+    for t in (z, dx):
+        assert t[:, [0, 2]].isfinite().all()
+
+
+def test_tensors_of_several_devices():
+    ours = fusedseg.InPlaceABN(3, device="meta")
+    with pytest.raises(ValueError, match=r"must be on cpu, the device of x, got meta"):
+        ours(torch.randn(2, 3, 4))
+
+
+def test_second_backward_without_retain_graph(backend):
+    ours, _ = pair()
+    z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64))
+    z.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        z.sum().backward()
+
+
+def test_copied_in_mid_graph(backend):
+    """Between forward and backward; the copy goes its own way."""
+    x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
+    ours, _ = pair()
+    x.requires_grad_()
+    z = ours(x * 1)
+    other = copy.deepcopy(ours)
+    z.backward(dz)
+    assert other.weight.grad is None
+    torch.testing.assert_close(step(other, x.detach(), dz)[1], x.grad)
+
+
+def test_pickled():
+    net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).eval()
+    x = torch.randn(1, 1, 8, 8)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(net))(x), net(x))
+
+
+def test_threads():
+    """One module in eval mode, and a module for each in training, in several threads."""
+    net = fusedseg.unet.UNet(1, 2, widths=(4, 8))
+    x = torch.randn(4, 1, 8, 8)
+    expected = copy.deepcopy(net)(x).detach(), net.eval()(x).detach()
+    results = {}
+
+    def run(i):
+        results[i] = copy.deepcopy(net).train()(x).detach(), net(x).detach()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        torch.testing.assert_close(results[i], expected)
+
+
+class Normalised(Dataset):
+    """Samples that pass through a fused layer in the worker."""
+
+    def __init__(self):
+        self.layer = fusedseg.ConvABN2d(1, 2, 3, padding=1).eval()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        with torch.no_grad():
+            return self.layer(torch.full((1, 1, 6, 6), float(i)))[0]
+
+
+def test_forked_data_loader_workers():
+    data = Normalised()
+    # the parent has run it before: what it left behind must not stop the workers
+    expected = torch.stack([data[i] for i in range(4)])
+    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork")
+    torch.testing.assert_close(next(iter(loader)), expected)
+
+
+class Stopped:
+    """Stands for a function whose n-th call from now on ends in ``error``."""
+
+    def __init__(self, function, error, after=0):
+        self.function, self.error, self.left = function, error, after
+
+    def __call__(self, *args, **kwargs):
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=["OOM", "Ctrl-C"])
+@pytest.mark.parametrize("where", ["convolution", "statistics"])
+def test_stopped_forward_moves_no_statistics(backend, monkeypatch, error, where):
+    net = fusedseg.ConvABN2d(2, 3, 3)
+    state = copy.deepcopy(net.state_dict())
+    x = torch.randn(2, 2, 5, 5)
+    if where == "convolution":
+        monkeypatch.setattr(conv_abn_op, "convolve_sources", Stopped(conv_abn_op.convolve_sources, error))
+    else:
+        monkeypatch.setattr(conv_abn_op.inplace_abn, "forward", Stopped(conv_abn_op.inplace_abn.forward, error))
+    with pytest.raises(type(error)):
+        net(x)
+    torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+    monkeypatch.undo()
+    # and it goes on
+    net(x).sum().backward()
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_out_of_memory_in_a_launcher(monkeypatch, nth):
+    """Memory is asked for before any kernel runs: the input and the running statistics stay as they are."""
+    pytest.importorskip("triton")
+    from fusedseg.kernels import norm_act, norm_stats
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    layer = fusedseg.InPlaceABN(3)
+    with torch.no_grad():
+        # a kept channel, whose side buffer is asked for too
+        layer.weight[0] = 0
+    x = torch.randn(2, 3, 40, 1000)
+    state, before = copy.deepcopy(layer.state_dict()), x.clone()
+    empty = Stopped(torch.empty, torch.OutOfMemoryError("out of memory"), after=nth)
+    fake = type("torch", (), {"__getattr__": lambda self, name: empty if name == "empty" else getattr(torch, name)})()
+    for module in (norm_act, norm_stats):
+        monkeypatch.setattr(module, "torch", fake)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer(x)
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+    assert torch.equal(x, before)
