@@ -12,6 +12,7 @@ scale g + slope y + offset of vectors per channel, as it is where sums come firs
 are dealt with in ``by_sample_aten.py``.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -111,8 +112,9 @@ def _act_inverse(z: Tensor, act: Activation) -> Tensor:
     if act.name == "leaky_relu":
         return F.leaky_relu(z, 1.0 / act.param)
     if act.name == "elu":
-        # the clamp is the middle of what rounds to a distance of 0 from -1
-        tail = z.div(act.param).clamp_(torch.finfo(z.dtype).eps / 8 - 1.0, 0.0).log1p_()
+        # a distance of 0 from -1 stands for the middle of what rounds to it
+        least = math.log(torch.finfo(z.dtype).eps / 8)
+        tail = z.div(act.param).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
         return torch.where(z > 0, z, tail)
     return z
 

@@ -405,3 +405,22 @@ def test_refusal_leaves_everything_as_it_was(backend, device):
         module(x)
     assert torch.equal(x, before)
     assert module.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.3])
+def test_saturated_elu_has_gradients(backend, device, dtype, alpha):
+    """z = -alpha was inverted to -infinity on aten, since the clamp before the logarithm rounded to -1: NaN for all of
+    the channel's gradients."""
+    x = torch.tensor([-100.0, -20.0, -9.0, -1.0, 2.0, 30.0], dtype=dtype, device=device).view(1, 1, -1)
+    leaf = x.clone().requires_grad_()
+    parameters = [t.to(device, leaf.dtype).requires_grad_() for t in (torch.tensor([2.5]), torch.tensor([0.25]))]
+    statistics = torch.zeros(1, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
+    z = inplace_abn(leaf * 1, *statistics, *parameters, activation="elu", activation_param=alpha)
+    gradients = torch.autograd.grad(z.sum(), [leaf, *parameters])
+    exact = [t.detach().double().requires_grad_() for t in (x, *parameters)]
+    y = torch.nn.functional.batch_norm(exact[0], *(t.double() for t in statistics), *exact[1:])
+    expected = torch.autograd.grad(torch.nn.functional.elu(y, alpha).sum(), exact)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        # what saturates has a gradient of 0 beside exp(y): the rounding of z is all that is left of it
+        assert relative_error(mine, theirs) <= 2 * GRADIENT_TOLERANCE[dtype]
