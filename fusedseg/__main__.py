@@ -44,6 +44,8 @@ def add_demo(commands) -> None:
     )
     command.add_argument(
         "name",
+        nargs="?",
+        default=DEMOS[0],
         choices=DEMOS,
         help="slices: 2D U-Net; volume: 3D U-Net on patches of 48x48x48; "
         "encoders: two encoders, for the T1 image and a motor activation map",
@@ -55,6 +57,12 @@ def add_demo(commands) -> None:
     )
     command.add_argument("--overwrite", action="store_true", help="replace files of an earlier run")
     command.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    command.add_argument(
+        "--distributed",
+        action="store_true",
+        help="instead, train fusedseg's network alone in the processes of torchrun, with synchronised statistics, and "
+        "compare its losses with those of one process: torchrun --nproc-per-node=2 -m fusedseg demo --distributed",
+    )
     command.set_defaults(run=_demo)
 
 
@@ -62,7 +70,7 @@ def _demo(args: argparse.Namespace) -> int:
     # needs the packages of fusedseg[demo], and nobody else does
     from .demo import run
 
-    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite)
+    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..memory.export import open_new
+from . import distributed as parallel
 from . import report, training
 
 EXTRAS = ("nilearn", "matplotlib", "tqdm")
@@ -35,16 +36,30 @@ def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) ->
         raise Refused(f"--out {paths[0].parent}: {error.strerror}") from error
 
 
-def run(name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool) -> int:
-    """Runs the demo of that name.  Returns 0, or 2 where it was refused."""
+def run(
+    name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool, distributed: bool = False
+) -> int:
+    """Runs the demo of that name.  Returns 0; 1 where distributed losses are wrong; 2 where it was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
+    if distributed:
+        json_path = out / f"{name}-distributed.json"
     try:
-        check(device, steps, [picture_path, json_path], overwrite)
+        check(device, steps, [json_path] if distributed else [picture_path, json_path], overwrite)
+        if distributed and not parallel.launched():
+            raise Refused(
+                "--distributed needs processes: torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed"
+            )
     except Refused as refusal:
         print(f"fusedseg demo {name}: {refusal}", file=sys.stderr)
         return 2
+    if distributed:
+        parallel.claim(torch.device(device))
     start = time.perf_counter()
     problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
+    if distributed:
+        return parallel.run_distributed(
+            name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
+        )
     networks = training.build(problem, torch.device(device), seed)
     trainings = training.train(problem, networks, steps or problem.size.steps, seed)
     outcome = report.evaluate(problem, trainings, seed)

@@ -46,7 +46,9 @@ def merge(parts: Tensor) -> Tensor:
 def gather(t: Tensor, group) -> Tensor:
     """Those of all processes, along a new first dimension, in the order of their ranks."""
     gathered = t.new_empty(distributed.get_world_size(group) * t.numel())
-    distributed.all_gather_into_tensor(gathered, t.flatten(), group=group)
+    # PyTorch 2.13 renames it, and warns of the old name
+    all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    all_gather(gathered, t.flatten(), group=group)
     return gathered.view(-1, *t.shape)
 
 

@@ -135,5 +135,18 @@ def resumable(rank, world, folder, steps, dies_at=None):
     return losses
 
 
+def demo_losses(rank, world, steps):
+    """Of a small network on the demo's images."""
+    from fusedseg.demo import distributed, slices
+    from fusedseg.demo.problem import Size
+
+    problem = slices.problem(
+        torch.device("cpu"), Size(4, (2, 4), batch=3, steps=steps, learning_rate=1e-2, autocast=False)
+    )
+    torch.manual_seed(0)
+    net = fusedseg.convert_sync(problem.network(False).double())
+    return distributed.train(problem, net, steps, 0, rank, world)
+
+
 def fails(rank, world):
     raise ValueError(f"rank {rank}")
