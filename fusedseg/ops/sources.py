@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .convolution import Geometry, convolve, convolve_backward, parse_geometry
 
@@ -150,6 +151,18 @@ def formed(source: Source) -> Tensor:
 
 def concatenated(sources: Sequence[Source]) -> Tensor:
     """What the sources stand for, in one tensor."""
+    if torch.compiler.is_compiling() and not is_tensor(sources):
+        # the compiler would keep it for backward: a checkpoint tells it to form it again
+        enlarges = enlarges_of(sources)
+
+        def again(*tensors):
+            return _joined(sources_of(tensors, enlarges))
+
+        return checkpoint(again, *tensors_of(sources), use_reentrant=False, preserve_rng_state=False)
+    return _joined(sources)
+
+
+def _joined(sources: Sequence[Source]) -> Tensor:
     tensors = [formed(source) for source in sources]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
@@ -224,9 +237,9 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
     if not _apart(sources, geometry):
         return convolve(concatenated(sources), w, bias, geometry)
     first, *others = _parts(sources, w)
-    y = convolve(formed(first.source), first.w, bias, geometry)
+    y = convolve(concatenated([first.source]), first.w, bias, geometry)
     for part in others:
-        y += convolve(formed(part.source), part.w, None, geometry)
+        y += convolve(concatenated([part.source]), part.w, None, geometry)
     return y
 
 

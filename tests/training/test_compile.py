@@ -1,0 +1,87 @@
+"""Whole networks under ``torch.compile``: one graph, eager's values and gradients, and no more bytes kept."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.memory import SavedBytes
+from fusedseg.unet import MultiEncoderUNet, UNet
+
+NETWORKS = {
+    "2D": (lambda: UNet(2, 3, widths=(4, 8)), [(2, 2, 8, 12)]),
+    "3D": (lambda: UNet(1, 2, dims=3, widths=(2, 4)), [(2, 1, 8, 8, 4)]),
+    "two encoders": (lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8)), [(2, 2, 8, 8), (2, 1, 8, 8)]),
+    "norm alone": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), fusedseg.InPlaceABN(4)), [(2, 2, 8, 8)]),
+    "bank": (lambda: nn.Sequential(fusedseg.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def pair(name):
+    """Twice the same network in float64, and its inputs."""
+    build, shapes = NETWORKS[name]
+    networks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        networks.append(build().double())
+    return *networks, [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def results(net, run, images):
+    """The output, gradients and buffers."""
+    images = [image.clone().requires_grad_() for image in images]
+    z = run(*images)
+    gradients = torch.autograd.grad(z.square().sum(), [*images, *net.parameters()])
+    return z.detach(), gradients, dict(net.named_buffers())
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_one_graph(name, compiler):
+    """In training, twice, and in eval mode."""
+    eager, net, images = pair(name)
+    compiled = torch.compile(net, fullgraph=True, backend=compiler)
+    for training in (True, True, False):
+        expected = results(eager.train(training), eager, images)
+        torch.testing.assert_close(results(net.train(training), compiled, images), expected)
+
+
+@pytest.mark.parametrize("name", ["2D", "norm alone"])
+def test_batches_of_any_size(name):
+    """One graph serves them all."""
+    eager, net, images = pair(name)
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (2, 3, 5):
+        batch = [torch.randn(count, *image.shape[1:], dtype=torch.float64) for image in images]
+        expected = results(eager, eager, batch)
+        torch.testing.assert_close(results(net, compiled, batch), expected)
+
+
+@pytest.mark.parametrize("name", ["2D", "3D", "two encoders"])
+def test_keeps_no_more_than_eager(name):
+    """With the compiler's default partition, which decides what of a graph is kept."""
+    eager, net, images = pair(name)
+    kept = []
+    for run in (eager, torch.compile(net, fullgraph=True, backend="aot_eager_decomp_partition")):
+        inputs = [image.clone().requires_grad_() for image in images]
+        run(*inputs)
+        with SavedBytes([*eager.parameters(), *eager.buffers(), *net.parameters(), *net.buffers(), *inputs]) as saved:
+            z = run(*inputs)
+        kept.append(saved.nbytes)
+        del z
+    assert kept[1] <= 1.02 * kept[0]
+
+
+def test_compiled_autograd():
+    """Gradients are eager's, or an error says that it cannot."""
+    eager, net, images = pair("2D")
+    expected = results(eager, eager, images)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        torch.testing.assert_close(results(net, net, images), expected)
