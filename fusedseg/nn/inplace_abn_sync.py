@@ -48,6 +48,7 @@ class InPlaceABNSync(InPlaceABN):
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
 
+    OP = "fusedseg.InPlaceABNSync"
     process_group: Any = None
 
     def __init__(
@@ -70,10 +71,10 @@ class InPlaceABNSync(InPlaceABN):
         )  # fmt: skip
         self.process_group = process_group
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if not self._several():
-            return super().forward(x)
-        return self._synchronised(x)
+            return super().forward(x, residual)
+        return self._synchronised(x, residual)
 
     def _several(self) -> bool:
         """Whether there are statistics of others."""
@@ -85,14 +86,14 @@ class InPlaceABNSync(InPlaceABN):
         return distributed.get_world_size(self.process_group) > 1
 
     @torch.compiler.disable
-    def _synchronised(self, x: Tensor) -> Tensor:
+    def _synchronised(self, x: Tensor, residual: Tensor | None) -> Tensor:
         self._check_shape(x)
         _, running_mean, running_var, momentum = self._statistics()
-        op.check(x, self.weight, self.bias, running_mean, running_var, None)
-        kept = self._kept_now(x.dtype)
+        op.check(x, self.weight, self.bias, running_mean, running_var, residual)
+        kept = self._kept_now(x.dtype, residual is not None)
         z = op.inplace_abn_sync(
             x, self.weight, self.bias, running_mean, running_var, momentum, self.eps, self._act, kept,
-            self.process_group,
+            self.process_group, residual,
         )  # fmt: skip
         self._count_batch()
         return z

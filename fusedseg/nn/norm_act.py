@@ -11,6 +11,7 @@ from ..activation import Activation, parse_activation
 from ..ops import norm_act as op
 from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
+from ..ops.recomputation import recomputing
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -189,9 +190,9 @@ class BatchNormAct(_NormAct, _NormBase):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         own, momentum = self.training or self.running_mean is None, 0.0 if self.momentum is None else self.momentum
-        moved = self.track_running_stats or not self.training
-        running = (self.running_mean, self.running_var) if moved else (None, None)
-        counts = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        moves = self.training and self.track_running_stats and not recomputing()
+        running = (self.running_mean, self.running_var) if moves or not self.training else (None, None)
+        counts = moves and self.num_batches_tracked is not None
         if counts and self.momentum is None:
             momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)  # type: ignore[arg-type]
         z = self._run(
@@ -246,7 +247,7 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
         # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
-        running = (self.running_mean, self.running_var)
+        running = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
         settings = Settings(Norm("instance"), own, momentum, self.eps, self._act)
         return self._run(x, residual, self.num_features, running, settings)
 

@@ -74,14 +74,14 @@ def backward(
         from ..kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
 
         slots = None if kept is None else (kept.slots, kept.count)
-        rest = {"residual": residual, "dresidual": dresidual}
+        also = {"residual": residual, "dresidual": dresidual}
         with torch.cuda.device_of(z):
             if exchange is None:
-                grads = norm_act_bwd(*args, slots, training, act, dparam_dtype, into, **rest)
+                grads = norm_act_bwd(*args, slots, training, act, dparam_dtype, into, **also)
             else:
                 s1, s2 = norm_act_bwd_sums(*args, slots, act, residual=residual).sum(1)
                 sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
-                dx, *_ = norm_act_bwd(*args, slots, training, act, None, into, sums=sums, **rest)
+                dx, *_ = norm_act_bwd(*args, slots, training, act, None, into, sums=sums, **also)
                 grads = dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
     return *grads, dz if passed_on else dresidual
 

@@ -131,5 +131,7 @@ def inplace_abn_sync(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The op on checked arguments, with the statistics of the batches of all processes of ``group``."""
+    if residual is not None:
+        residual = inplace_abn_aten.cast(residual, x.dtype)
     settings = running_mean, running_var, momentum, eps, act, kept, group
     return InPlaceABNSyncFunction.apply(x, weight, bias, settings, residual)

@@ -32,7 +32,13 @@ class Checkpointed(nn.Module):
 def parts(dtype=torch.float64):
     torch.manual_seed(0)
     conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), fusedseg.InPlaceABN(8))
-    tail = nn.Sequential(fusedseg.MaxPool2d(2), nn.Tanh())
+    tracked = fusedseg.InstanceNormAct(8, track_running_stats=True, activation="silu")
+    inverted = fusedseg.InPlaceInstanceNormAct(8, affine=True, track_running_stats=True)
+    convs = (nn.Conv2d(8, 8, 1) for _ in range(2))
+    tail = nn.Sequential(
+        fusedseg.MaxPool2d(2), fusedseg.BatchNormAct(8, activation="relu"), next(convs), tracked, next(convs), inverted,
+        nn.Tanh(),
+    )  # fmt: skip
     net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3, padding=1), conv, tail).to(dtype)
     with torch.no_grad():
         # a kept channel
@@ -70,7 +76,7 @@ WAYS = {
 def test_as_without(way, momentum, device):
     plain = parts().to(device)
     for module in plain.modules():
-        if isinstance(module, fusedseg.InPlaceABN):
+        if isinstance(module, (fusedseg.InPlaceABN, fusedseg.BatchNormAct)):
             module.momentum = momentum
     same = copy.deepcopy(plain)
     net = Checkpointed(same, **WAYS[way])
