@@ -44,9 +44,7 @@ def parse_model(text: str, shapes: Sequence[tuple[int, ...]]) -> Spec:
     """shapes: of the model's inputs, batch and all."""
     if text in PRESETS:
         make = PRESETS[text]
-        return Spec(
-            text, partial(make, plain=True), lambda model: make().to(_dtype(model)), "the preset's fused blocks"
-        )
+        return Spec(text, partial(make, plain=True), partial(_fused, make), "the preset's fused blocks")
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         presets = ", ".join(PRESETS)
@@ -77,6 +75,16 @@ def converted(shapes: Sequence[tuple[int, ...]], model: nn.Module) -> nn.Module:
     """The model, which nobody else uses, after ``fusedseg.convert``."""
     convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
     return model
+
+
+def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
+    """The preset in the plain twin's dtype; built in it, since parameters without values are not converted."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(model))
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -66,6 +66,13 @@ def test_a_preset_is_compared_with_its_plain_twin(capsys, tmp_path):
     assert "fusedseg stands for the preset's fused blocks." in capsys.readouterr().out
 
 
+def test_a_preset_of_two_encoders_in_fp32(capsys):
+    # conversion of the dtype, to the one it has, was refused on tensors without values
+    argv = ["profile", "lidar_optical_unet", "--input", "1,5,32,32", "--input", "1,3,32,32"]
+    assert main([*argv, "--compare", "eager,fusedseg+amp"]) == 0
+    assert "fusedseg+amp" in capsys.readouterr().out
+
+
 def test_plan_prints_a_table(capsys, tmp_path):
     argv = [
         "plan",
