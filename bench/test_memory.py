@@ -1,0 +1,114 @@
+"""Ways to train in less memory, one step of each: autocast, checkpoints, fusedseg, and their combinations.
+
+The networks are of stock modules with ReLU; fusedseg is ``fusedseg.convert`` of them, which leaves the function as it
+is.  Bytes of the full sizes need no machine: ``python -m fusedseg profile MODEL --compare ...``.
+"""
+
+from functools import cache, partial
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.memory.strategy import AMP, CHECKPOINT, EAGER, Strategy
+from fusedseg.unet import UNet
+
+from .contenders import relu
+from .harness import Result, compete
+from .jobs import NetJob
+from .replay import CLOCK, report_step
+from .report import Section, aligned
+from .test_recompute import CLASSES, Segments
+
+OURS = "fusedseg"
+WAYS = [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", OURS, f"{OURS}+{AMP}", f"{OURS}+{AMP}+{CHECKPOINT}"]
+SECONDS = {"cpu": 6.0, "cuda": 15.0}
+# half of the contenders compute in bf16: rounding adds up over the layers, and may swap the maximum of a pooling window
+TOLERANCE = {"logits": 5e-2, "gradients": 3e-1}
+
+
+class Case(NamedTuple):
+    make: partial
+    shape: tuple[int, ...]
+
+
+CASES = {
+    "cpu": {
+        "ResNet-18 of half the width, 4x3x96x96": Case(partial(Segments, 32), (4, 3, 96, 96)),
+        "U-Net, 2x3x96x96": Case(
+            partial(UNet, 3, CLASSES, widths=(16, 32, 64), plain=True, norm_act=relu(2)), (2, 3, 96, 96)
+        ),
+    },
+    "cuda": {
+        "ResNet-18, 128x3x224x224": Case(partial(Segments, 64), (128, 3, 224, 224)),
+        "U-Net, 8x3x512x512": Case(
+            partial(UNet, 3, CLASSES, widths=(64, 128, 256, 512, 1024), plain=True, norm_act=relu(2)), (8, 3, 512, 512)
+        ),
+    },
+}
+
+
+class Ways(Section):
+    """Rows are ways instead of cases."""
+
+    def lines(self) -> list[str]:
+        lines = [self.title]
+        for case, results in self.cases.items():
+            base = results[EAGER]
+            rows = [[case, "step ms", "/ eager", "kept MiB", "eager /", "peak MiB", "eager /"]]
+            for name, result in results.items():
+                if result.refused or result.missing:
+                    continue
+                step = median(result.step)
+                rows.append([
+                    name, f"{1e3 * step:.1f}", f"{step / median(base.step):.2f}",
+                    f"{result.kept / 2**20:.1f}", f"{base.kept / result.kept:.2f}",
+                    f"{result.peak / 2**20:.1f}", f"{base.peak / result.peak:.2f}",
+                ])  # fmt: skip
+            lines += ["", *aligned(rows)]
+        return [*lines, *self.refusals()]
+
+
+def converted(model: nn.Module) -> nn.Module:
+    fusedseg.convert(model)
+    return model
+
+
+@cache
+def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
+    case = CASES[device.type][name_of_case]
+    torch.manual_seed(0)
+    x = torch.randn(case.shape, device=device)
+    target = torch.randint(CLASSES, (case.shape[0], *case.shape[2:]), device=device)
+    state = case.make().state_dict()
+
+    def build(label: str) -> NetJob:
+        net = case.make()
+        net.load_state_dict(state)
+        way = Strategy.parse(label, OURS)
+        return NetJob(way.prepare(net.to(device), converted), x, target, way.amp)
+
+    def expected() -> dict[str, torch.Tensor]:
+        job = build(EAGER)
+        exact = NetJob(job.net.double(), x.double(), target)
+        out = exact.forward(exact.prepare())
+        return exact.results(out, exact.backward(out))
+
+    return compete(
+        {label: partial(build, label) for label in WAYS}, {"": expected}, TOLERANCE, device, SECONDS[device.type]
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    metafunc.parametrize(("case", "way"), [(case, way) for case in CASES[kind] for way in WAYS])
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_step(case, way, device, report, benchmark):
+    section = report.section("memory", Ways("Ways to train in less memory, a training step"))
+    results = section.cases[case] = run(case, device)
+    report_step(benchmark, f"step of {case}", way, results[way])
