@@ -10,7 +10,7 @@ from torch import nn
 
 from .flow import INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import IDEMPOTENT, POOLS, STORE_OUTPUT, Refused, Spec, check_hooks, spec_of, twin_of
+from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, spec_of, twin_of
 
 T = TypeVar("T")
 
@@ -91,8 +91,7 @@ class Planner:
             call.shape is not None and len(call.shape) == norm._get_no_batch_dim() for _, call in calls
         ):
             raise Refused("it is called without a batch dimension")
-        inplace = specs[0].invertible and type(norm) in STORE_OUTPUT
-        inplace = inplace and all(self._may_overwrite(flow, call) for flow, call in calls)
+        inplace = specs[0].invertible and all(self._may_overwrite(flow, call) for flow, call in calls)
         return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace))
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..nn import BatchNormAct, GroupNormAct, InPlaceABN, InstanceNormAct, MaxPool2d, MaxPool3d
+from ..nn import (
+    BatchNormAct,
+    GroupNormAct,
+    InPlaceABN,
+    InPlaceGroupNormAct,
+    InPlaceInstanceNormAct,
+    InstanceNormAct,
+    MaxPool2d,
+    MaxPool3d,
+)
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
 # of a stock norm: what keeps its input, and what writes its output over its input
@@ -19,7 +28,11 @@ STORE_INPUT: dict[type, Any] = {
     **dict.fromkeys(INSTANCE_NORMS, InstanceNormAct),
     nn.GroupNorm: GroupNormAct,
 }
-STORE_OUTPUT: dict[type, Any] = dict.fromkeys(BATCH_NORMS, InPlaceABN)
+STORE_OUTPUT: dict[type, Any] = {
+    **dict.fromkeys(BATCH_NORMS, InPlaceABN),
+    **dict.fromkeys(INSTANCE_NORMS, InPlaceInstanceNormAct),
+    nn.GroupNorm: InPlaceGroupNormAct,
+}
 POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
 # z = phi(z): to call it once more changes nothing
 IDEMPOTENT = ("relu", "relu6")
@@ -75,9 +88,10 @@ def check_hooks(module: nn.Module) -> None:
 def twin_of(norm: Any, spec: Spec, inplace: bool) -> nn.Module:
     """A fused module with the settings of ``norm``, without parameters and buffers."""
     cls = (STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
+    act = {"activation": spec.name, "activation_param": spec.param}
     if isinstance(norm, nn.GroupNorm):
-        return cls(norm.num_groups, norm.num_channels, norm.eps, False, *spec)
-    return cls(norm.num_features, norm.eps, norm.momentum, False, False, *spec)
+        return cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)
+    return cls(norm.num_features, norm.eps, norm.momentum, False, False, **act)
 
 
 class Stock(NamedTuple):

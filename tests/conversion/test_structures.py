@@ -74,8 +74,8 @@ def test_activations_that_are_left(image, act, why):
 def test_dropout_of_nothing_between_norm_and_activation(image, how):
     make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8))  # noqa: E731
     model, report = converted(make, image, **how)
-    assert replaced(report) == {"1.N": "InstanceNormAct(leaky_relu(0.1))"}
-    assert type(model[1].N) is fusedseg.InstanceNormAct
+    assert replaced(report) == {"1.N": "InPlaceInstanceNormAct(leaky_relu(0.1))"}
+    assert type(model[1].N) is fusedseg.InPlaceInstanceNormAct
 
 
 def test_dropout_between_norm_and_activation(image, how):
@@ -100,7 +100,7 @@ def test_one_activation_for_two_norms_registered_before_them(how):
     x = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64)
     how = {"example_inputs": x} if how else {}
     _, report = converted(lambda: networks.DynUNetBlock(4), x, **how)
-    to = "InstanceNormAct(leaky_relu(0.01))"
+    to = "InPlaceInstanceNormAct(leaky_relu(0.01))"
     assert replaced(report) == {"norm1": to, "norm2": to}
 
 
@@ -111,7 +111,7 @@ def test_norms_of_four_names(image, how):
         (*(f"{encoder}.{i}.{name}" for encoder in encoders for name in names), f"encoder.{i}.nonlin") for i in range(2)
     ]
     block = model.decoder.encoder[0]
-    assert type(block.norm) is type(block.all_modules[1]) is fusedseg.InstanceNormAct
+    assert type(block.norm) is type(block.all_modules[1]) is fusedseg.InPlaceInstanceNormAct
     assert block.norm is model.encoder[0].norm
 
 
@@ -189,7 +189,7 @@ def test_tied_convolutions(image):
 def test_group_norm(image):
     make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LeakyReLU())  # noqa: E731
     model, report = converted(make, image)
-    assert replaced(report) == {"1": "GroupNormAct(leaky_relu(0.01))"}
+    assert replaced(report) == {"1": "InPlaceGroupNormAct(leaky_relu(0.01))"}
     assert (model[1].num_groups, model[1].num_channels) == (2, 8)
 
 

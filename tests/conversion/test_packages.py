@@ -1,0 +1,55 @@
+"""Networks of published packages: every norm is replaced or explained, the function stays, the memory goes down.
+
+``pytest -m slow -s tests/conversion/test_packages.py`` prints a row for each; ``packages.txt`` says what to install.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+import fusedseg
+from tests.conversion.packages import NETWORKS
+
+# of the largest difference in fp32: what writes over its input rebuilds it in backward, see section 4 of the design
+TOLERANCE = 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_package(name):
+    network = NETWORKS[name]
+    with warnings.catch_warnings():
+        # of the packages
+        warnings.simplefilter("ignore")
+        model = network.make()
+    x = torch.randn(network.shape)
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    report = fusedseg.convert(model, example_inputs=x)
+    assert list(model.state_dict()) == keys
+    assert all(ours is stock for ours, stock in zip(model.parameters(), parameters, strict=True))
+    fused = [row for row in report.replaced if " + " in row.what]
+    others = [row for row in (*report.recomputed, *report.skipped) if "Norm" in row.what and row.why]
+    assert (len(fused), len(others)) == (network.after_activation, network.others)
+    assert not report.skipped
+    found = [report.verify(x, training=training) for training in (True, False)]
+    saved, peak = (getattr(report.after, m) / getattr(report.before, m) for m in ("saved", "peak"))
+    value, gradient = (max(getattr(v, part).size for v in found) for part in ("value", "gradient"))
+    print(
+        f"\n{name}, {'x'.join(map(str, network.shape))}: {len(fused)} + {len(others)} norms, "
+        f"{len(report.replaced) - len(fused)} pools; difference {value:.1g}, {gradient:.1g}; "
+        f"saved {report.before.saved / 2**20:.1f} -> {report.after.saved / 2**20:.1f} MiB ({saved:.2f}), "
+        f"peak {report.before.peak / 2**20:.1f} -> {report.after.peak / 2**20:.1f} MiB ({peak:.2f})"
+    )
+    assert max(v.largest for v in found) < TOLERANCE
+    assert saved <= network.saved
+    assert peak <= 1.0
+
+
+@pytest.mark.slow
+def test_names_of_nnunet():
+    """136 keys of 48 parameters."""
+    model = NETWORKS["nnU-Net PlainConvUNet 2D"].make()
+    assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)
+    fusedseg.convert(model)
+    assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)
