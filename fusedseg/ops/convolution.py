@@ -10,6 +10,8 @@ from .check import check_dtype, check_transforms
 
 aten = torch.ops.aten
 
+# channels x depth x height up to which torch convolves one volume by a loop
+LOOPED = 20480
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -116,8 +118,12 @@ def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
-def _onednn(x: Tensor) -> bool:
-    """Whether x is one fp32 volume on a CPU: torch gives small ones to a loop that took twenty times as long."""
+def _looped(x: Tensor) -> bool:
+    """Whether torch would convolve x by a loop over columns, up to twenty times as slow as oneDNN: one small volume in
+    fp32 on a CPU.
+
+    Source: ``use_mkldnn`` in torch's ATen/native/Convolution.cpp.
+    """
     return (
         # as most are not: cheap first
         x.dim() == 5
@@ -126,6 +132,7 @@ def _onednn(x: Tensor) -> bool:
         and x.device.type == "cpu"
         # without values there is nothing to convolve
         and type(x) is Tensor
+        and 0 < x[0, ..., 0].numel() <= LOOPED
         and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.is_available()
         and torch._C._get_mkldnn_enabled()
@@ -135,7 +142,7 @@ def _onednn(x: Tensor) -> bool:
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution, in ``output_format``."""
     stride, padding, dilation, groups = geometry
-    if _onednn(x):
+    if _looped(x):
         y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
         return y.contiguous(memory_format=output_format(x, w))
     # not through torch.ops, whose calls cost half as much again
@@ -150,6 +157,11 @@ def convolve_backward(
     if not any(wanted):
         return None, None, None
     stride, padding, dilation, groups = geometry
-    return aten.convolution_backward(
-        dy, x, w, [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    )
+    rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
+    if not _looped(x):
+        return aten.convolution_backward(dy, x, w, *rest)
+    # of an input in oneDNN's own layout, a copy of it, torch leaves oneDNN no choice
+    dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)
+    if dx is not None:
+        dx = dx.to_dense().contiguous(memory_format=output_format(x, w))
+    return dx, dw, dbias

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 CHUNK_BYTES = 2**21
 # of channels_last, of which fewer chunks are worth more than smaller ones
-ROWS_CHUNK_BYTES = 2**24
+ROWS_CHUNK_BYTES = 2**23
 # outputs whose codes are made, or read, at a time
 PIECE = 2**20
 # channels in a vector of any CPU, or a multiple of it

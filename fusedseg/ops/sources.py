@@ -22,7 +22,7 @@ MODES = {
 }
 aten = torch.ops.aten
 # a concatenation up to this is formed for the moment: one convolution of it is faster than several of its parts
-FORMED_BYTES = 2**26
+FORMED_BYTES = 2**22
 # those that take align_corners
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
