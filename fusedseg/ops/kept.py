@@ -61,8 +61,8 @@ def kept_mask(
     floor = 1.0 if residual else torch.finfo(dtype).tiny / slope
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
         # a handful of values in every step: numpy's calls cost a tenth of aten's
-        # of copies: storage that numpy has seen cannot be resized, as FSDP does
-        w, b = weight.detach().clone().numpy(), bias.detach().clone().numpy()
+        # by DLPack: storage that Tensor.numpy() has shown cannot be resized any more, as FSDP does
+        w, b = np.from_dlpack(weight.detach()), np.from_dlpack(bias.detach())
         mask = np.maximum(np.abs(b), floor) > np.abs(w) * KAPPA[dtype]
         return torch.from_numpy(mask) if mask.any() else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
