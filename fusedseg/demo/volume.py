@@ -11,7 +11,7 @@ from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split, split_problem
 
 SIZES = {
-    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=150, learning_rate=4e-3, autocast=False),
+    "cpu": Size(2, (8, 16, 32, 32), batch=2, steps=100, learning_rate=4e-3, autocast=False),
     "cuda": Size(2, (64, 128, 256, 256), batch=4, steps=150, learning_rate=4e-3, autocast=True),
 }
 SPLIT = Split(trained_below=4.0, held_out_above=12.0)
