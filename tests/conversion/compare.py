@@ -19,7 +19,7 @@ def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor,
     leaf = x.clone().requires_grad_()
     # not the leaf itself, which a model may write over
     out = model(leaf.view_as(leaf))
-    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(out.dtype)
     (out * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return out, gradients | {"input": leaf.grad}

@@ -11,8 +11,9 @@ import torch
 import fusedseg
 from tests.conversion.packages import NETWORKS
 
-# of the largest difference in fp32: what writes over its input rebuilds it in backward, see section 4 of the design
-TOLERANCE = 1e-4
+# in fp64; in fp32 of outputs only, since a rounding that moves one value over the kink of LeakyReLU moves gradients by up
+# to 1e-2 in the stock networks too, when their weights are moved by an ulp
+DOUBLE, SINGLE = 1e-9, 1e-5
 
 
 @pytest.mark.slow
@@ -37,13 +38,16 @@ def test_package(name):
     value, gradient = (max(getattr(v, part).size for v in found) for part in ("value", "gradient"))
     print(
         f"\n{name}, {'x'.join(map(str, network.shape))}: {len(fused)} + {len(others)} norms, "
-        f"{len(report.replaced) - len(fused)} pools; difference {value:.1g}, {gradient:.1g}; "
+        f"{len(report.replaced) - len(fused)} pools; fp32 difference {value:.1g}, {gradient:.1g}; "
         f"saved {report.before.saved / 2**20:.1f} -> {report.after.saved / 2**20:.1f} MiB ({saved:.2f}), "
         f"peak {report.before.peak / 2**20:.1f} -> {report.after.peak / 2**20:.1f} MiB ({peak:.2f})"
     )
-    assert max(v.largest for v in found) < TOLERANCE
+    assert value < SINGLE
     assert saved <= network.saved
     assert peak <= 1.0
+    double = fusedseg.convert(model.double(), example_inputs=x.double())
+    assert double.verify(x.double(), training=True).largest < DOUBLE
+    assert double.verify(x.double(), training=False).largest < DOUBLE
 
 
 @pytest.mark.slow
