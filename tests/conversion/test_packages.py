@@ -11,8 +11,8 @@ import torch
 import fusedseg
 from tests.conversion.packages import NETWORKS
 
-# in fp64; in fp32 of outputs only, since a rounding that moves one value over the kink of LeakyReLU moves gradients by up
-# to 1e-2 in the stock networks too, when their weights are moved by an ulp
+# in fp64; in fp32 of outputs only, since a rounding that moves one value over the kink of LeakyReLU moves gradients by
+# up to 1e-2 in the stock networks too, when their weights are moved by an ulp
 DOUBLE, SINGLE = 1e-9, 1e-5
 
 
