@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import Activation
@@ -107,8 +107,10 @@ def _watch_optimizers() -> None:
 
 
 def refresh_modules() -> None:
-    for module in tuple(_modules):
-        module.refresh_kept()
+    # an optimizer's step on fake tensors says nothing of the values of other modules, nor may it hide them
+    with unset_fake_temporarily():
+        for module in tuple(_modules):
+            module.refresh_kept()
 
 
 def watch(module) -> None:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.ops import kept
 from fusedseg.ops.kept import Kept, KeptChannels, find
@@ -110,3 +112,18 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
     tracker.forget()
     assert count() == 3
     assert len(arrivals) == 1
+
+
+def test_a_step_on_fake_tensors_refreshes_real_modules(monkeypatch):
+    """Once anything was compiled, an optimizer's step looks at all modules: under a fake mode it failed at the real
+    ones, whose values the mode hides."""
+    monkeypatch.setattr(kept, "_compiled", False)
+    kept.serve_compiled_code()
+    layer = fusedseg.InPlaceABN(3)
+    with torch.no_grad():
+        layer.weight[1] = 0
+    with FakeTensorMode():
+        p = nn.Parameter(torch.ones(2))
+        p.grad = torch.ones(2)
+        torch.optim.SGD([p], 0.1).step()
+    assert layer._kept_slots.tolist() == [-1, 0, -1]
