@@ -1,0 +1,104 @@
+"""Norms and their activations as layers by themselves: cases, data, references and the report of all their benches."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
+
+from .contenders import BATCH_NORM
+from .data import DTYPES, Source, describe
+from .harness import Copy, Result, compete
+from .jobs import LayerJob, Treat
+from .replay import report_step
+from .report import Report, Section
+
+GROUPS = 8
+# wider than what fp32 statistics do to y
+KINK = 1e-4
+INSTANCE_NORM = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+
+class NormCase(NamedTuple):
+    """norm: "batch", "instance" or "group"."""
+
+    norm: str
+    shape: tuple[int, ...]
+    dtype: str
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.norm} {describe(*self[1:])}"
+
+    @property
+    def groups(self) -> int | None:
+        return {"batch": None, "instance": self.shape[1], "group": GROUPS}[self.norm]
+
+    @property
+    def dims(self) -> int:
+        return len(self.shape) - 2
+
+
+def stock_norm(case: NormCase) -> nn.Module:
+    C = case.shape[1]
+    if case.norm == "group":
+        return nn.GroupNorm(GROUPS, C)
+    return BATCH_NORM[case.dims](C) if case.norm == "batch" else INSTANCE_NORM[case.dims](C, affine=True)
+
+
+def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
+    source, channels = Source(device), case.shape[1]
+    # above zero: inplace_abn takes the absolute value
+    weight, bias = source.uniform(channels, 0.5, 1.5), source.uniform(channels, -0.5, 0.5)
+    x, dz = source.normal(*case[1:]), source.normal(*case[1:])
+    # a y within rounding of the kink has one slope here and another there, and its dz would count against either
+    y = norm_act(x, weight, bias, activation="identity", groups=case.groups).out
+    dz.masked_fill_(y.abs() < KINK, 0)
+    return {"x": x.requires_grad_(), "dz": dz, "weight": weight, "bias": bias}
+
+
+def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
+    """Of the norm and leaky_relu with that slope; 0 is relu."""
+    x, weight, bias, dz = (data[name].detach() for name in ("x", "weight", "bias", "dz"))
+    grads = gradients(dz, x, weight, bias, param=slope, groups=case.groups)
+    assert grads.dweight is not None
+    assert grads.dbias is not None
+    out = norm_act(x, weight, bias, param=slope, groups=case.groups).out
+    return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
+
+
+def compete_norms(
+    case: NormCase,
+    device: torch.device,
+    contenders: Mapping[str, tuple[Callable[[NormCase], nn.Module], Treat]],
+    slopes: Mapping[str, float],
+    seconds: float,
+) -> dict[str, Result]:
+    """contenders: name to what builds the layer of a case, and what is done to it.  slopes: of contenders, "" of all
+    that are not named."""
+    data, dtype = make_data(case, device), DTYPES[case.dtype]
+
+    def build(name: str) -> LayerJob:
+        layer, treat = contenders[name]
+        return LayerJob(layer(case).to(device), data, treat)
+
+    return compete(
+        {name: partial(build, name) for name in contenders},
+        {name: partial(expected, case, data, slope) for name, slope in slopes.items()},
+        {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
+        device,
+        seconds,
+        probes={"copy": Copy(data["x"])},
+    )
+
+
+def report_norm(
+    report: Report, benchmark: Any, op: str, title: str, case: NormCase, results: dict[str, Result], contender: str
+) -> None:
+    section = report.section(op, Section(title))
+    section.cases[str(case)] = results
+    section.tensor_bytes[str(case)] = torch.Size(case.shape).numel() * DTYPES[case.dtype].itemsize
+    report_step(benchmark, f"step of {case}", contender, results[contender])
