@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import add_plan, add_profile
-from .conversion.command import add_convert
+from .cli import add_convert, add_plan, add_profile
 from .doctor import doctor
 
 DEMOS = ("slices", "volume", "encoders")

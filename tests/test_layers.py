@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
     "cli": ({"conversion", "memory", "unet"}, {"torch"}),
-    "__main__": ({"cli", "conversion", "demo", "doctor"}, {"torch"}),
+    "__main__": ({"cli", "demo", "doctor"}, {"torch"}),
 }
 # imported inside functions only, since they need triton, or the packages of an extra
 LAZY = {"demo", "kernels"}

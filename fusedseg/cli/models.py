@@ -111,7 +111,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def add_common(command: argparse.ArgumentParser, shape: str) -> None:
+def add_model(command: argparse.ArgumentParser, shape: str) -> None:
     command.add_argument(
         "model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:callable that returns a model"
     )
@@ -123,6 +123,10 @@ def add_common(command: argparse.ArgumentParser, shape: str) -> None:
         metavar="SHAPE",
         help=f"{shape}; again for each input",
     )
+
+
+def add_common(command: argparse.ArgumentParser, shape: str) -> None:
+    add_model(command, shape)
     command.add_argument(
         "--dtype", choices=list(DTYPES), default="fp32", help="of parameters and inputs (default: fp32)"
     )

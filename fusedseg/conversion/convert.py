@@ -86,6 +86,7 @@ def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Fl
     for training in (True, False):
         try:
             flows.append(trace(model, training) if inputs is None else observe(model, inputs, training))
+        # whatever a stranger's model raises: it is said below, or in the report
         except Exception as error:
             errors.append(error)
     if inputs is not None and not flows:
@@ -128,5 +129,6 @@ def _footprint(model: nn.Module, inputs: tuple[tuple, dict]) -> Footprint | None
             set_training(model, True)
             owned = [*model.parameters(), *model.buffers()]
             return measure(lambda: model(*args, **kwargs), owned=owned)
+    # a model that needs values has been seen to run on real ones
     except Exception:
         return None

@@ -206,6 +206,7 @@ def observe(model: nn.Module, inputs: tuple[tuple, dict], training: bool) -> Flo
         try:
             with on_fake_tensors(model, inputs) as fake:
                 return _run(model, fake, how)
+        # whatever a stranger's model raises on tensors without values: real ones are tried then
         except Exception:
             if isinstance(next(model.parameters(), None), FakeTensor):
                 raise

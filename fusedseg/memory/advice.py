@@ -86,7 +86,7 @@ RULES = (
         "inputs of norms and activations, beside their results",
         _only_norm,
         lambda storage: 0,
-        "fusedseg.InPlaceABN in place of BatchNorm and activation",
+        "fusedseg.convert(model), or where the activation is LeakyReLU, ELU or none with fusedseg.InPlaceABN",
     ),
 )
 

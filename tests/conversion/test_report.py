@@ -122,19 +122,28 @@ def test_command_prints_json(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tests.conversion.networks", "--input", "1,3"], "must be given as package.module:name, got"),
+        (["tests.conversion.networks", "--input", "1,3"], "or package.module:callable, got"),
         (["no.such:thing", "--input", "1,3"], "cannot import no.such"),
         (["tests.conversion.networks:Nothing", "--input", "1,3"], "has no Nothing"),
-        (["tests.conversion.networks:double_conv", "--input", "1,3"], "TypeError: double_conv() missing"),
-        (["tests.conversion.networks:random.Random", "--input", "1,3"], "must be or make an nn.Module, got Random"),
-        (["tests.conversion.networks:UNet", "--input", "1,x"], "must be positive sizes such as 2,3,64,64, got '1,x'"),
+        (["tests.conversion.networks:double_conv", "--input", "1,3"], "is called without arguments, and needs some"),
+        (
+            ["tests.conversion.networks:random.Random", "--input", "1,3"],
+            "must be a module or build one",
+        ),
+        (
+            ["tests.conversion.networks:UNet", "--input", "1,x"],
+            "a shape is positive integers joined by commas",
+        ),
         (["tests.conversion.networks:UNet", "--input", "1,5,32,32"], "the model cannot be called with the example"),
         (["tests.conversion.networks:UNet"], "--input"),
     ],
     ids=["no name", "no module", "no such name", "arguments", "no model", "no shape", "other channels", "no input"],
 )
 def test_command_says_what_is_wrong(capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(["convert", *arguments])
-    assert exit_.value.code == 2
+    # what argparse refuses, it leaves by an exception
+    try:
+        code = main(["convert", *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
     assert message in capsys.readouterr().err
