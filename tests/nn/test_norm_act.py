@@ -9,6 +9,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg import BatchNormAct, GroupNormAct, InstanceNormAct
+from tests.tools.compiling import check_compiled_follows
 
 BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -229,8 +230,6 @@ def test_zero_initialised_residual_block_follows_stock(dtype, tolerance):
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_compile_fullgraph_follows_eager(compiler, fmt):
-    torch._dynamo.reset()
-
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -244,26 +243,8 @@ def test_compile_fullgraph_follows_eager(compiler, fmt):
             return self.group(self.instance(self.b(x), x), x)
 
     eager = Net().to(torch.float64, memory_format=fmt)
-    copied = copy.deepcopy(eager)
-    compiled = torch.compile(copied, fullgraph=True, backend=compiler)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (eager, copied)]
-    for _ in range(2):
-        x = torch.randn(2, 2, 8, 8, dtype=torch.float64).contiguous(memory_format=fmt)
-        outs = []
-        for net, optimizer in zip((eager, compiled), optimizers, strict=True):
-            optimizer.zero_grad()
-            out = net(x)
-            out.square().mean().backward()
-            outs.append(out)
-        torch.testing.assert_close(outs[1], outs[0])
-        for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
-            torch.testing.assert_close(b.grad, a.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(copied.state_dict(), eager.state_dict())
-    eager.eval()
-    copied.eval()
-    torch.testing.assert_close(compiled(x), eager(x))
+    batches = torch.randn(2, 2, 2, 8, 8, dtype=torch.float64)
+    check_compiled_follows(eager, compiler, [x.contiguous(memory_format=fmt) for x in batches])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""A network under ``torch.compile`` beside itself in eager mode."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def check_compiled_follows(
+    eager: nn.Module,
+    compiler: str,
+    batches: list[Tensor],
+    changes: dict[int, Callable[[nn.Module], None]] | None = None,
+) -> None:
+    """Outputs, gradients and, in the end, the state of as many SGD steps as there are batches, and of eval mode.
+
+    ``changes``: what is done to the eager network before a step, and reaches the compiled one by its state dict.
+    """
+    torch._dynamo.reset()
+    copied = copy.deepcopy(eager)
+    compiled = torch.compile(copied, fullgraph=True, backend=compiler)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (eager, copied)]
+    for step, x in enumerate(batches):
+        if changes and step in changes:
+            with torch.no_grad():
+                changes[step](eager)
+            copied.load_state_dict(eager.state_dict())
+        outs = []
+        for net, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = net(x)
+            out.square().mean().backward()
+            outs.append(out)
+        torch.testing.assert_close(outs[1], outs[0])
+        for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(copied.state_dict(), eager.state_dict())
+    eager.eval()
+    copied.eval()
+    torch.testing.assert_close(compiled(x), eager(x))
