@@ -8,6 +8,7 @@ from .conversion import ConversionReport, convert, revert
 from .nn import (
     ABN,
     BatchNormAct,
+    BatchNormActSync,
     BranchSum,
     ConvABN2d,
     ConvABN3d,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ABN",
     "BatchNormAct",
+    "BatchNormActSync",
     "BranchSum",
     "ConvABN2d",
     "ConvABN3d",

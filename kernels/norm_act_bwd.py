@@ -256,3 +256,15 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     if affine and not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias
+
+
+def norm_act_bwd_exchanged(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, dparam_dtype, exchange, dx=None,
+                           mean=None, residual=None, dresidual=None):  # fmt: skip
+    """As ``norm_act_bwd`` in training, for a norm of the batch; dx is that of the sums which ``exchange`` makes of
+    those of g and g * xhat, (C,) each.  dweight and dbias stay those of ``saved`` alone."""
+    args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept
+    also = {"mean": mean, "residual": residual}
+    s1, s2 = norm_act_bwd_sums(*args, act, **also).sum(1)
+    sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
+    dx, *_ = norm_act_bwd(*args, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
+    return dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))

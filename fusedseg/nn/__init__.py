@@ -4,17 +4,20 @@ from ..ops.sources import Interpolated
 from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
+from .convert_sync import convert_sync
 from .inplace_abn import InPlaceABN
-from .inplace_abn_sync import InPlaceABNSync, convert_sync
+from .inplace_abn_sync import InPlaceABNSync
 from .inplace_group_norm_act import InPlaceGroupNormAct
 from .inplace_instance_norm_act import InPlaceInstanceNormAct
 from .join_conv import JoinConv2d, JoinConv3d
 from .max_pool import MaxPool2d, MaxPool3d
 from .norm_act import ABN, BatchNormAct, GroupNormAct, InstanceNormAct
+from .norm_act_sync import BatchNormActSync
 
 __all__ = [
     "ABN",
     "BatchNormAct",
+    "BatchNormActSync",
     "BranchSum",
     "ConvABN2d",
     "ConvABN3d",

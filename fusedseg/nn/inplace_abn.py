@@ -5,13 +5,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
-from ..ops.recomputation import recomputing
+from .batch_statistics import BatchStatistics
 from .invertible import Invertible
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class InPlaceABN(Invertible, _NormBase):
+class InPlaceABN(Invertible, BatchStatistics, _NormBase):
     """Batch normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions, or none::
@@ -41,7 +41,8 @@ class InPlaceABN(Invertible, _NormBase):
     Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
     Falls back: an input that is neither contiguous nor channels_last is copied once; ``momentum=None`` breaks the graph
-    under ``torch.compile``, as in ``nn.BatchNorm2d``.  ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone.
+    under ``torch.compile``, as in ``nn.BatchNorm2d``.  ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone:
+    ``fusedseg.convert_sync`` is for that.
 
     Raises:
         ValueError: an activation that cannot be inverted, naming the module that is exact for it; an input of another
@@ -91,19 +92,6 @@ class InPlaceABN(Invertible, _NormBase):
         )
         self._count_batch()
         return z
-
-    def _statistics(self) -> tuple[bool, Tensor | None, Tensor | None, float]:
-        """Whether the statistics are the batch's, the running ones that are moved or used, and their momentum."""
-        if self.training and (not self.track_running_stats or recomputing()):
-            return True, None, None, 0.0
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.momentum is None and self.num_batches_tracked is not None:
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
-        return self.training or self.running_mean is None, self.running_mean, self.running_var, momentum
-
-    def _count_batch(self) -> None:
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None and not recomputing():
-            self.num_batches_tracked.add_(1)
 
     @classmethod
     def from_batchnorm(

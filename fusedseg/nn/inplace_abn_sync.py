@@ -1,27 +1,15 @@
 """``InPlaceABNSync``: InPlaceABN with the statistics of all processes."""
 
-import functools
-import warnings
 from typing import Any
 
-import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor
 
 from ..ops import inplace_abn_sync as op
 from .inplace_abn import InPlaceABN
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@functools.cache
-def _warn_alone() -> None:
-    warnings.warn(
-        "fusedseg.InPlaceABNSync: torch.distributed is not initialised, so statistics are those of this process alone",
-        stacklevel=5,
-    )
+from .synchronised import Synchronised
 
 
-class InPlaceABNSync(InPlaceABN):
+class InPlaceABNSync(Synchronised, InPlaceABN):
     """``InPlaceABN`` whose statistics, in training, are those of the batches of all processes of a group together.
 
     Equals ``nn.Sequential(nn.SyncBatchNorm(C, ..., process_group), nn.LeakyReLU(0.01))``, on GPUs and CPUs (by gloo).
@@ -38,7 +26,8 @@ class InPlaceABNSync(InPlaceABN):
 
     Falls back to ``InPlaceABN``: in eval mode; in a group of one process; and, with a warning, where
     ``torch.distributed`` is not initialised.  Gradients of weight and bias are those of the process's own values, as
-    ``DistributedDataParallel`` expects.  Under ``torch.compile`` it breaks the graph.
+    ``DistributedDataParallel`` expects.  Under ``torch.compile`` the group is that of the time of tracing, and all its
+    processes must run graphs that call their norms in one order, as those of one network do.
 
     Raises:
         ValueError: arguments that ``InPlaceABN`` does not take; one value a channel is enough here, if there are others
@@ -49,7 +38,6 @@ class InPlaceABNSync(InPlaceABN):
     """
 
     OP = "fusedseg.InPlaceABNSync"
-    process_group: Any = None
 
     def __init__(
         self,
@@ -72,50 +60,15 @@ class InPlaceABNSync(InPlaceABN):
         self.process_group = process_group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if not self._several():
+        group = self._others()
+        if group is None:
             return super().forward(x, residual)
-        return self._synchronised(x, residual)
-
-    def _several(self) -> bool:
-        """Whether there are statistics of others."""
-        if not self.training and self.running_mean is not None:
-            return False
-        if not distributed.is_available() or not distributed.is_initialized():
-            _warn_alone()
-            return False
-        return distributed.get_world_size(self.process_group) > 1
-
-    @torch.compiler.disable
-    def _synchronised(self, x: Tensor, residual: Tensor | None) -> Tensor:
         self._check_shape(x)
         _, running_mean, running_var, momentum = self._statistics()
         op.check(x, self.weight, self.bias, running_mean, running_var, residual)
         kept = self._kept_now(x.dtype, residual is not None)
         z = op.inplace_abn_sync(
-            x, self.weight, self.bias, running_mean, running_var, momentum, self.eps, self._act, kept,
-            self.process_group, residual,
-        )  # fmt: skip
+            x, self.weight, self.bias, running_mean, running_var, momentum, self.eps, self._act, kept, group, residual
+        )
         self._count_batch()
         return z
-
-
-def convert_sync(model: nn.Module, process_group: Any = None) -> nn.Module:
-    """Makes every ``InPlaceABN`` of a model an ``InPlaceABNSync``, and every ``nn.BatchNorm`` an ``nn.SyncBatchNorm``.
-
-    The modules stay the same objects, with their parameters, buffers, mode and hooks; ``model`` is returned.  A
-    ``ConvABN`` then convolves and normalises in two steps, which keep the same bytes.  ``nn.SyncBatchNorm`` runs on
-    GPUs only.
-
-    Raises:
-        TypeError: ``model`` is no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fusedseg.convert_sync: model must be an nn.Module, got {type(model).__name__}")
-    for module in model.modules():
-        if type(module) is InPlaceABN:
-            module.__class__ = InPlaceABNSync
-        elif type(module) in BATCH_NORMS:
-            module.__class__ = nn.SyncBatchNorm
-        if isinstance(module, (InPlaceABNSync, nn.SyncBatchNorm)):
-            module.process_group = process_group
-    return model

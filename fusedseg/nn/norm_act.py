@@ -12,6 +12,7 @@ from ..ops import norm_act as op
 from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
 from ..ops.recomputation import recomputing
+from .batch_statistics import BatchStatistics
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -50,6 +51,14 @@ class _NormAct(nn.Module):
         if slope is not None:
             nn.init.constant_(slope, self._act.param)
 
+    def _check_shape(self, x: Tensor, channels: int) -> None:
+        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != channels:
+            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"fusedseg.{type(self).__name__}: input must have shape (N, {channels}) with up to three spatial "
+                f"dimensions after it, got {came}"
+            )
+
     def _run(
         self,
         x: Tensor,
@@ -58,15 +67,9 @@ class _NormAct(nn.Module):
         running: tuple[Tensor | None, Tensor | None],
         settings: Settings,
     ) -> Tensor:
-        name = f"fusedseg.{type(self).__name__}"
-        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != channels:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{name}: input must have shape (N, {channels}) with up to three spatial dimensions after it, "
-                f"got {came}"
-            )
+        self._check_shape(x, channels)
         residual = op.autocast_residual(x, residual)
-        op.check(name, x, self.weight, self.bias, *running, residual, self.slope, settings)
+        op.check(f"fusedseg.{type(self).__name__}", x, self.weight, self.bias, *running, residual, self.slope, settings)
         return op.norm_act(x, self.weight, self.bias, residual, self.slope, *running, settings)
 
     def extra_repr(self) -> str:
@@ -129,7 +132,7 @@ def _adopt(norm: Any, other: Any) -> None:
     norm.train(other.training)
 
 
-class BatchNormAct(_NormAct, _NormBase):
+class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
     """Batch normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, for one to three spatial dimensions, or none::
@@ -158,7 +161,7 @@ class BatchNormAct(_NormAct, _NormBase):
 
     Falls back: an input that is neither contiguous nor channels_last is copied once, a residual of other strides than x
     likewise; ``momentum=None`` breaks the graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
-    ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone.
+    ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone: ``fusedseg.convert_sync`` is for that.
 
     Raises:
         ValueError: an unknown activation, or a parameter for one that has none; an input of another number of channels
@@ -189,17 +192,10 @@ class BatchNormAct(_NormAct, _NormBase):
         self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        own, momentum = self.training or self.running_mean is None, 0.0 if self.momentum is None else self.momentum
-        moves = self.training and self.track_running_stats and not recomputing()
-        running = (self.running_mean, self.running_var) if moves or not self.training else (None, None)
-        counts = moves and self.num_batches_tracked is not None
-        if counts and self.momentum is None:
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)  # type: ignore[arg-type]
-        z = self._run(
-            x, residual, self.num_features, running, Settings(Norm("batch"), own, momentum, self.eps, self._act)
-        )
-        if counts:
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        own, running_mean, running_var, momentum = self._statistics()
+        settings = Settings(Norm("batch"), own, momentum, self.eps, self._act)
+        z = self._run(x, residual, self.num_features, (running_mean, running_var), settings)
+        self._count_batch()
         return z
 
 

@@ -58,8 +58,9 @@ def backward(
     """dx, dweight, dbias, dresidual: None where ``dparam_dtype`` is, or where it is not wanted.  ``into``: memory for
     dx, that of z.  ``residual`` lies in memory as z does.  ``exchange``: called with s1 and s2, gives those to use."""
     if z.numel() == 0:
-        zeros = None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype)
-        return torch.empty_like(z), zeros, zeros, torch.empty_like(z) if residual_wanted else None
+        # two allocations: an op's outputs must not share memory
+        zeros = (None if dparam_dtype is None else rstd.new_zeros(z.shape[1], dtype=dparam_dtype) for _ in range(2))
+        return torch.empty_like(z), *zeros, torch.empty_like(z) if residual_wanted else None
     # g itself is dz where nothing is between them
     passed_on = residual_wanted and act.name == "identity"
     dresidual = torch.empty_like(z) if residual_wanted and not passed_on else None
@@ -71,7 +72,7 @@ def backward(
             rest = into, residual, dresidual, exchange
             grads = inplace_abn_aten.backward(*args, kept, training, act, dparam_dtype, *rest)
     else:
-        from ..kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
+        from ..kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_exchanged
 
         slots = None if kept is None else (kept.slots, kept.count)
         also = {"residual": residual, "dresidual": dresidual}
@@ -79,10 +80,7 @@ def backward(
             if exchange is None:
                 grads = norm_act_bwd(*args, slots, training, act, dparam_dtype, into, **also)
             else:
-                s1, s2 = norm_act_bwd_sums(*args, slots, act, residual=residual).sum(1)
-                sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
-                dx, *_ = norm_act_bwd(*args, slots, training, act, None, into, sums=sums, **also)
-                grads = dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
+                grads = norm_act_bwd_exchanged(*args, slots, act, dparam_dtype, exchange, into, **also)
     return *grads, dz if passed_on else dresidual
 
 

@@ -1,55 +1,41 @@
-"""In-place activated BatchNorm with the statistics of all processes of a group.
+"""In-place activated BatchNorm with the statistics of all processes of a group: ``sync.py``, and all else, what is kept
+too, is ``inplace_abn.py``.
 
-Forward: each finds (count, mean, M2) of its values, one all-gather brings together those of all, and each merges them
-by Chan's formula in the order of the ranks.  Backward: the sums of g and g * xhat likewise.  All else is
-``ops/inplace_abn.py``, and so is what is kept, beside the number of values of all processes.
+Eager calls go through ``InPlaceABNSyncFunction``; under ``torch.compile`` the functional op
+``fusedseg::inplace_abn_sync`` runs, which has its collective within.
 """
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from .. import _backend
 from ..activation import Activation
-from . import inplace_abn_aten, reuse
+from . import double_backward, inplace_abn_aten, reuse
 from .check import check_input, check_parameters, check_residual, check_writable
 from .double_backward import differentiated_once
 from .inplace_abn import backward, dparam_dtype_of, forward, stats_dtype
 from .kept import Kept
-from .layout import Layout, channel_view, dense, like
+from .layout import dense, layout_of, like
+from .sync import Joint, exchange, joint_moments, move_running
 
 OP = "fusedseg.inplace_abn_sync"
 
 
-def local_moments(x: Tensor, layout: Layout) -> Tensor:
-    """(count, mean, M2) of parts of the values of this process: (parts, 3, C)."""
-    acc = stats_dtype(x)
-    if x.numel() == 0:
-        return torch.zeros(1, 3, x.shape[1], dtype=acc, device=x.device)
-    if _backend.use_triton(x):
-        from ..kernels.norm_stats import few, norm_stats
-
-        with torch.cuda.device_of(x):
-            return few(norm_stats(x, layout), layout.C).transpose(0, 1)
-    mean, var = inplace_abn_aten.moments(channel_view(x, layout), layout, acc)
-    count = layout.N * layout.S
-    return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)
+def _forward(x, out, layout, weight, bias, eps, act, kept, residual, group) -> tuple[Joint, Tensor | None]:
+    """The statistics of all, and xhat of the kept channels."""
+    # before anything is written: a collective that fails leaves all as it was
+    joint = joint_moments(x, layout, group)
+    args = x, out, layout, weight, bias, joint.mean, joint.var, False, 0.0, eps, act, kept, residual
+    return joint, forward(*args)[2]
 
 
-def merge(parts: Tensor) -> Tensor:
-    """(count, mean, M2) of all of (parts, 3, C) together: (3, C)."""
-    count, mean, m2 = parts.unbind(1)
-    total = count.sum(0)
-    joint = (count * mean).sum(0) / total.clamp(min=1)
-    return torch.stack([total, joint, (m2 + count * (mean - joint).square()).sum(0)])
-
-
-def gather(t: Tensor, group) -> Tensor:
-    """Those of all processes, along a new first dimension, in the order of their ranks."""
-    gathered = t.new_empty(distributed.get_world_size(group) * t.numel())
-    # PyTorch 2.13 renames it, and warns of the old name
-    all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    all_gather(gathered, t.flatten(), group=group)
-    return gathered.view(-1, *t.shape)
+def _backward(dz, z, layout, weight, bias, rstd, xhat_kept, kept, share, group, act, dparam_dtype, into, residual,
+              residual_wanted):  # fmt: skip
+    exchanged = exchange(share, group)
+    if z.numel() == 0:
+        # the others wait for this one
+        exchanged(torch.zeros_like(rstd), torch.zeros_like(rstd))
+    args = dz, z, layout, weight, bias, rstd, xhat_kept, kept, True, act, dparam_dtype, into, residual
+    return backward(*args, residual_wanted, exchanged)
 
 
 class InPlaceABNSyncFunction(torch.autograd.Function):
@@ -61,21 +47,12 @@ class InPlaceABNSyncFunction(torch.autograd.Function):
         out, layout = dense(x)
         if residual is not None:
             residual = like(residual, out)
-        local = merge(local_moments(out, layout))
-        # before anything is written: a collective that fails leaves all as it was
-        total, mean, m2 = merge(gather(local, group))
-        var = m2 / total.clamp(min=1)
-        _, _, xhat_kept = forward(out, out, layout, weight, bias, mean, var, False, 0.0, eps, act, kept, residual)
-        if running_mean is not None:
-            # no values at all move nothing
-            moved = (total > 0).to(running_mean.dtype) * momentum
-            running_mean.lerp_(mean.to(running_mean.dtype), moved)
-            running_var.lerp_((m2 / (total - 1).clamp(min=1)).to(running_var.dtype), moved)
+        joint, xhat_kept = _forward(out, out, layout, weight, bias, eps, act, kept, residual, group)
+        move_running(joint, running_mean, running_var, momentum)
         if out is x:
             ctx.mark_dirty(x)
         ctx.layout, ctx.act, ctx.kept, ctx.group, ctx.reuse = layout, act, kept, group, reuse.wanted()
-        share = local[0] / total.clamp(min=1)
-        ctx.save_for_backward(out, weight, bias, torch.rsqrt(var + eps), xhat_kept, residual, share)
+        ctx.save_for_backward(out, weight, bias, torch.rsqrt(joint.var + eps), xhat_kept, residual, joint.share)
         return out
 
     @staticmethod
@@ -84,20 +61,115 @@ class InPlaceABNSyncFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad
         wanted = dparam_dtype_of(weight, bias, needs[1] or needs[2])
         into = reuse.take(z) if ctx.reuse and not torch.is_grad_enabled() else None
-
-        def exchange(s1, s2):
-            # scaled, since they are divided by the number of this process's values
-            s1, s2 = gather(torch.stack([s1, s2]), ctx.group).sum(0) * share
-            return s1, s2
-
-        if z.numel() == 0:
-            # the others wait for this one
-            exchange(torch.zeros_like(rstd), torch.zeros_like(rstd))
-        args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, True, ctx.act, wanted, into)
+        args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, share, ctx.group, ctx.act, wanted, into)
         dx, dweight, dbias, dresidual = differentiated_once(
-            OP, backward, *args, residual, residual is not None and needs[4], exchange
+            OP, _backward, *args, residual, residual is not None and needs[4]
         )
         return dx, dweight if needs[1] else None, dbias if needs[2] else None, None, dresidual
+
+
+@torch.library.custom_op("fusedseg::inplace_abn_sync", mutates_args=())
+def inplace_abn_sync_op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    activation_param: float,
+    slots: Tensor | None,
+    kept_count: int,
+    group: str,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The functional op: z, what ``Joint`` has in one tensor (4, C), and xhat of the kept channels (flat, empty if
+    none)."""
+    source, layout = dense(x)
+    z = torch.empty_like(source)
+    kept = None if slots is None else Kept(slots, kept_count)
+    act = Activation(activation, activation_param)
+    residual = None if residual is None else like(residual, z)
+    joint, xhat_kept = _forward(source, z, layout, weight, bias, eps, act, kept, residual, group)
+    return z, torch.stack(joint), x.new_empty(0) if xhat_kept is None else xhat_kept
+
+
+@inplace_abn_sync_op.register_fake
+def _(x, weight, bias, eps, activation, activation_param, slots, kept_count, group, residual=None):
+    C = x.shape[1]
+    return (
+        torch.empty_like(dense(x)[0]),
+        x.new_empty((4, C), dtype=stats_dtype(x)),
+        x.new_empty(x.numel() // C * kept_count if slots is not None else 0),
+    )
+
+
+@torch.library.custom_op("fusedseg::inplace_abn_sync_backward", mutates_args=())
+def inplace_abn_sync_backward_op(
+    dz: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    joint: Tensor,
+    xhat_kept: Tensor,
+    eps: float,
+    activation: str,
+    activation_param: float,
+    slots: Tensor | None,
+    kept_count: int,
+    group: str,
+    affine_wanted: bool,
+    residual: Tensor | None = None,
+    residual_wanted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias, dresidual; as ``fusedseg::inplace_abn_backward``."""
+    kept = None if slots is None else Kept(slots, kept_count)
+    _, _, var, share = joint
+    residual = None if residual is None else like(residual, z)
+    dx, dweight, dbias, dresidual = _backward(
+        dz, z, layout_of(z), weight, bias, torch.rsqrt(var + eps), None if kept is None else xhat_kept, kept, share,
+        group, Activation(activation, activation_param), dparam_dtype_of(weight, bias, affine_wanted), None, residual,
+        residual_wanted and activation != "identity",
+    )  # fmt: skip
+    return dx, *(z.new_empty(0) if v is None else v for v in (dweight, dbias, dresidual))
+
+
+@inplace_abn_sync_backward_op.register_fake
+def _(dz, z, weight, bias, joint, xhat_kept, eps, activation, activation_param, slots, kept_count, group, affine_wanted,
+      residual=None, residual_wanted=False):  # fmt: skip
+    C = z.shape[1] if affine_wanted else 0
+    dtype = dparam_dtype_of(weight, bias, affine_wanted) or z.dtype
+    dresidual = torch.empty_like(z) if residual_wanted and activation != "identity" else z.new_empty(0)
+    return torch.empty_like(z), z.new_empty(C, dtype=dtype), z.new_empty(C, dtype=dtype), dresidual
+
+
+def _op_setup_context(ctx, inputs, output):
+    _, weight, bias, eps, activation, activation_param, slots, kept_count, group, residual = inputs
+    z, joint, xhat_kept = output
+    ctx.mark_non_differentiable(joint, xhat_kept)
+    ctx.constants, ctx.kept_count, ctx.group = (eps, activation, activation_param), kept_count, group
+    ctx.save_for_backward(z, weight, bias, joint, xhat_kept, slots, residual)
+
+
+def _op_backward(ctx, dz, *unused):
+    z, weight, bias, joint, xhat_kept, slots, residual = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    residual_wanted = residual is not None and needs[9]
+    dx, dweight, dbias, dresidual = inplace_abn_sync_backward_op(
+        dz, z, weight, bias, joint, xhat_kept, *ctx.constants, slots, ctx.kept_count, ctx.group, needs[1] or needs[2],
+        residual, residual_wanted,
+    )  # fmt: skip
+    if residual_wanted:
+        dresidual = dz if ctx.constants[1] == "identity" else dresidual
+    else:
+        dresidual = None
+    return dx, dweight if needs[1] else None, dbias if needs[2] else None, *(None,) * 6, dresidual
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(double_backward.message(OP))
+
+
+inplace_abn_sync_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+inplace_abn_sync_backward_op.register_autograd(_no_double_backward)
 
 
 def check(
@@ -112,9 +184,10 @@ def check(
     check_input(OP, x)
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     check_parameters(OP, vectors, x.shape[1], x.dtype, x.device)
-    check_writable(OP, x)
     if residual is not None:
         check_residual(OP, residual, x)
+    if not torch.compiler.is_compiling():
+        check_writable(OP, x)
 
 
 def inplace_abn_sync(
@@ -127,11 +200,16 @@ def inplace_abn_sync(
     eps: float,
     act: Activation,
     kept: Kept | None,
-    group,
+    group: str,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The op on checked arguments, with the statistics of the batches of all processes of ``group``."""
+    """The op on checked arguments, with the statistics of the batches of all processes of the group of that name."""
     if residual is not None:
         residual = inplace_abn_aten.cast(residual, x.dtype)
-    settings = running_mean, running_var, momentum, eps, act, kept, group
-    return InPlaceABNSyncFunction.apply(x, weight, bias, settings, residual)
+    if not torch.compiler.is_compiling():
+        settings = running_mean, running_var, momentum, eps, act, kept, group
+        return InPlaceABNSyncFunction.apply(x, weight, bias, settings, residual)
+    slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
+    z, joint, _ = inplace_abn_sync_op(x, weight, bias, eps, act.name, act.param, slots, count, group, residual)
+    move_running(Joint(*joint), running_mean, running_var, momentum)
+    return z

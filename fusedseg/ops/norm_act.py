@@ -17,6 +17,7 @@ from ..activation import Activation
 from . import double_backward, norm_act_aten, recipe
 from .check import check_batch_norm, check_channel_vector, check_input
 from .double_backward import differentiated_once
+from .inplace_abn_aten import Exchange
 from .layout import Layout, dense, layout_of, like
 from .norm_act_aten import Gradients, Norm, Statistics
 
@@ -104,36 +105,53 @@ def rebuild(x, weight, bias, residual, slope, stats: Statistics, settings: Setti
     return norm_act_aten.rebuild(x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope)
 
 
-def backward(dz, x, weight, bias, residual, slope, stats: Statistics, settings: Settings, affine: bool) -> Gradients:
-    """``affine``: the gradients of weight and bias are wanted; they come in their dtypes."""
+def backward(
+    dz, x, weight, bias, residual, slope, stats: Statistics, settings: Settings, affine: bool,
+    exchange: Exchange | None = None,
+) -> Gradients:  # fmt: skip
+    """``affine``: the gradients of weight and bias are wanted; they come in their dtypes.  ``exchange``: called with
+    the sums of g and g * xhat of a batch norm, gives those to use for dx, as if the statistics were those of x."""
     if x.numel() == 0:
         dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (weight, bias, slope))
         return Gradients(torch.empty_like(x), dweight, dbias, None if residual is None else torch.empty_like(x), dslope)
     residual = None if residual is None else like(residual, x)
     if use_triton(x, settings.act):
-        return _backward_triton(like(dz, x), x, weight, bias, residual, stats, settings, affine)
-    found = norm_act_aten.backward(
-        like(dz, x), x, settings.norm, weight, bias, stats, settings.eps, settings.act, residual, slope, affine
-    )
+        return _backward_triton(like(dz, x), x, weight, bias, residual, stats, settings, affine, exchange)
+    rest = stats, settings.eps, settings.act, residual, slope, affine, exchange
+    found = norm_act_aten.backward(like(dz, x), x, settings.norm, weight, bias, *rest)
     pairs = ((weight, found.dweight), (bias, found.dbias), (slope, found.dslope))
     dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
     return Gradients(found.dx, dweight, dbias, found.dresidual, dslope)
 
 
-def _backward_triton(dz, x, weight, bias, residual, stats: Statistics, settings: Settings, affine: bool) -> Gradients:
-    from ..kernels.norm_act_bwd import norm_act_bwd
+def _backward_triton(
+    dz, x, weight, bias, residual, stats: Statistics, settings: Settings, affine: bool, exchange: Exchange | None
+) -> Gradients:
+    from ..kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_exchanged
 
     dresidual = None if residual is None else torch.empty_like(x)
     dtype = (weight if weight is not None else bias).dtype if affine else None
     rstd = (stats.second + settings.eps).rsqrt() if stats.running else stats.second
+    args = dz, x, kernel_layout(x, settings.norm), weight, bias, rstd, None, None
+    also = {"mean": stats.mean, "residual": residual, "dresidual": dresidual}
     with torch.cuda.device_of(x):
-        dx, dweight, dbias = norm_act_bwd(
-            dz, x, kernel_layout(x, settings.norm), weight, bias, rstd, None, None,
-            not stats.running, settings.act, dtype, mean=stats.mean, residual=residual, dresidual=dresidual,
-        )  # fmt: skip
+        if exchange is None:
+            dx, dweight, dbias = norm_act_bwd(*args, not stats.running, settings.act, dtype, **also)
+        else:
+            dx, dweight, dbias = norm_act_bwd_exchanged(*args, settings.act, dtype, exchange, **also)
     # an op of both returns them both
     dweight, dbias = (None if v is None else d for v, d in ((weight, dweight), (bias, dbias)))
     return Gradients(dx, dweight, dbias, dresidual, None)
+
+
+def wanted(found, dz: Tensor, has_residual: bool, activation: str, needs) -> tuple[Tensor | None, ...]:
+    """Of the five gradients those that autograd asks for; dz is the residual's own where there is no activation."""
+    dx, dweight, dbias, dresidual, dslope = found
+    if has_residual and activation == "identity":
+        dresidual = dz
+    return tuple(
+        grad if need else None for grad, need in zip((dx, dweight, dbias, dresidual, dslope), needs, strict=False)
+    )
 
 
 class NormActFunction(torch.autograd.Function):
@@ -159,11 +177,7 @@ class NormActFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad
         stats = Statistics(mean, second, ctx.running)
         found = differentiated_once(OP, backward, dz, *inputs, stats, ctx.settings, needs[1] or needs[2])
-        dx, dweight, dbias, dresidual, dslope = found
-        if ctx.has_residual and ctx.settings.act.name == "identity":
-            dresidual = dz
-        wanted = zip((dx, dweight, dbias, dresidual, dslope), needs, strict=False)
-        return *(grad if need else None for grad, need in wanted), *(None,) * 4
+        return *wanted(found, dz, ctx.has_residual, ctx.settings.act.name, needs), *(None,) * 4
 
 
 @torch.library.custom_op("fusedseg::norm_act", mutates_args=())
@@ -239,9 +253,7 @@ def _op_setup_context(ctx, inputs, output):
 def _op_backward(ctx, dz, *unused):
     needs = ctx.needs_input_grad
     found = norm_act_backward_op(dz, *ctx.saved_tensors, *ctx.constants, needs[1] or needs[2])
-    if ctx.has_residual and ctx.constants[-2] == "identity":
-        found[3] = dz
-    return *(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 7
+    return *wanted(found, dz, ctx.has_residual, ctx.constants[-2], needs), *(None,) * 7
 
 
 def _no_double_backward(ctx, *grads):
@@ -287,6 +299,11 @@ def check(
             raise ValueError(f"{op}: num_groups must divide the {C} channels of x, got {norm.groups}")
         if x.numel() and x.numel() == N * norm.groups:
             raise ValueError(f"{op}: expected more than 1 value per group, got input size {tuple(x.shape)}")
+    check_activation(op, x, residual, slope, act)
+
+
+def check_activation(op: str, x: Tensor, residual: Tensor | None, slope: Tensor | None, act: Activation) -> None:
+    """Of what comes after the norm."""
     if residual is not None:
         if not isinstance(residual, Tensor):
             raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
@@ -348,7 +365,7 @@ def norm_act(
         found: list[Statistics] | None = None if recipe.active() is None else []
         z = NormActFunction.apply(*inputs, running_mean, running_var, settings, found)
         if found:
-            _offer(z, inputs, found[0], settings)
+            offer(z, inputs, found[0], settings)
         return z
     given = (None, None) if own else (running_mean, running_var)
     z, stats = norm_act_op(x, weight, bias, residual, slope, *given, *settings.norm, eps, *act)
@@ -357,7 +374,7 @@ def norm_act(
     return z
 
 
-def _offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, settings: Settings) -> None:
+def offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, settings: Settings) -> None:
     """Whoever saves z may rebuild it."""
     given = [t is not None for t in inputs]
 

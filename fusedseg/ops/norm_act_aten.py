@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..activation import Activation
 from .activation_aten import activate, activation_grad
+from .inplace_abn_aten import Exchange
+from .layout import channel_view, layout_of, per_channel
 
 aten = torch.ops.aten
 
@@ -206,7 +208,32 @@ def _norm_backward(g, x, norm, weight, stats: Statistics, eps, affine: bool):
     return torch.cat(dx), *(torch.cat(s) if affine else None for s in sums)
 
 
-def _whole(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affine, buffer) -> Gradients:
+def _exchanged(g, x, weight, stats: Statistics, eps, exchange: Exchange):
+    """dx, dweight and dbias of a batch norm; dx is that of other sums than those of x, as if its statistics were."""
+    rstd = torch.rsqrt(stats.second + eps)
+    given = (weight, None, None, stats.mean, rstd, True, eps, [False, True, True])
+    _, s2, s1 = aten.native_batch_norm_backward(_image(g), _image(x), *given)
+    t1, t2 = exchange(s1, s2)
+    layout = layout_of(x)
+    assert layout is not None
+    m = layout.N * layout.S
+    # dx = slope (x - mean) + offset + scale g: a mean far from zero costs it nothing
+    scale = rstd if weight is None else rstd * weight
+    slope, offset = scale * rstd * t2 / -m, scale * t1 / -m
+    dx = torch.empty_like(x)
+    xv, gv, dxv = (channel_view(t, layout) for t in (x, g, dx))
+    of_row = layout.C if layout.rows else m
+    step = max(1, PART_BYTES // (4 * of_row))
+    every = slice(None)
+    for first in range(0, m if layout.rows else layout.C, step):
+        part = slice(first, first + step)
+        c, r = (every, part) if layout.rows else (part, every)
+        mean, a, b, w = (per_channel(v[c], layout) for v in (stats.mean, slope, offset, scale))
+        dxv[:, c, r] = (xv[:, c, r] - mean).mul_(a).add_(b).add_(gv[:, c, r] * w)
+    return dx, s2, s1
+
+
+def _whole(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affine, buffer, exchange=None) -> Gradients:
     """The gradients in one piece, with ``buffer`` for y and g; those of vectors may be per sample."""
     g, dslope = dz, None
     if act.name != "identity":
@@ -214,7 +241,10 @@ def _whole(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affine, 
         if residual is not None:
             y.add_(residual)
         g, dslope = activation_grad(dz, y, act, slope)
-    dx, dweight, dbias = _norm_backward(g, x, norm, weight, stats, eps, affine)
+    if exchange is None:
+        dx, dweight, dbias = _norm_backward(g, x, norm, weight, stats, eps, affine)
+    else:
+        dx, dweight, dbias = _exchanged(g, x, weight, stats, eps, exchange)
     return Gradients(dx.as_strided(x.shape, x.stride()), dweight, dbias, None if residual is None else g, dslope)
 
 
@@ -230,12 +260,14 @@ def backward(
     residual: Tensor | None,
     slope: Tensor | None,
     affine: bool,
+    exchange: Exchange | None = None,
 ) -> Gradients:
-    """``dz`` and ``residual`` lie in memory as ``x`` does; ``affine``: the gradients of weight and bias are wanted."""
+    """``dz`` and ``residual`` lie in memory as ``x`` does; ``affine``: the gradients of weight and bias are wanted.
+    With an ``exchange``, of a batch norm alone, y and g are done in one piece."""
     weight, bias = _wide_weight(weight, x), _wide(bias, x)
     problem = (weight, bias, stats, eps, act, residual, slope, affine)
-    if x.nbytes <= WHOLE_BYTES or not x.is_contiguous():
-        found = _whole(dz, x, norm, *problem, None if act.name == "identity" else torch.empty_like(x))
+    if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or exchange is not None:
+        found = _whole(dz, x, norm, *problem, None if act.name == "identity" else torch.empty_like(x), exchange)
     else:
         found = _in_parts(dz, x, norm, *problem)
     C = x.shape[1]

@@ -5,24 +5,12 @@ import torch
 
 from fusedseg.activation import parse_invertible
 from fusedseg.ops import inplace_abn_sync as op
+from fusedseg.ops import sync
 from fusedseg.ops.inplace_abn import inplace_abn
 from fusedseg.ops.kept import find
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 ACT = parse_invertible("test", "leaky_relu", 0.2)
-
-
-@pytest.fixture
-def twin(monkeypatch):
-    """What is gathered: one's own, twice."""
-    calls = []
-
-    def gather(t, group):
-        calls.append(t.shape)
-        return torch.stack([t, t])
-
-    monkeypatch.setattr(op, "gather", gather)
-    return calls
 
 
 def parameters(C, dtype, device):
@@ -89,7 +77,7 @@ def test_a_failed_collective_changes_nothing(monkeypatch):
     def fails(t, group):
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr(op, "gather", fails)
+    monkeypatch.setattr(sync, "gather", fails)
     weight, bias = parameters(3, torch.float32, "cpu")
     mean, var, x = torch.zeros(3), torch.ones(3), torch.randn(2, 3, 4)
     before = x.clone()
@@ -107,3 +95,25 @@ def test_errors():
         op.check(torch.randn(2, 3), vectors[0], vectors[1], vectors[2], None, None)
     with pytest.raises(ValueError, match="leaf that requires grad"):
         op.check(torch.randn(2, 3, requires_grad=True), *vectors, None)
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (0, 3, 4, 5)], ids=["", "empty"])
+@pytest.mark.usefixtures("twin")
+def test_opcheck(shape, with_residual):
+    x, residual = torch.randn(2, *shape, dtype=torch.float64)
+    weight, bias = parameters(3, torch.float64, "cpu")
+    kept = find(weight, bias, ACT, torch.float64)
+    args = [weight, bias, 1e-5, *ACT, kept.slots, kept.count, "group", residual.requires_grad_()]
+    args = args if with_residual else args[:-1]
+    torch.library.opcheck(op.inplace_abn_sync_op, (x.requires_grad_(), *args))
+
+
+@pytest.mark.usefixtures("twin")
+def test_double_backward_raises():
+    weight, bias = parameters(3, torch.float64, "cpu")
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    z = op.inplace_abn_sync(x * 1, weight, bias, None, None, 0.0, 1e-5, ACT, None, "group")
+    (dx,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="inplace_abn_sync: double backward is not supported"):
+        dx.sum().backward()

@@ -17,13 +17,15 @@ import fusedseg
 CHANNELS = 5
 
 
-def norm(cls, dtype=torch.float64, **options):
-    """Of CHANNELS, one of them kept, one negative."""
+def module(name, dtype=torch.float64, **options):
+    """Of CHANNELS, one of them kept by what inverts its output, one negative; for ``convert_sync`` to convert."""
     torch.manual_seed(1)
-    made = cls(CHANNELS, **options).to(dtype)
+    args = (CHANNELS, CHANNELS, 3) if name.startswith("Conv") else (CHANNELS,)
+    made = getattr(fusedseg, name)(*args, **options).to(dtype)
+    norm = made.norm if name.startswith("Conv") else made
     with torch.no_grad():
-        made.weight.copy_(torch.tensor([1.3, -0.7, 0.0, 0.4, 1.0]))
-        made.bias.uniform_(-0.5, 0.5)
+        norm.weight.copy_(torch.tensor([1.3, -0.7, 0.0, 0.4, 1.0]))
+        norm.bias.uniform_(-0.5, 0.5)
     return made
 
 
@@ -37,21 +39,27 @@ def joint(sizes, spatial, dtype=torch.float64, channels_last=False):
     return x, dz
 
 
-def step(made, x, dz) -> dict[str, Any]:
+def step(made, x, dz, residual=False, run=None) -> dict[str, Any]:
+    """What has the size of the batch, gradients of parameters, and buffers; ``run`` in place of ``made`` itself."""
     x = x.clone().requires_grad_()
+    r = x.detach().flip(-1).requires_grad_() if residual else None
     # not a leaf, since it is overwritten
-    z = made(x * 1)
-    z.backward(dz)
+    z = (made if run is None else run)(x * 1, *([] if r is None else [r]))
+    # a convolution makes it smaller
+    z.backward(dz[(..., *(slice(n) for n in z.shape[2:]))])
+    of_batch = {"z": z.detach(), "dx": x.grad} | ({} if r is None else {"dresidual": r.grad})
     return {
-        "z": z.detach(), "dx": x.grad, "dweight": made.weight.grad, "dbias": made.bias.grad,
-        "running_mean": made.running_mean, "running_var": made.running_var, "batches": made.num_batches_tracked,
-    }  # fmt: skip
+        "of_batch": of_batch,
+        "grads": {name: p.grad for name, p in made.named_parameters()},
+        "buffers": dict(made.named_buffers()),
+    }
 
 
-def sync_step(rank, world, sizes, spatial, channels_last, options):
+def sync_step(rank, world, name, sizes, spatial, channels_last, residual, options, compiler=None):
     x, dz = joint(sizes, spatial, channels_last=channels_last)
-    made = norm(fusedseg.InPlaceABNSync, **options)
-    return step(made, x.split(sizes)[rank], dz.split(sizes)[rank])
+    made = fusedseg.convert_sync(module(name, **options))
+    run = None if compiler is None else torch.compile(made, fullgraph=True, backend=compiler)
+    return step(made, x.split(sizes)[rank], dz.split(sizes)[rank], residual, run)
 
 
 def small_net(dtype=torch.float64):

@@ -64,6 +64,27 @@ def test_weight_containing_nan(backend):
         assert t[:, [0, 2]].isfinite().all()
 
 
+MODULES = {
+    "InPlaceABN": lambda: fusedseg.InPlaceABN(2, activation="identity"),
+    "BatchNormAct": lambda: fusedseg.BatchNormAct(2, activation="identity"),
+    "ConvABN2d": lambda: fusedseg.ConvABN2d(2, 2, 1, activation="identity"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, training):
+    """Four pixels whose two channels lie side by side: ``nn.BatchNorm2d`` in eval mode (torch 2.13) returns another
+    gradient than for the same values laid out plainly."""
+    layer = MODULES[name]().double().train(training)
+    x, dz = torch.randn(2, 1, 2, 1, 4, dtype=torch.float64)
+    x.requires_grad_()
+    odd = dz.transpose(0, -1).contiguous().transpose(0, -1)
+    assert odd.stride() == (1, 1, 1, 2)
+    first, second = (torch.autograd.grad(layer(x * 1), x, of) for of in (dz, odd))
+    torch.testing.assert_close(second, first)
+
+
 def test_tensors_of_several_devices():
     ours = fusedseg.InPlaceABN(3, device="meta")
     with pytest.raises(ValueError, match=r"must be on cpu, the device of x, got meta"):

@@ -56,8 +56,8 @@ def run(net, x, dz):
     return z.detach(), torch.autograd.grad(z, [x, *net.parameters()], dz(z), allow_unused=True)
 
 
-def check(ours, stock, x, dtype, strides):
-    """``stock`` in float64 on what is given to ``ours`` in ``dtype``."""
+def check(ours, stock, x, dtype, strides, gain=1.0):
+    """``stock`` in float64 on what is given to ``ours`` in ``dtype``; what gradients are sums of is ``gain`` dz."""
 
     def dz(z):
         if strides == "expanded dz":
@@ -67,7 +67,8 @@ def check(ours, stock, x, dtype, strides):
 
     x = laid_out(x.to(dtype), strides)
     try:
-        expected, gradients = run(stock, x.double(), dz)
+        # laid out plainly: a stock batch norm in eval mode misreads gradients of some strides (test_faults.py)
+        expected, gradients = run(stock, x.double().contiguous(), lambda z: dz(z).contiguous())
     except (ValueError, RuntimeError):
         with pytest.raises((ValueError, RuntimeError)):
             run(ours, x, dz)
@@ -82,11 +83,14 @@ def check(ours, stock, x, dtype, strides):
         assert all(d is None or d.isfinite().all() for d in mine)
         return
     # of a sum that cancels, beside what was added up
-    floor = 1e-2 * torch.linalg.vector_norm(dz(expected)).item()
+    floor = 1e-2 * gain * torch.linalg.vector_norm(dz(expected)).item()
+    # the rounding of a bias moves every xhat of a channel the same way, by up to u |bias / weight|, here at most 10 u
+    alike = 5 * torch.finfo(dtype).eps * dz(expected).abs().sum().item()
     for d, exact in zip(mine, gradients, strict=True):
         if exact is not None:
             error = torch.linalg.vector_norm(d.double() - exact).item()
-            assert error <= 20 * GRADIENT_TOLERANCE[dtype] * max(torch.linalg.vector_norm(exact).item(), floor)
+            scale = max(torch.linalg.vector_norm(exact).item(), floor)
+            assert error <= 20 * GRADIENT_TOLERANCE[dtype] * scale + alike
 
 
 @st.composite
@@ -155,16 +159,21 @@ def check_convolution(case):
     ours = fused.from_modules(copy.deepcopy(stock[0]), copy.deepcopy(stock[1]), *act)
     ours.conv.to(dtype)
     ours.norm.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    gain = 1.0
     try:
-        values = stock[0](x.to(dtype).double())[:, 0].numel()
+        y = stock[0](x.to(dtype).double()).transpose(0, 1).flatten(1)
+        assume(y.shape[1] > 3)
+        if training:
+            # of the weight: x and dz / std
+            gain = max(1.0, (x.abs().max() / y.std(1).min()).item())
     except RuntimeError:
-        values = 4
-    assume(values > 3)
+        # refused, by ours too
+        pass
     if training and options["bias"]:
         # stock gradients of that bias are rounding
         stock[0].bias.requires_grad_(False)
         ours.conv.bias.requires_grad_(False)
-    check(ours.train(training), stock.train(training), x, dtype, strides)
+    check(ours.train(training), stock.train(training), x, dtype, strides, gain)
 
 
 @st.composite

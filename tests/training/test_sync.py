@@ -1,4 +1,4 @@
-"""InPlaceABNSync over several processes against InPlaceABN over their joint batch; and ``convert_sync``."""
+"""Synchronised modules over several processes against the local ones over their joint batch; and ``convert_sync``."""
 
 import copy
 import pickle
@@ -9,50 +9,78 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg.nn import synchronised
 from tests.tools.ranks import on_ranks
 from tests.training import jobs
 
+# the module, batch sizes, spatial sizes, and whether in channels_last, with a residual, and with which options
 CASES = {
-    "two": ((2, 2), (4, 3), False, {}),
-    "two, channels_last": ((2, 2), (4, 3), True, {}),
-    "uneven": ((1, 3), (5,), False, {}),
-    "three, one of them empty": ((2, 0, 1), (3, 3), False, {}),
-    "one value a channel each": ((1, 1), (), False, {}),
-    "3D, elu": ((2, 1), (2, 3, 4), False, {"activation": "elu", "activation_param": 1.2}),
-    "cumulative": ((2, 1), (3,), False, {"momentum": None}),
-    "large": ((1, 2), (160, 150), False, {}),
-    "large, channels_last": ((2, 1), (160, 150), True, {}),
+    "two": ("InPlaceABN", (2, 2), (4, 3), False, False, {}),
+    "two, channels_last": ("InPlaceABN", (2, 2), (4, 3), True, False, {}),
+    "residual": ("InPlaceABN", (1, 2), (4, 3), False, True, {}),
+    "uneven": ("InPlaceABN", (1, 3), (5,), False, False, {}),
+    "three, one of them empty": ("InPlaceABN", (2, 0, 1), (3, 3), False, False, {}),
+    "one value a channel each": ("InPlaceABN", (1, 1), (), False, False, {}),
+    "3D, elu": ("InPlaceABN", (2, 1), (2, 3, 4), False, False, {"activation": "elu", "activation_param": 1.2}),
+    "cumulative": ("InPlaceABN", (2, 1), (3,), False, False, {"momentum": None}),
+    "large": ("InPlaceABN", (1, 2), (160, 150), False, False, {}),
+    "large, channels_last": ("InPlaceABN", (2, 1), (160, 150), True, False, {}),
+    "exact": ("BatchNormAct", (2, 2), (4, 3), False, False, {"activation": "relu"}),
+    "exact, channels_last, residual": ("BatchNormAct", (1, 2), (4, 3), True, True, {"activation": "silu"}),
+    "exact, three, one of them empty": ("BatchNormAct", (2, 0, 1), (3, 3), False, True, {"activation": "relu"}),
+    "exact, one value a channel each": ("BatchNormAct", (1, 1), (), False, False, {"activation": "gelu"}),
+    "exact, identity": ("BatchNormAct", (1, 2), (3,), False, True, {"activation": "identity", "momentum": None}),
+    "exact, prelu": ("BatchNormAct", (2, 1), (2, 3, 4), False, True, {"activation": "prelu", "num_slopes": 5}),
+    "exact, large": ("BatchNormAct", (1, 3), (160, 150), False, False, {"activation": "leaky_relu"}),
+    "exact, large, channels_last": ("BatchNormAct", (1, 3), (160, 150), True, False, {"activation": "elu"}),
+    "convolution": ("ConvABN2d", (1, 2), (5, 4), False, False, {"padding": 1}),
+    "convolution, three, one of them empty": ("ConvABN2d", (2, 0, 1), (5, 4), True, False, {"bias": False}),
+    "convolution, 3D": ("ConvABN3d", (1, 2), (4, 3, 4), False, False, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_one_process(case):
-    sizes, spatial, channels_last, options = CASES[case]
+    name, sizes, spatial, channels_last, residual, options = CASES[case]
     x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
-    expected = jobs.step(jobs.norm(fusedseg.InPlaceABN, **options), x, dz)
-    results = on_ranks(len(sizes), jobs.sync_step, sizes, spatial, channels_last, options)
+    expected = jobs.step(jobs.module(name, **options), x, dz, residual)
+    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case]), expected)
+
+
+def check_as_joint(results, expected):
     close = {"rtol": 1e-12, "atol": 1e-12}
-    for name in ("z", "dx"):
-        torch.testing.assert_close(torch.cat([r[name] for r in results]), expected[name], **close)
-    for name in ("dweight", "dbias"):
-        torch.testing.assert_close(sum(r[name] for r in results), expected[name], **close)
+    for name, exact in expected["of_batch"].items():
+        torch.testing.assert_close(torch.cat([r["of_batch"][name] for r in results]), exact, **close)
+    for name, exact in expected["grads"].items():
+        torch.testing.assert_close(sum(r["grads"][name] for r in results), exact, **close)
     for r in results:
-        for name in ("running_mean", "running_var", "batches"):
-            torch.testing.assert_close(r[name], expected[name], **close)
-            # the same bits on every process
-            assert torch.equal(r[name], results[0][name])
+        torch.testing.assert_close(r["buffers"], expected["buffers"], **close)
+        # the same bits on every process
+        torch.testing.assert_close(r["buffers"], results[0]["buffers"], rtol=0, atol=0)
 
 
-def test_alone_warns_once_and_is_local():
-    from fusedseg.nn import inplace_abn_sync
+COMPILED = ["residual", "three, one of them empty", "exact, channels_last, residual", "exact, three, one of them empty"]
 
-    inplace_abn_sync._warn_alone.cache_clear()
-    made, local = (jobs.norm(cls) for cls in (fusedseg.InPlaceABNSync, fusedseg.InPlaceABN))
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_in_one_graph(case):
+    name, sizes, spatial, channels_last, residual, options = CASES[case]
+    x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
+    expected = jobs.step(jobs.module(name, **options), x, dz, residual)
+    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case], "aot_eager"), expected)
+
+
+@pytest.mark.parametrize("name", ["InPlaceABN", "BatchNormAct"])
+def test_alone_warns_once_and_is_local(name):
+    synchronised._warn_alone.cache_clear()
+    made, local = fusedseg.convert_sync(jobs.module(name)), jobs.module(name)
     x = torch.randn(3, jobs.CHANNELS, 4, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="torch.distributed is not initialised"):
+    with pytest.warns(UserWarning, match="torch.distributed is not initialised") as warned:
         z = made(x.clone())
+    # it points to who called the module
+    assert warned[0].filename == __file__
     torch.testing.assert_close(z, local(x.clone()))
-    # an error if it warned again: the tests are run with warnings as errors too
+    # an error if it warned again
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made(x.clone())
@@ -62,7 +90,10 @@ def test_alone_warns_once_and_is_local():
 
 
 def test_convert_sync_keeps_what_is_there():
-    net = nn.Sequential(fusedseg.ConvABN2d(2, 4, 3), fusedseg.InPlaceABN(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    net = nn.Sequential(
+        fusedseg.ConvABN2d(2, 4, 3), fusedseg.InPlaceABN(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4),
+        fusedseg.BatchNormAct(4, activation="prelu"),
+    )  # fmt: skip
     seen = []
     net[1].register_forward_hook(lambda *_: seen.append(1))
     net[1].weight.requires_grad_(False)
@@ -72,8 +103,8 @@ def test_convert_sync_keeps_what_is_there():
     expected = net(x)
     assert fusedseg.convert_sync(net) is net
     assert list(net.modules()) == modules
-    assert [type(m) for m in (net[0].norm, net[1], net[3])] == [
-        fusedseg.InPlaceABNSync, fusedseg.InPlaceABNSync, nn.SyncBatchNorm,
+    assert [type(m) for m in (net[0].norm, net[1], *net[3:])] == [
+        fusedseg.InPlaceABNSync, fusedseg.InPlaceABNSync, nn.SyncBatchNorm, fusedseg.BatchNormActSync,
     ]  # fmt: skip
     torch.testing.assert_close(net.state_dict(), before)
     assert not net[1].weight.requires_grad

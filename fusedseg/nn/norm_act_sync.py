@@ -1,0 +1,67 @@
+"""``BatchNormActSync``: BatchNormAct with the statistics of all processes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..ops import norm_act_sync as op
+from ..ops.norm_act import autocast_residual
+from .norm_act import BatchNormAct
+from .synchronised import Synchronised
+
+
+class BatchNormActSync(Synchronised, BatchNormAct):
+    """``BatchNormAct`` whose statistics, in training, are those of the batches of all processes of a group together.
+
+    Equals ``nn.Sequential(nn.SyncBatchNorm(C, ..., process_group), nn.ReLU())`` for ``activation="relu"``, on GPUs and
+    CPUs.  Processes, batch sizes, fallbacks and gradients: see ``InPlaceABNSync``.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, activation, activation_param, num_slopes, device,
+            dtype: as in ``BatchNormAct``.
+        process_group: of ``torch.distributed``; None for that of all processes.
+
+    Kept for backward: as in ``BatchNormAct``, and two more vectors of C values.  On aten, backward has g = dz phi'(y)
+    beside dx, in one piece each.
+
+    Raises:
+        ValueError: arguments that ``BatchNormAct`` does not take; one value a channel is enough here, if there are
+            others on other processes.
+        RuntimeError: from ``torch.distributed``, where a process of the group is gone.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float | str | None = None,
+        process_group: Any = None,
+        *,
+        num_slopes: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
+            num_slopes=num_slopes, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.process_group = process_group
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        group = self._others()
+        if group is None:
+            return super().forward(x, residual)
+        self._check_shape(x, self.num_features)
+        _, running_mean, running_var, momentum = self._statistics()
+        residual = autocast_residual(x, residual)
+        op.check(x, self.weight, self.bias, running_mean, running_var, residual, self.slope, self._act)
+        z = op.norm_act_sync(
+            x, self.weight, self.bias, residual, self.slope, running_mean, running_var, momentum, self.eps, self._act,
+            group,
+        )  # fmt: skip
+        self._count_batch()
+        return z
