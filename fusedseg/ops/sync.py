@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import _backend
 from . import inplace_abn_aten
@@ -54,6 +53,9 @@ def merge(parts: Tensor) -> Tensor:
 
 def gather(t: Tensor, group: str) -> Tensor:
     """Those of all processes, along a new first dimension, in the order of their ranks."""
+    # here: there are builds of torch without it
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
     members = _resolve_process_group(group)  # type: ignore[arg-type]
     gathered = t.new_empty(distributed.get_world_size(members) * t.numel())
     # PyTorch 2.13 renames it, and warns of the old name

@@ -116,3 +116,20 @@ def test_convert_sync_keeps_what_is_there():
     torch.testing.assert_close(pickle.loads(pickle.dumps(net[0]))(x), net[0](x))
     with pytest.raises(TypeError, match=r"convert_sync: model must be an nn.Module, got str"):
         fusedseg.convert_sync("net")
+
+
+def test_converted_network_is_synchronised():
+    """What ``fusedseg.convert`` has made of stock modules, which ``revert`` makes stock again."""
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1)
+    )
+    x = torch.randn(2, 2, 8, 8)
+    fusedseg.convert(net, example_inputs=x)
+    expected = net.eval()(x)
+    fusedseg.convert_sync(net)
+    kinds = {type(module) for module in net.modules()}
+    assert {fusedseg.InPlaceABNSync, fusedseg.BatchNormActSync} <= kinds
+    torch.testing.assert_close(net(x), expected)
+    fusedseg.revert(net)
+    assert [type(net[i]) for i in (1, 4)] == [nn.BatchNorm2d] * 2
+    torch.testing.assert_close(net(x), expected)
