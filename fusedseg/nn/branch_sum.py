@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .unscriptable import Unscriptable
+
 
 def running_sum(op: str, terms: Iterable[Tensor]) -> Tensor:
     """The sum of tensors of one shape, each let go as soon as it is added; an only term is returned as it is.
@@ -34,7 +36,7 @@ def running_sum(op: str, terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-class BranchSum(nn.Module):
+class BranchSum(Unscriptable, nn.Module):
     """The sum of what modules make of one input.
 
     Equals::

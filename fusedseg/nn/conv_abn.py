@@ -12,6 +12,7 @@ from ..ops.join_conv import autocast
 from ..ops.sources import Source, concatenated, padded, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, arguments_of
+from .unscriptable import Unscriptable
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -26,7 +27,7 @@ def activation_module(act: Activation) -> nn.Module:
     return nn.ELU(act.param, inplace=True) if act.name == "elu" else nn.Identity()
 
 
-class _ConvABN(nn.Module):
+class _ConvABN(Unscriptable, nn.Module):
     # nn.Conv2d or nn.Conv3d, whose signatures differ in the lengths of tuples
     conv_class: Any
     # convolves as conv_class does

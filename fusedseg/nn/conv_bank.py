@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..ops.convolution import parse_geometry, per_dimension
 from .branch_sum import running_sum
 from .conv_abn import has_hooks
+from .unscriptable import Unscriptable
 
 Size = int | Sequence[int]
 # parameters added up at once
@@ -18,7 +19,7 @@ STACKED = 8
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-class _ConvBank(nn.Module):
+class _ConvBank(Unscriptable, nn.Module):
     # nn.Conv2d and F.conv2d, or those of three dimensions, whose signatures differ in the lengths of tuples
     conv_class: Any
     convolve: Any

@@ -86,7 +86,8 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
             self._other_channels(x)
         own = self.training or not self.track_running_stats
         mean, var = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        groups = x.shape[1] if own else None
+        # a tensor where TorchScript traces
+        groups = int(x.shape[1]) if own else None
         if own:
             check_spatial(self.OP, x.shape)
         op.check(x, self.weight, self.bias, mean, var, own, residual, groups, self.OP)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import Activation, parse_invertible
+from ..ops import unfused
 from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
+from .unscriptable import Unscriptable
 
 
-class Invertible(nn.Module):
+class Invertible(Unscriptable, nn.Module):
     """Beside a stock norm as a base class, which brings ``weight`` and ``bias``."""
 
     weight: Any
@@ -37,7 +39,7 @@ class Invertible(nn.Module):
 
     def _kept_now(self, dtype: torch.dtype, residual: bool = False) -> Kept | None:
         """The kept channels of an output of this dtype, None where no backward will come."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or unfused.wanted():
             return None
         if not torch.compiler.is_compiling():
             return self._kept.refresh(self.weight, self.bias, self._act, dtype, residual)

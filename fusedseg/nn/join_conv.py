@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..ops import join_conv as op
 from ..ops.sources import Source, padded, parse_sources, shape_of
+from .unscriptable import Unscriptable
 
 
 def arguments_of(conv: nn.Conv2d | nn.Conv3d) -> tuple:
@@ -47,14 +48,14 @@ DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept, and if it is la
     """
 
 
-class JoinConv2d(nn.Conv2d):
+class JoinConv2d(Unscriptable, nn.Conv2d):
     __doc__ = DOC.format(dims=2)
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
         return _forward(self, 2, x)
 
 
-class JoinConv3d(nn.Conv3d):
+class JoinConv3d(Unscriptable, nn.Conv3d):
     __doc__ = DOC.format(dims=3)
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops import max_pool as op
+from .unscriptable import Unscriptable
 
 
-class _MaxPool(nn.Module):
+class _MaxPool(Unscriptable, nn.Module):
     """Stands before ``nn.MaxPool2d`` or ``nn.MaxPool3d`` among the bases of the modules below."""
 
     dims: int

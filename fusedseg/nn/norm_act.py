@@ -13,13 +13,14 @@ from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
 from ..ops.recomputation import recomputing
 from .batch_statistics import BatchStatistics
+from .unscriptable import Unscriptable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 GROUP_NORMS = (nn.GroupNorm,)
 
 
-class _NormAct(nn.Module):
+class _NormAct(Unscriptable, nn.Module):
     """What the three have in common: the activation, its slope, the checks, and the way to the stock norm and back."""
 
     # the stock norms, by their spatial dimensions where these count

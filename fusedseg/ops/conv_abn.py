@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import conv_choice, inplace_abn, join_conv
+from . import conv_choice, inplace_abn, join_conv, unfused
 from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
 from .double_backward import differentiated_once
@@ -25,6 +25,7 @@ from .kept import Kept
 from .layout import dense, layout_of
 from .sources import (
     Source,
+    concatenated,
     convolve_sources,
     convolve_sources_backward,
     enlarges_of,
@@ -256,6 +257,9 @@ def conv_abn(
     """The op on checked arguments."""
     geometry, training, momentum, eps, act, kept, conv_backend = settings
     norm = (weight, bias, running_mean, running_var)
+    if unfused.wanted():
+        y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)
+        return unfused.norm_act(y, "batch", 0, *norm, training, momentum, eps, act)
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(settings, sources, w, conv_bias, norm)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import by_sample_aten, double_backward, inplace_abn_aten, reuse
+from . import by_sample_aten, double_backward, inplace_abn_aten, reuse, unfused
 from .check import check_batch_norm, check_input, check_residual, check_writable
 from .double_backward import differentiated_once
 from .kept import Kept
@@ -291,6 +291,10 @@ def inplace_abn(
     """The op on checked arguments: overwrites ``x`` in eager mode, leaves it alone under ``torch.compile``."""
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.to(x.dtype)
+    if unfused.wanted():
+        kind = "batch" if groups is None else "instance" if groups == x.shape[1] and x.dim() > 2 else "group"
+        rest = weight, bias, running_mean, running_var, training, momentum, eps, act, residual
+        return unfused.norm_act(x, kind, groups or 0, *rest)
     if not torch.compiler.is_compiling():
         settings = running_mean, running_var, training, momentum, eps, act, kept
         if residual is None and groups is None:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import unfused
 from .convolution import Geometry, check_convolution
 from .double_backward import differentiated_once
 from .sources import (
     Source,
     cast_sources,
     check_agree,
+    concatenated,
     convolve_sources,
     convolve_sources_backward,
     enlarges_of,
@@ -65,6 +67,8 @@ def autocast(
 
 def join_conv(sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The op on checked arguments."""
+    if unfused.wanted():
+        return unfused.convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():
         # the compiler sees through it, and forms as little as it finds fit
         return convolve_sources(sources, w, bias, geometry)

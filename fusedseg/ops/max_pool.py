@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
-from . import max_pool_aten
+from . import max_pool_aten, unfused
 from .check import check_dtype
 from .convolution import FORMATS, per_dimension
 from .layout import dense
@@ -284,6 +284,8 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
 
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
     """The op on a checked argument."""
+    if unfused.wanted():
+        return unfused.max_pool(x, *pool)
     coded = torch.is_grad_enabled() and x.requires_grad
     if torch.compiler.is_compiling():
         return max_pool_op(x, *pool, coded)[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import double_backward, norm_act_aten, recipe
+from . import double_backward, norm_act_aten, recipe, unfused
 from .check import check_batch_norm, check_channel_vector, check_input
 from .double_backward import differentiated_once
 from .inplace_abn_aten import Exchange
@@ -356,6 +356,9 @@ def norm_act(
 ) -> Tensor:
     """The op on checked arguments."""
     norm, own, momentum, eps, act = settings
+    if unfused.wanted():
+        rest = weight, bias, running_mean, running_var, own, momentum, eps, act, residual, slope
+        return unfused.norm_act(x, norm.kind, norm.groups, *rest)
     if not own:
         # of statistics that came from elsewhere, those of a sample are no others
         settings = settings._replace(norm=Norm("batch"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from . import unfused
 from .convolution import Geometry, convolve, convolve_backward, parse_geometry
 
 MODES = {
@@ -151,7 +152,7 @@ def formed(source: Source) -> Tensor:
 
 def concatenated(sources: Sequence[Source]) -> Tensor:
     """What the sources stand for, in one tensor."""
-    if torch.compiler.is_compiling() and not is_tensor(sources):
+    if torch.compiler.is_compiling() and not is_tensor(sources) and not unfused.wanted():
         # the compiler would keep it for backward: a checkpoint tells it to form it again
         enlarges = enlarges_of(sources)
 

@@ -1,0 +1,14 @@
+"""What TorchScript cannot compile from its source says so, and what can be done instead."""
+
+from typing import NoReturn
+
+
+class Unscriptable:
+    """Beside ``nn.Module`` as a base class."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"fusedseg.{type(self).__name__}: torch.jit.script cannot compile its source; use torch.export, "
+            "torch.onnx.export or torch.jit.trace, which write it down in stock functions, or first give a model that "
+            "fusedseg.convert has converted its stock modules back by fusedseg.revert"
+        )
