@@ -118,8 +118,8 @@ def _apply(plan: Plan) -> None:
         become(act, Applied())
     for act in plan.shared:
         become(act, AppliedOnce())
-    for pool, twin in plan.pools:
-        become(pool, twin)
+    for module, twin in (*plan.pools, *plan.convs):
+        become(module, twin)
 
 
 def _footprint(model: nn.Module, inputs: tuple[tuple, dict]) -> Footprint | None:

@@ -14,6 +14,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
 POOLS = (nn.MaxPool2d, nn.MaxPool3d)
+# of which packages; the blocks of fusedseg.unet are seen through, as anybody's
+LEAVES = ("torch.nn.", "torch.ao.nn.", "torch.jit", "fusedseg.nn.", "fusedseg.conversion.")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 # names of functions, and of their in-place forms without the underscore
@@ -50,8 +52,7 @@ def kind_of(name: str, module: nn.Module | None) -> str:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module counts as one call, whatever happens inside it."""
-    from_torch = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit", "fusedseg."))
-    return from_torch and type(module) not in CONTAINERS
+    return type(module).__module__.startswith(LEAVES) and type(module) not in CONTAINERS
 
 
 @dataclass(eq=False)

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .flow import INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
+from .convs import LEAN, joins, lean
+from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, spec_of, twin_of
+from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, name_of, spec_of, twin_of
 
 T = TypeVar("T")
+CATS = ("cat", "concat")
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Fusion:
     spec: Spec
     inplace: bool
     twin: nn.Module
+    # the convolution that may do all three
+    conv: nn.Module | None = None
     # an activation is also called elsewhere
     marks: bool = False
 
@@ -32,6 +36,8 @@ class Fusion:
 class Plan:
     fusions: list[Fusion] = field(default_factory=list)
     pools: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    # convolutions of a concatenation, or of a fusion
+    convs: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     # activation modules: called after fused norms only, or elsewhere too
     applied: list[nn.Module] = field(default_factory=list)
     shared: list[nn.Module] = field(default_factory=list)
@@ -48,6 +54,7 @@ class Planner:
         self._root, self._flows, self._marks_anything = root, flows, marks_anything
         self._paths = paths_of(root)
         self._refused: dict[nn.Module, str] = {}
+        self._joined: set[nn.Module] = set()
 
     def plan(self) -> Plan:
         plan = Plan()
@@ -62,6 +69,10 @@ class Planner:
         for fusion in plan.fusions:
             fusion.marks = any(act in plan.shared for act in fusion.acts)
         plan.pools = list(self._each(POOLS, self._pool))
+        norms = {fusion.conv: fusion.norm for fusion in plan.fusions if fusion.conv is not None}
+        self._joined = {conv for conv in self._paths if joins(conv) and self._reads_a_join(conv)}
+        convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
+        plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
         self._rows(plan)
         return plan
 
@@ -92,7 +103,8 @@ class Planner:
         ):
             raise Refused("it is called without a batch dimension")
         inplace = specs[0].invertible and all(self._may_overwrite(flow, call) for flow, call in calls)
-        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace))
+        conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
+        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv)
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
         value = call.makes[0]
@@ -119,6 +131,18 @@ class Planner:
             return False
         return True
 
+    def _conv_before(self, calls: list[tuple[Flow, Call]]) -> nn.Module | None:
+        """The convolution that a norm follows in every call of both, if one op may stand for them."""
+        (conv, *others) = dict.fromkeys(flow.maker(call.reads[0]).module for flow, call in calls)  # type: ignore[union-attr]
+        if others or conv is None or type(conv) not in LEAN:
+            return None
+        readers = (flow.only_reader(call.makes[0]) for flow, call in self._calls(conv))
+        return conv if all(reader is not None and reader.module is calls[0][1].module for reader in readers) else None
+
+    def _reads_a_join(self, conv: nn.Module) -> bool:
+        makers = [flow.maker(call.reads[0]) for flow, call in self._calls(conv)]
+        return bool(makers) and all(maker is not None and maker.name in CATS for maker in makers)
+
     def _is_shared(self, act: nn.Module, fusions: dict[nn.Module, Fusion]) -> bool:
         makers = (flow.maker(call.reads[0]) for flow, call in self._calls(act))
         return not all(maker is not None and maker.module in fusions for maker in makers)
@@ -144,6 +168,7 @@ class Planner:
         """One row for each module, or function in a module, in the order of the calls in training mode."""
         flow = self._flows[0] if self._flows else Flow("")
         fusions = {fusion.norm: fusion for fusion in plan.fusions}
+        convs = {fusion.conv for fusion in plan.fusions}
         pools = {pool for pool, _ in plan.pools}
         told: set[object] = set()
         for call in flow.calls:
@@ -156,6 +181,9 @@ class Planner:
                 plan.replaced.append(self._fused_row(flow, fusions[call.module]))
             elif call.module in pools:
                 plan.replaced.append(self._pool_row(flow, call.module))
+            elif call.module in self._joined and call.module not in convs:
+                conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
+                plan.replaced.append(Row(self._paths[call.module], f"cat() + {conv}", to, "", None))
             elif call.kind in ("norm", "activation", "pool", "join"):
                 plan.recomputed.append(self._left_row(call, maker))
             else:
@@ -169,10 +197,15 @@ class Planner:
                 plan.skipped.append(Row(paths, type(module).__name__, "", why, None))
 
     def _fused_row(self, flow: Flow, fusion: Fusion) -> Row:
+        conv = [] if fusion.conv is None else [fusion.conv]
+        before = [path for module in (*conv, fusion.norm) for path in self._paths[module]]
         acts = [path for act in fusion.acts for path in self._paths[act][:1]]
-        what = f"{type(fusion.norm).__name__} + {listed(type(act).__name__ for act in fusion.acts)}"
+        cat = ["cat()"] if fusion.conv in self._joined else []
+        what = [*cat, *(type(module).__name__ for module in (*conv, fusion.norm))]
+        what.append(listed(type(act).__name__ for act in fusion.acts))
+        to = name_of(fusion.twin) if fusion.conv is None else type(fusion.conv).__name__.replace("Conv", "ConvABN")
         nbytes = _total(call.nbytes for call in flow.of(fusion.norm))
-        return Row((*self._paths[fusion.norm], *acts), what, f"{type(fusion.twin).__name__}({fusion.spec})", "", nbytes)
+        return Row((*before, *acts), " + ".join(what), f"{to}({fusion.spec})", "", nbytes)
 
     def _pool_row(self, flow: Flow, pool: nn.Module) -> Row:
         # a byte for each element in place of an int64 index

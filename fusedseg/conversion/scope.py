@@ -1,4 +1,5 @@
-"""The recompute scope around every forward of a converted model, as hooks of its root."""
+"""Around every forward of a converted model, as hooks of its root: the recompute scope; stock modules where the model
+is to leave Python."""
 
 import threading
 from typing import Any
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 from ..ops.recompute import recompute
+from .twins import as_stock
+
+SCRIPTABLE = "__prepare_scriptable__"
 
 
 class _Active(threading.local):
@@ -17,23 +21,43 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def _leaves_python() -> bool:
+    """Whether ``torch.jit.trace``, ``torch.export`` or an exporter to ONNX writes down what is called: for others,
+    who know stock ops alone."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def enter(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if _leaves_python():
+        scope: Any = as_stock(module)
+    elif torch.compiler.is_compiling():
+        return
+    else:
         scope = recompute()
-        scope.__enter__()
-        _active.scopes.append((module, scope))
+    scope.__enter__()
+    _active.scopes.append((module, scope))
 
 
 def leave(module: nn.Module, args: Any, out: Any) -> None:
     """Called after an exception as well, also one from before ``enter``."""
-    if not torch.compiler.is_compiling() and _active.scopes and _active.scopes[-1][0] is module:
+    if not torch.compiler.is_dynamo_compiling() and _active.scopes and _active.scopes[-1][0] is module:
         _active.scopes.pop()[1].__exit__(None, None, None)
+
+
+def refuse_script() -> None:
+    """What ``torch.jit.script`` calls first, if a module has it."""
+    raise RuntimeError(
+        "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before torch.jit.script"
+    )
 
 
 def install(root: nn.Module) -> None:
     # around the hooks of others
     root.register_forward_pre_hook(enter, prepend=True)
     root.register_forward_hook(leave, always_call=True)
+    root.__dict__[SCRIPTABLE] = refuse_script
 
 
 def remove(module: nn.Module) -> bool:
@@ -45,4 +69,6 @@ def remove(module: nn.Module) -> bool:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
                 found = True
+    if found:
+        module.__dict__.pop(SCRIPTABLE, None)
     return found

@@ -5,6 +5,9 @@ buffers, hooks and mode stay what they are by construction, and so do references
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
+from .convs import NormOfConv
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
 # of a stock norm: what keeps its input, and what writes its output over its input
@@ -41,10 +45,11 @@ STOCK = "_fusedseg_stock"
 
 
 class Spec(NamedTuple):
-    """An activation as the arguments of a fused module."""
+    """An activation as the arguments of a fused module; of: the module whose parameter is its slope."""
 
     name: str
     param: float | str | None
+    of: nn.Module | None = None
 
     def __str__(self) -> str:
         return self.name if self.param is None else f"{self.name}({self.param})"
@@ -70,7 +75,7 @@ def spec_of(act: nn.Module) -> Spec:
     if type(act) in names:
         return Spec(names[type(act)], None)
     if type(act) is nn.PReLU:
-        raise Refused("the slope of PReLU is a parameter of its own")
+        return Spec("prelu", None, act)
     raise Refused(f"there is no fused norm with {type(act).__name__}")
 
 
@@ -83,15 +88,60 @@ def _number(what: str, value: Any) -> float:
 def check_hooks(module: nn.Module) -> None:
     if any(getattr(module, hooks) for hooks in HOOKS):
         raise Refused(f"{type(module).__name__} has hooks, which would see other tensors")
+    if "forward" in module.__dict__:
+        raise Refused(f"the forward of its {type(module).__name__} was replaced")
 
 
-def twin_of(norm: Any, spec: Spec, inplace: bool) -> nn.Module:
-    """A fused module with the settings of ``norm``, without parameters and buffers."""
+class _SlopeElsewhere(nn.Module):
+    """Beside an exact twin: its slope is the weight of the PReLU after it, which keeps it under its own name."""
+
+    # an attribute, but no child
+    prelu: nn.PReLU
+
+    @property
+    def slope(self) -> nn.Parameter:
+        return self.__dict__["prelu"].weight
+
+
+class BatchNormPReLU(_SlopeElsewhere, BatchNormAct):
+    pass
+
+
+class InstanceNormPReLU(_SlopeElsewhere, InstanceNormAct):
+    pass
+
+
+class GroupNormPReLU(_SlopeElsewhere, GroupNormAct):
+    pass
+
+
+PRELU: dict[type, type] = {
+    BatchNormAct: BatchNormPReLU,
+    InstanceNormAct: InstanceNormPReLU,
+    GroupNormAct: GroupNormPReLU,
+}
+
+
+def name_of(twin: nn.Module) -> str:
+    """That of the public class."""
+    return next(cls.__name__ for cls in (*STORE_INPUT.values(), *STORE_OUTPUT.values()) if isinstance(twin, cls))
+
+
+def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
+    """A fused module with the settings of ``norm``, without parameters and buffers.  ``of_conv``: the convolution
+    before it may do its work."""
     cls = (STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
     act = {"activation": spec.name, "activation_param": spec.param}
     if isinstance(norm, nn.GroupNorm):
-        return cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)
-    return cls(norm.num_features, norm.eps, norm.momentum, False, False, **act)
+        twin = cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)
+    else:
+        twin = cls(norm.num_features, norm.eps, norm.momentum, False, False, **act)
+    if spec.of is not None:
+        del twin._parameters["slope"]
+        twin.__dict__["prelu"], twin.__class__ = spec.of, PRELU[cls]
+    if of_conv:
+        twin.__class__ = NormOfConv
+    return twin
 
 
 class Stock(NamedTuple):
@@ -131,6 +181,23 @@ def become_stock(module: nn.Module) -> None:
     for key, hook in list(module._forward_hooks.items()):
         if hook is mark_applied:
             del module._forward_hooks[key]
+
+
+@contextmanager
+def as_stock(root: nn.Module) -> Iterator[None]:
+    """Inside, every module of a converted model computes what its stock class does."""
+    changed = [module for module in root.modules() if STOCK in module.__dict__]
+    for module in changed:
+        # by attributes, not by class: exporters call proxies, which share attributes with the module
+        stock = module.__dict__[STOCK].cls
+        view = stock.__new__(stock)
+        view.__dict__ = module.__dict__
+        module.__dict__["forward"] = partial(stock.forward, view)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("forward", None)
 
 
 def mark_applied(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:

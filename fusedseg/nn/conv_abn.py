@@ -27,6 +27,22 @@ def activation_module(act: Activation) -> nn.Module:
     return nn.ELU(act.param, inplace=True) if act.name == "elu" else nn.Identity()
 
 
+def convolved_and_normalised(
+    name: str, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, sources: tuple[Source, ...], conv_backend: str = "auto"
+) -> Tensor:
+    """``norm(conv(...))`` of the sources as one op, which calls neither module."""
+    sources, geometry = padded(name, sources, *arguments_of(conv))
+    sources, weight, bias = autocast(sources, conv.weight, conv.bias)
+    batch_stats, running_mean, running_var, momentum = norm._statistics()
+    norms = (running_mean, running_var, norm.weight, norm.bias)
+    op.check(sources, weight, bias, *norms, geometry, batch_stats, conv_backend)
+    kept = norm._kept_now(weight.dtype)
+    settings = op.Settings(geometry, batch_stats, momentum, norm.eps, norm._act, kept, conv_backend)
+    z = op.conv_abn(sources, weight, bias, *norms, settings)
+    norm._count_batch()
+    return z
+
+
 class _ConvABN(Unscriptable, nn.Module):
     # nn.Conv2d or nn.Conv3d, whose signatures differ in the lengths of tuples
     conv_class: Any
@@ -89,16 +105,7 @@ class _ConvABN(Unscriptable, nn.Module):
             y = conv(concatenated(sources))
             # hooks of backward hand on a view that must not be written over
             return norm(y.clone() if conv._backward_hooks or conv._backward_pre_hooks else y)
-        sources, geometry = padded(name, sources, *arguments_of(conv))
-        sources, weight, bias = autocast(sources, conv.weight, conv.bias)
-        batch_stats, running_mean, running_var, momentum = norm._statistics()
-        norms = (running_mean, running_var, norm.weight, norm.bias)
-        op.check(sources, weight, bias, *norms, geometry, batch_stats, self.conv_backend)
-        kept = norm._kept_now(weight.dtype)
-        settings = op.Settings(geometry, batch_stats, momentum, norm.eps, norm._act, kept, self.conv_backend)
-        z = op.conv_abn(sources, weight, bias, *norms, settings)
-        norm._count_batch()
-        return z
+        return convolved_and_normalised(name, conv, norm, sources, self.conv_backend)
 
     def _is_fused(self) -> bool:
         """Not where a child was replaced, or has hooks that want to see it called."""

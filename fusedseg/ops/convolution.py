@@ -118,7 +118,7 @@ def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
-def _looped(x: Tensor) -> bool:
+def looped(x: Tensor) -> bool:
     """Whether torch would convolve x by a loop over columns, up to twenty times as slow as oneDNN: one small volume in
     fp32 on a CPU.
 
@@ -142,7 +142,7 @@ def _looped(x: Tensor) -> bool:
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution, in ``output_format``."""
     stride, padding, dilation, groups = geometry
-    if _looped(x):
+    if looped(x):
         y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
         return y.contiguous(memory_format=output_format(x, w))
     # not through torch.ops, whose calls cost half as much again
@@ -158,7 +158,7 @@ def convolve_backward(
         return None, None, None
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    if not _looped(x):
+    if not looped(x):
         return aten.convolution_backward(dy, x, w, *rest)
     # of an input in oneDNN's own layout, a copy of it, torch leaves oneDNN no choice
     dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)

@@ -25,19 +25,21 @@ OP = "fusedseg.join_conv"
 
 
 class JoinConvFunction(torch.autograd.Function):
-    """Keeps w and the sources' tensors, small ones where they are to be enlarged."""
+    """Keeps w and the sources' tensors, small ones where they are to be enlarged.
+
+    ``formed``: what the sources stand for in one tensor, in a tuple, or nothing."""
 
     @staticmethod
-    def forward(ctx, geometry, enlarges, w, bias, *tensors):
+    def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
         ctx.geometry, ctx.enlarges = geometry, enlarges
         ctx.save_for_backward(w, *tensors)
-        return convolve_sources(sources_of(tensors, enlarges), w, bias, geometry)
+        return convolve_sources(formed or sources_of(tensors, enlarges), w, bias, geometry)
 
     @staticmethod
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
-        args = (dy, sources_of(tensors, ctx.enlarges), w, ctx.geometry, ctx.needs_input_grad[2:])
-        return None, None, *differentiated_once(OP, convolve_sources_backward, *args)
+        args = (dy, sources_of(tensors, ctx.enlarges), w, ctx.geometry, ctx.needs_input_grad[3:])
+        return None, None, None, *differentiated_once(OP, convolve_sources_backward, *args)
 
 
 def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> torch.Size:
@@ -65,11 +67,18 @@ def autocast(
     return cast_sources(sources, dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def join_conv(sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The op on checked arguments."""
+def join_conv(
+    sources: tuple[Source, ...],
+    w: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    formed: Tensor | None = None,
+) -> Tensor:
+    """The op on checked arguments; ``formed``: what the sources stand for, where somebody has formed it already."""
     if unfused.wanted():
         return unfused.convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():
         # the compiler sees through it, and forms as little as it finds fit
         return convolve_sources(sources, w, bias, geometry)
-    return JoinConvFunction.apply(geometry, enlarges_of(sources), w, bias, *tensors_of(sources))
+    given = () if formed is None else (formed.detach(),)
+    return JoinConvFunction.apply(geometry, enlarges_of(sources), given, w, bias, *tensors_of(sources))

@@ -110,7 +110,9 @@ def refresh_modules() -> None:
     # an optimizer's step on fake tensors says nothing of the values of other modules, nor may it hide them
     with unset_fake_temporarily():
         for module in tuple(_modules):
-            module.refresh_kept()
+            # one that has become a stock module again has no list
+            if hasattr(module, "refresh_kept"):
+                module.refresh_kept()
 
 
 def watch(module) -> None:

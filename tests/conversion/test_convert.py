@@ -92,7 +92,7 @@ def test_modes_can_be_changed(image):
     model = networks.UNet().double()
     fusedseg.convert(model, example_inputs=image)
     fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.3)
-    assert type(model.inc[0][1]) is fusedseg.InPlaceABN
+    assert isinstance(model.inc[0][1], fusedseg.InPlaceABN)
     fusedseg.convert(model, example_inputs=image)
     assert model.inc[0][1].activation_param == 0.3
 
@@ -178,7 +178,7 @@ def test_a_forward_that_looks_at_values(image):
             return super().forward(x if x.abs().sum().item() > 0 else x + 1)
 
     model, report = converted(Looks, image, example_inputs=image)
-    assert len(report.replaced) == 7
+    assert len(report.replaced) == 8
     assert report.before is None
     assert model.inc[0][1].num_batches_tracked.item() == 1
 
@@ -328,7 +328,7 @@ def test_leaky(image):
     stock = networks.UNet(lambda: nn.LeakyReLU(0.2)).double()
     stock.load_state_dict(model.state_dict())
     report = fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.2)
-    assert set(replaced(report).values()) == {"InPlaceABN(leaky_relu(0.2))", "MaxPool2d"}
+    assert set(replaced(report).values()) == {"ConvABN2d(leaky_relu(0.2))", "MaxPool2d"}
     assert_same(model, stock, image)
     fusedseg.revert(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
@@ -347,14 +347,14 @@ def test_leaky_with_an_activation_module_that_follows_sums_too(image):
     model, stock = networks.ResNet().double(), leaky_resnet(0.2).double()
     stock.load_state_dict(model.state_dict())
     report = fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.2)
-    assert sum(to == "InPlaceABN(leaky_relu(0.2))" for to in replaced(report).values()) == 9
+    assert sum(to == "ConvABN2d(leaky_relu(0.2))" for to in replaced(report).values()) == 9
     assert_same(model, stock, image)
     assert_same(fusedseg.revert(model), stock, image)
 
 
 def test_exact_does_not_rely_on_marks_where_twice_is_not_once(image):
     _, report = converted(lambda: leaky_resnet(0.2), image)
-    assert replaced(report) == {"bn1": "InPlaceABN(leaky_relu(0.2))", "maxpool": "MaxPool2d"}
+    assert replaced(report) == {"conv1": "ConvABN2d(leaky_relu(0.2))", "maxpool": "MaxPool2d"}
     assert reasons(report)["layers.0.bn1"] == "its activation module is also called elsewhere"
 
 
@@ -406,7 +406,7 @@ def test_a_fake_model():
         model, x = networks.UNet(), torch.empty(2, 3, 64, 64)
         report = fusedseg.convert(model, example_inputs=x)
         model(x).sum().backward()
-    assert len(report.replaced) == 7
+    assert len(report.replaced) == 8
     assert report.after.saved < report.before.saved
 
 

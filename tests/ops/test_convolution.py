@@ -81,5 +81,5 @@ def test_one_small_volume_is_not_convolved_by_a_loop(case):
 def test_onednn_is_left_alone_where_it_is_switched_off():
     x, w, bias, _ = data(*VOLUMES["3x3x3"])
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not convolution._looped(x)
+        assert not convolution.looped(x)
         convolve(x, w, bias, PLAIN)

@@ -1,0 +1,102 @@
+"""What a concatenation was made of, noted on it under the recompute scope, for a convolution that reads it.
+
+``torch.cat`` along the channels notes its sources on what it returns, ``interpolate`` its input.  A convolution that is
+handed such a tensor convolves it as it is, but keeps its sources (``ops/sources.py``): in backward, neither the
+concatenation nor the enlarged tensor is formed again, nor a gradient of that size, where they are large.
+
+A note is an attribute of the very tensor and gone with it.  Of sources that were written to since it says nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .recipe import active
+from .registry import plain
+from .sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from .stock import RULES
+
+NOTE = "_fusedseg_joined"
+
+
+class Note(NamedTuple):
+    """Sources of a tensor; versions: of itself and of what its sources lie in, as it was made."""
+
+    sources: tuple[Source, ...]
+    versions: tuple[int, ...]
+
+
+def _versions(out: Tensor, sources: tuple[Source, ...]) -> tuple[int, ...]:
+    return tuple(t._version for t in (out, *tensors_of(sources)))
+
+
+def sources_of(x: Tensor) -> tuple[Source, ...] | None:
+    """What ``x`` stands for, None where that is not known or no longer so."""
+    note = getattr(x, NOTE, None)
+    if note is None or note.versions != _versions(x, note.sources) or active() is None:
+        return None
+    return note.sources
+
+
+def _note(out: Any, sources: tuple[Source, ...]) -> None:
+    tensors = tensors_of(sources)
+    if isinstance(out, Tensor) and out.dim() in MODES and all(t.dtype == out.dtype and plain(t) for t in tensors):
+        setattr(out, NOTE, Note(sources, _versions(out, sources)))
+
+
+def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
+    dim = others.pop("axis", dim)
+    if others or not isinstance(dim, int) or not all(isinstance(t, Tensor) for t in tensors) or len(tensors) < 2:
+        return
+    # of an empty legacy tensor, which counts for nothing, among others
+    if any(t.dim() != out.dim() for t in tensors) or dim % out.dim() != 1:
+        return
+    sources = []
+    for t in tensors:
+        inner = sources_of(t)
+        enlarged = inner is not None and len(inner) == 1
+        sources.append(inner[0] if inner is not None and enlarged else t)
+    _note(out, tuple(sources))
+
+
+def note_interpolated(
+    out: Any,
+    input: Any,  # noqa: A002
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> None:
+    if antialias or not isinstance(input, Tensor) or mode not in MODES.get(input.dim(), ()):
+        return
+    sizes = tuple(out.shape[2:])
+    if scale_factor is not None and not recompute_scale_factor:
+        # positions are computed from the factor, which another size may not give
+        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(sizes)
+        if any(n * f != m for n, f, m in zip(input.shape[2:], factors, sizes, strict=True)):
+            return
+    align_corners = align_corners if mode in ALIGNABLE else None
+    _note(out, (Interpolated(input, sizes, mode, align_corners),))
+
+
+def _noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        out = rule(registry, func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            note(out, *args, **kwargs)
+        return out
+
+    return noting
+
+
+for _function, _noter in (
+    (torch.cat, note_cat),
+    (torch.concat, note_cat),
+    (F.interpolate, note_interpolated),
+):
+    RULES[_function] = _noted(RULES[_function], _noter)
