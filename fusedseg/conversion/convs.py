@@ -19,7 +19,7 @@ from ..nn.conv_abn import convolved_and_normalised, has_hooks
 from ..nn.join_conv import arguments_of
 from ..ops import join_conv, joined
 from ..ops.convolution import looped
-from ..ops.sources import Source, is_tensor, padded
+from ..ops.sources import Source, is_tensor, padded, tensors_of
 
 OP = "fusedseg.convert"
 MARK = "_fusedseg_normalised"
@@ -70,10 +70,10 @@ class _LeanConv(nn.Module):
     def _joined(self, sources: tuple[Source, ...], formed: Tensor) -> Tensor:
         conv: Any = self
         _, geometry = padded(OP, sources, *arguments_of(conv))
-        (formed,), weight, bias = join_conv.autocast((formed,), conv.weight, conv.bias)
+        whole, weight, bias = join_conv.autocast((formed,), conv.weight, conv.bias)
         sources, _, _ = join_conv.autocast(sources, conv.weight, conv.bias)
         join_conv.check(OP, sources, weight, bias, geometry)
-        return join_conv.join_conv(sources, weight, bias, geometry, formed)
+        return join_conv.join_conv(sources, weight, bias, geometry, *tensors_of(whole))
 
 
 class LeanConv2d(_LeanConv, nn.Conv2d):

@@ -103,15 +103,15 @@ class _SlopeElsewhere(nn.Module):
         return self.__dict__["prelu"].weight
 
 
-class BatchNormPReLU(_SlopeElsewhere, BatchNormAct):
+class BatchNormPReLU(_SlopeElsewhere, BatchNormAct):  # type: ignore[misc]
     pass
 
 
-class InstanceNormPReLU(_SlopeElsewhere, InstanceNormAct):
+class InstanceNormPReLU(_SlopeElsewhere, InstanceNormAct):  # type: ignore[misc]
     pass
 
 
-class GroupNormPReLU(_SlopeElsewhere, GroupNormAct):
+class GroupNormPReLU(_SlopeElsewhere, GroupNormAct):  # type: ignore[misc]
     pass
 
 

@@ -34,7 +34,14 @@ def test_random_networks_are_of_every_kind():
     for seed in range(QUICK):
         report = fusedseg.convert(Random(seed), example_inputs=torch.randn(2, 3, 9, 10))
         found += [row.to.partition("(")[0] for row in report.replaced] + [row.why for row in report.recomputed]
-    for name in ("ConvABN2d", "InPlaceInstanceNormAct", "InPlaceGroupNormAct", "BatchNormAct", "MaxPool2d", "JoinConv2d"):
+    for name in (
+        "ConvABN2d",
+        "InPlaceInstanceNormAct",
+        "InPlaceGroupNormAct",
+        "BatchNormAct",
+        "MaxPool2d",
+        "JoinConv2d",
+    ):
         assert name in found
     assert sum(why.startswith("followed by add") for why in found) > 3
     assert sum(why.startswith("its output is read by") for why in found) > 3
