@@ -30,7 +30,13 @@ def convert(
     * Norms followed by an activation module become one fused module: ``InPlaceABN`` and its like, which keep their
       output, where the activation can be inverted and only the norm reads the convolution before it;
       ``BatchNormAct`` and its like, which keep their input, elsewhere.  The activation module then passes on what it
-      gets.  Max-pooling keeps one byte per element.
+      gets; a PReLU lends its slope.  Max-pooling keeps one byte per element.
+    * ``ConvABN2d`` or ``ConvABN3d`` in the report is a convolution with such a BatchNorm: the call of the convolution
+      does the work of all three where one op pays, on a GPU and for one small fp32 volume on a CPU; elsewhere the norm
+      is an ``InPlaceABN``, which keeps the same bytes.
+    * ``JoinConv2d`` or ``JoinConv3d`` is a convolution of a concatenation (``torch.cat``): it keeps the sources, and of
+      what was interpolated the small tensor.  The scope keeps no more; but in backward a large concatenation, what was
+      enlarged for it, and a gradient of that size are not formed, which lowers the peak.
     * All else runs unchanged under the recompute scope, which the model's forward enters: it keeps one tensor per
       convolution and rebuilds what follows from it, such as activations called as functions, sums and concatenations.
 
@@ -53,8 +59,10 @@ def convert(
         TypeError: ``model`` is no module, or the example is none of these.
         ValueError: another mode; a slope that is not positive; an example that the model cannot be called with.
 
-    Known limits: hooks that are added to a fused norm later see the activated tensor, and code that calls submodules
-    without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself.
+    Known limits: hooks that are added to a fused norm later see the activated tensor (those of a convolution see its
+    output, as ever), and code that calls submodules without the model's own forward has no scope, unless it enters
+    ``fusedseg.recompute()`` itself.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
+    ``torch.onnx.export`` write a converted model down in stock operations.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")

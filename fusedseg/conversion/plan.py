@@ -227,7 +227,7 @@ def _not_understood(module: nn.Module) -> str:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "it is lazy and has no parameters yet: run the model once, then convert it"
     if type(module) is nn.SyncBatchNorm:
-        return "its statistics are those of several processes"
+        return "its statistics are those of several processes: convert BatchNorms, then call fusedseg.convert_sync"
     if isinstance(module, NORMS) and type(module) not in NORMS:
         return f"its class is {type(module).__name__}, of which only {_base(module)} is known"
     return ""

@@ -1,5 +1,4 @@
-"""Around every forward of a converted model, as hooks of its root: the recompute scope; stock modules where the model
-is to leave Python."""
+"""The recompute scope around every forward of a converted model, as hooks of its root."""
 
 import threading
 from typing import Any
@@ -7,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops import unfused
 from ..ops.recompute import recompute
-from .twins import as_stock
 
 SCRIPTABLE = "__prepare_scriptable__"
 
@@ -21,33 +20,26 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def _leaves_python() -> bool:
-    """Whether ``torch.jit.trace``, ``torch.export`` or an exporter to ONNX writes down what is called: for others,
-    who know stock ops alone."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+def _apart() -> bool:
+    """Whether there is nothing for the scope to do: what is called is compiled, or written down for a program."""
+    return torch.compiler.is_compiling() or unfused.wanted()
 
 
 def enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return
-    if _leaves_python():
-        scope: Any = as_stock(module)
-    elif torch.compiler.is_compiling():
-        return
-    else:
+    if not _apart():
         scope = recompute()
-    scope.__enter__()
-    _active.scopes.append((module, scope))
+        scope.__enter__()
+        _active.scopes.append((module, scope))
 
 
 def leave(module: nn.Module, args: Any, out: Any) -> None:
     """Called after an exception as well, also one from before ``enter``."""
-    if not torch.compiler.is_dynamo_compiling() and _active.scopes and _active.scopes[-1][0] is module:
+    if not _apart() and _active.scopes and _active.scopes[-1][0] is module:
         _active.scopes.pop()[1].__exit__(None, None, None)
 
 
 def refuse_script() -> None:
-    """What ``torch.jit.script`` calls first, if a module has it."""
+    """What ``torch.jit.script`` calls first, if a module has it: the hooks above are not for it to compile."""
     raise RuntimeError(
         "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before torch.jit.script"
     )

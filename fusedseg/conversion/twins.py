@@ -5,9 +5,6 @@ buffers, hooks and mode stay what they are by construction, and so do references
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +12,17 @@ from torch import nn
 
 from ..nn import (
     BatchNormAct,
+    BatchNormActSync,
     GroupNormAct,
     InPlaceABN,
+    InPlaceABNSync,
     InPlaceGroupNormAct,
     InPlaceInstanceNormAct,
     InstanceNormAct,
     MaxPool2d,
     MaxPool3d,
 )
+from ..nn.convert_sync import SYNCHRONISED
 from .convs import NormOfConv
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
@@ -107,6 +107,10 @@ class BatchNormPReLU(_SlopeElsewhere, BatchNormAct):  # type: ignore[misc]
     pass
 
 
+class BatchNormPReLUSync(_SlopeElsewhere, BatchNormActSync):  # type: ignore[misc]
+    pass
+
+
 class InstanceNormPReLU(_SlopeElsewhere, InstanceNormAct):  # type: ignore[misc]
     pass
 
@@ -120,6 +124,7 @@ PRELU: dict[type, type] = {
     InstanceNormAct: InstanceNormPReLU,
     GroupNormAct: GroupNormPReLU,
 }
+SYNCHRONISED |= {NormOfConv: InPlaceABNSync, BatchNormPReLU: BatchNormPReLUSync}
 
 
 def name_of(twin: nn.Module) -> str:
@@ -181,23 +186,6 @@ def become_stock(module: nn.Module) -> None:
     for key, hook in list(module._forward_hooks.items()):
         if hook is mark_applied:
             del module._forward_hooks[key]
-
-
-@contextmanager
-def as_stock(root: nn.Module) -> Iterator[None]:
-    """Inside, every module of a converted model computes what its stock class does."""
-    changed = [module for module in root.modules() if STOCK in module.__dict__]
-    for module in changed:
-        # by attributes, not by class: exporters call proxies, which share attributes with the module
-        stock = module.__dict__[STOCK].cls
-        view = stock.__new__(stock)
-        view.__dict__ = module.__dict__
-        module.__dict__["forward"] = partial(stock.forward, view)
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.__dict__.pop("forward", None)
 
 
 def mark_applied(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:

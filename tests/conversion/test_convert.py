@@ -212,6 +212,16 @@ def test_hooks_go_on_seeing_what_they_saw(image, where):
     assert torch.equal(*seen)
 
 
+def test_a_norm_whose_forward_was_replaced_is_left(image):
+    def make():
+        model = networks.double_conv(3, 8)
+        model[1].forward = lambda x: 2 * nn.functional.batch_norm(x, None, None, training=True)
+        return model
+
+    _, report = converted(make, image)
+    assert reasons(report)["1"] == "the forward of its BatchNorm2d was replaced"
+
+
 def test_what_a_hook_of_the_convolution_keeps_is_not_overwritten(image):
     def make():
         model = networks.double_conv(3, 8, nn.LeakyReLU())
@@ -282,7 +292,7 @@ def test_synchronised_norms_are_left():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(networks.double_conv(3, 8))
     report = fusedseg.convert(model)
     assert type(model[1]) is nn.SyncBatchNorm
-    assert reasons(report)["1"] == "its statistics are those of several processes"
+    assert reasons(report)["1"].startswith("its statistics are those of several processes: convert BatchNorms, then")
 
 
 def test_lazy_modules_are_left_until_they_have_run():
