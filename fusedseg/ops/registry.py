@@ -135,6 +135,8 @@ class Registry:
         self.outer = outer
         # during a call: what to save for a tensor that it makes for itself
         self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
+        # during a call whose caller asks for them: what it saves of parameters and statistics
+        self.vectors: list[Tensor] | None = None
         self._memories: dict[int, _Memory] = {}
 
     def pack(self, t: Tensor) -> Kept | Handle:
@@ -142,6 +144,8 @@ class Registry:
         with torch._C.DisableTorchFunction():
             # parameters, and vectors of statistics, of which recipes have copies anyway
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.is_leaf and t.requires_grad) or not plain(t):
+                if self.vectors is not None:
+                    self.vectors.append(t.detach())
                 return Kept(t, self.outer)
             claimed = None if self.claim is None else self.claim(t)
             if claimed is not None:

@@ -17,7 +17,6 @@ Everything else runs as it is, but what writes in place is told to the registry.
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from . import max_pool, recipe
 from .rebuild import Autocast, Handle, Kept, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
+from .stock_norm import norm
 
 Function = Callable[..., Any]
 
@@ -88,30 +88,6 @@ def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         return _call(registry, func, args, kwargs, tensors, rebuild, overwrite)
     with recipe.expect(tensors[0], rebuild, *tensors[1:], overwrite=overwrite):
         return func(*args, **kwargs)
-
-
-def _norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """Batch and instance norm, whose running statistics a second call must not move."""
-    named = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
-    if named.get("training" if func is F.batch_norm else "use_input_stats", func is F.instance_norm):
-        named["running_mean"] = named["running_var"] = None
-    again, tensors = replay(func, (), named)
-    x = named["input"]
-
-    def copy_of_x(t: Tensor) -> Handle | None:
-        """Instance norm saves x laid out anew where it is not contiguous."""
-        if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
-            return None
-        kept, size = registry.keep(x), t.size()
-        source = Recipe(
-            Place.of(t), lambda x: x.contiguous().view(size), None, Autocast.now(t.device.type), [(kept, kept.at)]
-        )
-        return Handle(source, source.at)
-
-    with recipe.claimed(registry, copy_of_x) if func is F.instance_norm and plain(x) else nullcontext():
-        out = func(*args, **kwargs)
-    _offer(registry, out, again, tensors)
-    return out
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
@@ -185,7 +161,7 @@ SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for h
 
 
 def _rules() -> dict[Function, Rule]:
-    rules: dict[Function, Rule] = {F.batch_norm: _norm, F.instance_norm: _norm}
+    rules: dict[Function, Rule] = {F.batch_norm: norm, F.instance_norm: norm}
     rules.update(dict.fromkeys(FLAGGED, _flagged))
     rules.update(dict.fromkeys(PURE, _pure))
     rules.update(dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout))

@@ -1,0 +1,89 @@
+"""Stock batch and instance norm under the scope: outputs get recipes, and running statistics move once.
+
+Where the call keeps mean and 1 / sqrt(var + eps) for its backward on a CPU, the output is rebuilt from those, in one
+pass.  It has the bits of the first one, since aten rounds weight / sqrt(var + eps) once in either; only fp16 parameters
+make it round the statistics themselves.  Elsewhere the function runs again, on the batch alone.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import recipe
+from .rebuild import Autocast, Handle, Place, Recipe
+from .registry import Registry, plain
+from .replay import replay
+
+Function = Callable[..., Any]
+# of both; what comes after these is the same in a second call
+NAMES = ("input", "running_mean", "running_var", "weight", "bias")
+# whether the statistics are those of the batch, and whether they are by default
+OWN = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+
+
+def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """The rule of these functions."""
+    flag, default = OWN[func]
+    named = dict(zip((*NAMES, flag, "momentum", "eps"), args, strict=False)) | kwargs
+    x, own, instance = named["input"], named.get(flag, default), func is F.instance_norm
+    if not plain(x):
+        return func(*args, **kwargs)
+    registry.vectors = vectors = []
+    try:
+        with recipe.claimed(registry, lambda t: _laid_anew(registry, x, t)) if instance else nullcontext():
+            out = func(*args, **kwargs)
+    finally:
+        registry.vectors = None
+    again = _again(x, named.get("weight"), named.get("bias"), vectors, instance) if own else None
+    if again is not None:
+        registry.offer(out, again, [x])
+        return out
+    if own:
+        named["running_mean"] = named["running_var"] = None
+    again, tensors = replay(func, (), named)
+    registry.offer(out, again, tensors)
+    return out
+
+
+def _again(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: list[Tensor], instance: bool
+) -> Callable[[Tensor], Tensor] | None:
+    """How the output is rebuilt, from the vectors that the call has saved, the statistics last; None for what else
+    they may be."""
+    count = x.shape[0] * x.shape[1] if instance else x.shape[1]
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.device.type != "cpu" or [v.shape == (count,) and v.dtype == acc for v in vectors[-2:]] != [True, True]:
+        return None
+    mean, scale = vectors[-2:]
+    # copies: an optimizer may change the parameters before backward
+    if weight is not None:
+        scale = scale * _each(weight, x, acc, instance)
+    bias = None if bias is None else _each(bias, x, acc, instance).clone()
+
+    def again(x: Tensor) -> Tensor:
+        # as one sample of all samples' channels
+        problem = x.contiguous().view(1, count, *x.shape[2:]) if instance else x
+        z, _, _ = torch.native_batch_norm(problem, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
+        return z.view(x.shape) if instance else z
+
+    return again
+
+
+def _each(v: Tensor, x: Tensor, dtype: torch.dtype, instance: bool) -> Tensor:
+    v = v.detach().to(dtype)
+    return v.repeat(x.shape[0]) if instance else v
+
+
+def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
+    """Instance norm saves x laid out anew where it is not contiguous."""
+    if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
+        return None
+    size, kept = t.size(), registry.keep(x)
+    source = Recipe(
+        Place.of(t), lambda x: x.contiguous().view(size), None, Autocast.now(t.device.type), [(kept, kept.at)]
+    )
+    return Handle(source, source.at)
