@@ -25,8 +25,7 @@ The contract:
 * Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -60,43 +59,58 @@ def offer(
             registry.offer(output, rebuild, inputs, overwrite)
 
 
-@contextmanager
-def expect(
-    x: Tensor,
-    rebuild: Callable[..., Tensor],
-    *others: Tensor,
-    overwrite: Callable[..., Tensor] | None = None,
-) -> Iterator[None]:
+class expect:
     """For one call that overwrites ``x``, once, by ``rebuild(x, *others)``, and saves the result while it runs, or a
     copy of what ``x`` was."""
-    registry = active()
-    if registry is None:
-        yield
-        return
-    with torch._C.DisableTorchFunction():
-        registry.before_change(x)
-        version, before = x._version, registry.source(x)
-        offered = registry.offer(x, rebuild, (x, *others), overwrite, changes=1)
-        arguments = [t.untyped_storage() for t in (x, *others)] if before is not None else []
 
-    def copy_of_x(t: Tensor) -> Handle | None:
-        if before is None or (t.size(), t.stride(), t.dtype) != (x.size(), x.stride(), x.dtype):
+    def __init__(
+        self,
+        x: Tensor,
+        rebuild: Callable[..., Tensor],
+        *others: Tensor,
+        overwrite: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
+        self.registry = active()
+
+    def __enter__(self) -> None:
+        if self.registry is None:
+            return
+        x, self.claim_before = self.tensors[0], self.registry.claim
+        with torch._C.DisableTorchFunction():
+            self.registry.before_change(x)
+            self.version, self.before = x._version, self.registry.source(x)
+            self.offered = None
+            if self.before is not None:
+                self.offered = self.registry.offer(x, self.rebuild, self.tensors, self.overwrite, changes=1)
+        self.registry.claim = None if self.before is None else self._copy_of_x
+
+    def __exit__(self, *exception: object) -> None:
+        if self.registry is None:
+            return
+        self.registry.claim = self.claim_before
+        x = self.tensors[0]
+        if self.offered is not None and x._version != self.version + 1:
+            self.registry.withdraw(x, self.offered)
+
+    def _copy_of_x(self, t: Tensor) -> Handle | None:
+        at = Place.of(self.tensors[0])
+        if self.before is None or (t.size(), t.stride(), t.dtype) != (at.size, at.stride, at.dtype):
             return None
-        return None if any(t.untyped_storage() is memory for memory in arguments) else Handle(before, Place.of(x))
-
-    with claimed(registry, copy_of_x):
-        try:
-            yield
-        finally:
-            if offered is not None and x._version != version + 1:
-                registry.withdraw(x, offered)
+        memory = t.untyped_storage()
+        return None if any(own.untyped_storage() is memory for own in self.tensors) else Handle(self.before, at)
 
 
-@contextmanager
-def claimed(registry: Registry, claim: Callable[[Tensor], Kept | Handle | None]) -> Iterator[None]:
+class claimed:
     """For one call: ``claim`` says what to save for a tensor that it makes for itself, None for what it knows not."""
-    before, registry.claim = registry.claim, claim
-    try:
-        yield
-    finally:
-        registry.claim = before
+
+    __slots__ = ("_before", "_claim", "_registry")
+
+    def __init__(self, registry: Registry, claim: Callable[[Tensor], Kept | Handle | None]) -> None:
+        self._registry, self._claim = registry, claim
+
+    def __enter__(self) -> None:
+        self._before, self._registry.claim = self._registry.claim, self._claim
+
+    def __exit__(self, *exception: object) -> None:
+        self._registry.claim = self._before

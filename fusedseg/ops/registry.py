@@ -105,12 +105,22 @@ class Offer:
 _Input = _Held | _Weakly | Offer
 
 
+class _Storage(weakref.ref):
+    """A live storage, and the address that it is looked up by."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, storage: torch.UntypedStorage, gone: Callable[["_Storage"], None]) -> None:
+        super().__init__(storage, gone)
+        self.key = storage._cdata
+
+
 class _Memory:
     """What is known of one live storage: offers of its newest version, and who keeps it."""
 
     __slots__ = ("kept", "offers", "storage")
 
-    def __init__(self, storage: "weakref.ref[torch.UntypedStorage]") -> None:
+    def __init__(self, storage: _Storage) -> None:
         self.storage = storage
         self.offers: list[Offer] = []
         self.kept: list[weakref.ref[Kept]] = []
@@ -120,6 +130,12 @@ class _Memory:
             kept = ref()
             if kept is not None and kept.version == version and not kept.copied:
                 yield kept
+
+    def kept_at(self, at: Place, version: int) -> Kept | None:
+        for kept in self.keepers(version):
+            if kept.at.holds(at):
+                return kept
+        return None
 
     def offer_of(self, at: Place, version: int) -> Offer | None:
         for offer in self.offers:
@@ -138,6 +154,15 @@ class Registry:
         # during a call whose caller asks for them: what it saves of parameters and statistics
         self.vectors: list[Tensor] | None = None
         self._memories: dict[int, _Memory] = {}
+        registry = weakref.ref(self)
+
+        def gone(storage: _Storage) -> None:
+            own = registry()
+            memory = None if own is None else own._memories.get(storage.key)
+            if memory is not None and memory.storage is storage:
+                del own._memories[storage.key]
+
+        self._gone = gone
 
     def pack(self, t: Tensor) -> Kept | Handle:
         """The hook of forward; that of backward is ``unpack``."""
@@ -151,14 +176,16 @@ class Registry:
             if claimed is not None:
                 return claimed
             at, recipe, memory = Place.of(t), None, self._find(t)
-            if memory is not None and not any(kept.at.holds(at) for kept in memory.keepers(t._version)):
+            if memory is not None and memory.offers and memory.kept_at(at, t._version) is None:
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
             return self.keep(t, at) if recipe is None else Handle(recipe, at)
 
     def keep(self, t: Tensor, at: Place | None = None) -> Kept:
-        kept, memory = Kept(t, self.outer, Place.of(t) if at is None else at), self._memory(t)
-        memory.kept = [ref for ref in memory.kept if ref() is not None]
+        kept = Kept(t, self.outer, Place.of(t) if at is None else at)
+        memory = self._memory(t.untyped_storage())
+        if memory.kept:
+            memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(kept))
         return kept
 
@@ -171,10 +198,17 @@ class Registry:
         changes: int = 0,
     ) -> Offer | None:
         """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
-        tensors = [t for t in inputs if isinstance(t, Tensor)]
-        if not (output.is_floating_point() and plain(output) and all(map(plain, tensors))):
+        if not (plain(output) and output.is_floating_point()):
             return None
-        links = [self._placed(t, output) if isinstance(t, Tensor) else (_Weakly(t), t.at) for t in inputs]
+        own, links = output.untyped_storage(), []
+        for t in inputs:
+            if not isinstance(t, Tensor):
+                links.append((_Weakly(t), t.at))
+                continue
+            # what lies in an argument's memory was made by another call, unless this one writes there
+            if not plain(t) or (not changes and t.untyped_storage() is own):
+                return None
+            links.append(self._link(t, output))
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
             return None
@@ -182,7 +216,7 @@ class Registry:
         offer = Offer(Place.of(output), version, rebuild, overwrite, autocast, links)
         if offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        memory = self._memory(output)
+        memory = self._memory(own)
         memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
@@ -214,41 +248,31 @@ class Registry:
     def close(self) -> None:
         self._memories.clear()
 
-    def _placed(self, t: Tensor, output: Tensor) -> tuple[_Input, Place]:
-        link = self._link(t, output)
-        # a copy of part of a larger memory lies elsewhere
-        return link, Place.of(link.tensor if isinstance(link, _Held) else t)
-
-    def _link(self, t: Tensor, output: Tensor) -> _Input:
+    def _link(self, t: Tensor, output: Tensor) -> "tuple[_Input, Place]":
         small = t.numel() * SMALL <= output.numel()
-        # parameters and running statistics
-        if small and t.is_leaf:
-            return _Held(t.detach().clone(), 0)
-        memory, at = self._find(t), Place.of(t)
-        if memory is not None:
-            for kept in memory.keepers(t._version):
-                if kept.at.holds(at):
-                    return _Weakly(kept)
-            offer = memory.offer_of(at, t._version)
-            if offer is not None:
-                return offer
-        return _Held(t.detach().clone(), 0) if small else _Held(t.detach(), t.nbytes)
+        # not parameters and running statistics
+        if not (small and t.is_leaf):
+            at, memory = Place.of(t), self._find(t)
+            if memory is not None:
+                kept = memory.kept_at(at, t._version)
+                if kept is not None:
+                    return _Weakly(kept), at
+                offer = memory.offer_of(at, t._version)
+                if offer is not None:
+                    return offer, at
+            if not small:
+                return _Held(t.detach(), t.nbytes), at
+        # which, being part of a larger memory, lies elsewhere as a copy
+        copy = t.detach().clone()
+        return _Held(copy, 0), Place.of(copy)
 
     def _find(self, t: Tensor) -> _Memory | None:
         storage = t.untyped_storage()
         memory = self._memories.get(storage._cdata)
         return memory if memory is not None and memory.storage() is storage else None
 
-    def _memory(self, t: Tensor) -> _Memory:
-        memory = self._find(t)
-        if memory is None:
-            storage, registry = t.untyped_storage(), weakref.ref(self)
-            key = storage._cdata
-
-            def gone(ref: "weakref.ref[torch.UntypedStorage]") -> None:
-                own = registry()
-                if own is not None and key in own._memories and own._memories[key].storage is ref:
-                    del own._memories[key]
-
-            memory = self._memories[key] = _Memory(weakref.ref(storage, gone))
+    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
+        memory = self._memories.get(storage._cdata)
+        if memory is None or memory.storage() is not storage:
+            memory = self._memories[storage._cdata] = _Memory(_Storage(storage, self._gone))
         return memory

@@ -22,36 +22,36 @@ class Replay:
 
     __slots__ = ("args", "func", "kwargs")
 
-    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        self.func, self.args, self.kwargs = func, _without(args, tensors), _without(kwargs, tensors)
+    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         return self.func(*_with(self.args, tensors), **_with(self.kwargs, tensors))
 
     def by(self, func: Function, **kwargs: Any) -> "Replay":
         """The same tensors given to another function, or with other options."""
-        other = Replay(func, self.args, self.kwargs, [])
-        other.kwargs |= kwargs
-        return other
+        return Replay(func, self.args, self.kwargs | kwargs if kwargs else self.kwargs)
 
 
 def _without(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return _Slot(len(tensors) - 1)
-    if type(tree) in (tuple, list):
-        return type(tree)([_without(part, tensors) for part in tree])
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_without(part, tensors) for part in tree])
+    if kind is dict:
         return {name: _without(part, tensors) for name, part in tree.items()}
     return tree
 
 
 def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
-    if type(tree) is _Slot:
+    kind = type(tree)
+    if kind is _Slot:
         return tensors[tree.index]
-    if type(tree) in (tuple, list):
-        return type(tree)([_with(part, tensors) for part in tree])
-    if type(tree) is dict:
+    if kind is tuple or kind is list:
+        return kind([_with(part, tensors) for part in tree])
+    if kind is dict:
         return {name: _with(part, tensors) for name, part in tree.items()}
     return tree
 
@@ -59,4 +59,4 @@ def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
 def replay(func: Function, args: Any, kwargs: Any) -> tuple[Replay, list[Tensor]]:
     """The call without its tensors, and these."""
     tensors: list[Tensor] = []
-    return Replay(func, args, kwargs, tensors), tensors
+    return Replay(func, _without(args, tensors), _without(kwargs, tensors)), tensors

@@ -36,22 +36,14 @@ Function = Callable[..., Any]
 def _offer(
     registry: Registry, out: Any, rebuild: Function, tensors: list[Tensor], overwrite: Function | None = None
 ) -> None:
-    """Unless ``out`` is no tensor, or lies in an argument's memory."""
-    if isinstance(out, Tensor) and tensors and plain(out) and all(map(plain, tensors)):
-        memory = out.untyped_storage()
-        if all(t.untyped_storage() is not memory for t in tensors):
-            registry.offer(out, rebuild, tensors, overwrite)
+    if isinstance(out, Tensor) and tensors:
+        registry.offer(out, rebuild, tensors, overwrite)
 
 
 def _call(
-    registry: Registry,
-    func: Function,
-    args: Any,
-    kwargs: Any,
-    tensors: list[Tensor],
-    rebuild: Function,
+    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], rebuild: Function,
     overwrite: Function | None,
-) -> Any:
+) -> Any:  # fmt: skip
     """A function that changes nothing."""
     if func not in SAVE_RESULT:
         out = func(*args, **kwargs)
@@ -75,6 +67,10 @@ def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: F
 
 def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
     """A function that overwrites its first argument; ``pure`` computes the same into new memory."""
+    if args and not args[0].is_floating_point():
+        # a counter
+        registry.before_change(args[0])
+        return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
     with recipe.expect(tensors[0], again.by(pure), *tensors[1:], overwrite=again):
         return func(*args, **kwargs)
@@ -211,8 +207,9 @@ class Watch(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is not None and "out" not in kwargs and recipe.active() is self.registry:
             return rule(self.registry, func, args, kwargs)
-        for t in _written(func, args, kwargs):
-            self.registry.before_change(t)
+        if kwargs or _writes(func):
+            for t in _written(func, args, kwargs):
+                self.registry.before_change(t)
         out = func(*args, **kwargs)
         if func == _data:
             # another view of the memory, whose changes no version counts
