@@ -303,13 +303,16 @@ def _pool_axis(
             at.add_(j * weight)
     for j in range(1, k):
         v = position(x, j)
+        if not coded:
+            # of zeros of both signs either one
+            best = torch.maximum(v, best)
+            continue
         wins = torch.gt(v, best, out=torch.empty_like(best))
         wins.add_(torch.ne(v, v, out=torch.empty_like(best)))
         mask = wins.to(bits).neg_()
         changed = torch.bitwise_xor(best.view(bits), v.view(bits)).bitwise_and_(mask)
         best = torch.bitwise_xor(best.view(bits), changed).view(x.dtype)
-        if coded:
-            at = mask.to(torch.uint8)
-            at.bitwise_and_(j * weight if code is None else position(code, j) + j * weight)
-            torch.maximum(taken, at, out=taken)
+        at = mask.to(torch.uint8)
+        at.bitwise_and_(j * weight if code is None else position(code, j) + j * weight)
+        torch.maximum(taken, at, out=taken)
     return best, taken if coded else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # a rebuilt tensor is held for a handle that was made at most so many handles before the one at work
-NEAR = 4
+NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -119,17 +119,20 @@ class Autocast(NamedTuple):
     """The autocast state of a device type: casts are part of what a function computes."""
 
     enabled: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     @classmethod
     def now(cls, kind: str) -> "Autocast":
-        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return cls(True, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else OFF
 
     def again(self, kind: str) -> Any:
         if not self.enabled and not torch.is_autocast_enabled(kind):
             return nullcontext()
         # without the cache, which belongs to a region of the caller's
         return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
+
+
+OFF = Autocast(False, None)
 
 
 class Recipe:

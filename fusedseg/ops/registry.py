@@ -80,8 +80,10 @@ class Offer:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.inputs = inputs
         # calls to rebuild it, and bytes that are kept for it alone
-        self.steps: int = 1 + sum(source.steps for source, _ in inputs)
-        self.extra: int = sum(source.extra for source, _ in inputs)
+        self.steps, self.extra = 1, 0
+        for source, _ in inputs:
+            self.steps += source.steps
+            self.extra += source.extra
         self._recipe: Callable[[], Recipe | None] = lambda: None
 
     def source(self, registry: "Registry") -> Recipe | None:

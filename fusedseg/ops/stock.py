@@ -79,10 +79,9 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """A function of ``torch.nn.functional`` with the option ``inplace``."""
     again, tensors = replay(func, args, kwargs)
-    rebuild, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
-        return _call(registry, func, args, kwargs, tensors, rebuild, overwrite)
-    with recipe.expect(tensors[0], rebuild, *tensors[1:], overwrite=overwrite):
+        return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
+    with recipe.expect(tensors[0], again.by(func, inplace=False), *tensors[1:], overwrite=again):
         return func(*args, **kwargs)
 
 

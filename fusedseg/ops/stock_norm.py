@@ -54,15 +54,18 @@ def _again(
 ) -> Callable[[Tensor], Tensor] | None:
     """How the output is rebuilt, from the vectors that the call has saved, the statistics last; None for what else
     they may be."""
-    count = x.shape[0] * x.shape[1] if instance else x.shape[1]
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if x.device.type != "cpu" or [v.shape == (count,) and v.dtype == acc for v in vectors[-2:]] != [True, True]:
+    if len(vectors) < 2 or not x.is_cpu:
         return None
-    mean, scale = vectors[-2:]
+    (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
+    if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
+        return None
     # copies: an optimizer may change the parameters before backward
     if weight is not None:
-        scale = scale * _each(weight, x, acc, instance)
-    bias = None if bias is None else _each(bias, x, acc, instance).clone()
+        weight = weight.detach()
+        scale = scale * (weight.repeat(len(x)) if instance else weight)
+    if bias is not None:
+        bias = bias.detach().to(mean.dtype, copy=True)
+        bias = bias.repeat(len(x)) if instance else bias
 
     def again(x: Tensor) -> Tensor:
         # as one sample of all samples' channels
@@ -71,11 +74,6 @@ def _again(
         return z.view(x.shape) if instance else z
 
     return again
-
-
-def _each(v: Tensor, x: Tensor, dtype: torch.dtype, instance: bool) -> Tensor:
-    v = v.detach().to(dtype)
-    return v.repeat(x.shape[0]) if instance else v
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
