@@ -7,7 +7,8 @@ inverse 1),
 
     native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
 
-is exactly (dx, dweight, dbias).  Statistics of groups of D channels are merged from those of the channels; dx then is
+is exactly (dx, dweight, dbias).  Groups of D channels, on a CPU, are given to aten's group norm a few at a time
+(planes), or all where they are small (rows).  Else their statistics are merged from those of the channels; dx then is
 scale g + slope y + offset of vectors per channel, as it is where sums come first.  Samples with statistics of their own
 are dealt with in ``by_sample_aten.py``.
 """
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..activation import Activation
+from . import groups_aten
 from .kept import Kept
 from .layout import Layout, channel_view, per_channel
 
@@ -45,11 +47,9 @@ def _chunk_elements(x: Tensor) -> int:
 
 
 def _channel_chunks(x: Tensor, D: int = 1) -> Iterator[slice]:
-    """Ranges of channels of planes (N, C, S), at least two channels each, so that two threads find work, and whole
-    groups of D."""
+    """Ranges of channels of planes (N, C, S), whole groups of D, two at least, so that two threads find work."""
     N, C, S = x.shape
-    step = max(2, _chunk_elements(x) // (N * S))
-    step = max(1, step // D) * D
+    step = max(2, _chunk_elements(x) // (N * S * D)) * D
     return (slice(c, min(c + step, C)) for c in range(0, C, step))
 
 
@@ -95,6 +95,15 @@ def activate_(z: Tensor, act: Activation) -> Tensor:
     return F.elu_(z, act.param) if act.name == "elu" else z
 
 
+def _activate_into(out: Tensor, y: Tensor, act: Activation) -> None:
+    if act.name == "leaky_relu":
+        aten.leaky_relu.out(y, act.param, out=out)
+    elif act.name == "elu":
+        aten.elu.out(y, act.param, out=out)
+    else:
+        out.copy_(y)
+
+
 def _act_grad(dz: Tensor, z: Tensor, act: Activation, out: Tensor | None = None) -> Tensor:
     """dz phi'(y), in ``out`` where that is given."""
     if act.name == "leaky_relu":
@@ -119,22 +128,21 @@ def _act_inverse(z: Tensor, act: Activation) -> Tensor:
     return z
 
 
+def _small(x: Tensor) -> bool:
+    return x.numel() <= WHOLE * _chunk_elements(x)
+
+
+def _as_group_norm(x: Tensor, layout: Layout) -> bool:
+    """Whether aten's group norm does it: not where its temporaries are large, nor without values."""
+    if layout.D == 1 or x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return False
+    return not layout.rows or _small(x)
+
+
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
     if residual is not None:
         y.add_(channel_view(residual, layout))
     activate_(y, act)
-
-
-def _of_groups(mean: Tensor, var: Tensor, D: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each D adjacent channels of as many values, from those of the channels."""
-    means, variances = mean.view(-1, D), var.view(-1, D)
-    mean = means.mean(1)
-    return mean, variances.mean(1) + (means - mean[:, None]).square_().mean(1)
-
-
-def over_channels(v: Tensor, D: int) -> Tensor:
-    """Of groups of D channels, for each channel."""
-    return v if D == 1 else v.repeat_interleave(D)
 
 
 def forward(
@@ -167,15 +175,24 @@ def forward(
         )
         _finish_(outv, act, residual, layout)
         return mean, rstd, None
+    if training and kept is None and _as_group_norm(x, layout):
+        found = []
+        for c in (EVERY,) if layout.rows else _channel_chunks(xv, layout.D):
+            y, *of_c = groups_aten.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
+            found.append(of_c)
+            if residual is not None:
+                y.add_(channel_view(residual, layout)[:, c])
+            _activate_into(outv[:, c], y, act)
+        return *(torch.cat(v) for v in zip(*found, strict=True)), None
     if training:
         mean, var = moments(xv, layout, acc)
     else:
         mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
     if layout.D > 1:
-        mean, var = _of_groups(mean, var, layout.D)
+        mean, var = groups_aten.of_channels(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
     found = mean, rstd
-    mean, var, rstd = (over_channels(v, layout.D) for v in (mean, var, rstd))
+    mean, var, rstd = (groups_aten.over_channels(v, layout.D) for v in (mean, var, rstd))
     xhat_kept = None
     if kept is not None:
         index = kept.index.to(x.device)
@@ -232,12 +249,20 @@ class _Backward:
             g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True]
         )
 
+    def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of whole groups of channels; ``y`` is overwritten unless it is ``z``."""
+        weight, rstd = self.weight[c], self.rstd[c]
+        scale = self.inverse[c] / rstd
+        centred = torch.empty_like(y) if y is z else y
+        _scale_shift(y, centred, scale, self.shift[c] * -scale, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+        return groups_aten.backward(g, centred, weight, rstd, self.D)
+
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """scale, slope and offset of dx = scale g + slope y + offset, for channels whose sums are these."""
         rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
         t1, t2 = weight * s1, weight * s2
         if self.D > 1:
-            t1, t2 = (t.view(-1, self.D).sum(1).repeat_interleave(self.D) for t in (t1, t2))
+            t1, t2 = (groups_aten.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
         slope = rstd * inverse * t2 / -self.m
         return weight * rstd, slope, rstd * t1 / -self.m - slope * shift
 
@@ -270,11 +295,15 @@ def backward(
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As ``kernels.norm_act_bwd.norm_act_bwd``; in one piece dx is new memory all the same, as aten makes it."""
-    rstd = over_channels(rstd, layout.D)
+    rstd = groups_aten.over_channels(rstd, layout.D)
     job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual)
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
-    if training and layout.D == 1 and exchange is None and z.numel() <= WHOLE * _chunk_elements(z):
+    # x - mean is not rounded to half precision
+    as_groups = training and exchange is None and z.dtype == rstd.dtype and _as_group_norm(z, layout)
+    if training and layout.D == 1 and exchange is None and _small(z):
         dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
+    elif as_groups and _small(z):
+        dx, s2, s1 = job.reduce_groups(*job.rebuild(zv, dzv, EVERY, EVERY), zv, EVERY)
     elif isinstance(z, FakeTensor):
         # pieces without values, by the thousand, would take seconds
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
@@ -284,21 +313,24 @@ def backward(
         if layout.rows or exchange is not None:
             s2, s1 = _backward_twice(job, zv, dzv, dxv, training, layout.rows, exchange)
         else:
-            s2, s1 = _backward_planes(job, zv, dzv, dxv, training)
+            s2, s1 = _backward_planes(job, zv, dzv, dxv, training, as_groups)
     dx = dx.as_strided(z.shape, z.stride())
     if dparam_dtype is None:
         return dx, None, None
     return dx, cast(s2, dparam_dtype), cast(s1, dparam_dtype)
 
 
-def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+def _backward_planes(
+    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, as_groups: bool
+) -> tuple[Tensor, Tensor]:
     """Groups of channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
     s1, s2 = [], []
     at_once = training and job.D == 1
     for c in _channel_chunks(z, job.D):
-        g, y = job.rebuild(z[:, c], dz[:, c], c, EVERY)
-        dx_c, s2_c, s1_c = job.reduce(g, y, c, at_once)
-        if at_once:
+        z_c = z[:, c]
+        g, y = job.rebuild(z_c, dz[:, c], c, EVERY)
+        dx_c, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
+        if at_once or as_groups:
             dx[:, c] = dx_c
         elif training:
             _affine_into(dx[:, c], g, y, *job.affine(s1_c, s2_c, c))
