@@ -5,6 +5,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
+from ..ops.recipe import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
 
@@ -82,6 +83,7 @@ class InPlaceABN(Invertible, BatchStatistics, _NormBase):
                 f"it, got {came}"
             )
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_shape(x)
         batch_stats, mean, var, momentum = self._statistics()

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
+from ..ops.recipe import unwatched
 from .invertible import Invertible
 
 
@@ -65,6 +66,7 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **options)
         self._invert(act)
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != self.num_channels:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -7,6 +7,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype, check_spatial
+from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .invertible import Invertible
 
@@ -75,6 +76,7 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self._invert(act)
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

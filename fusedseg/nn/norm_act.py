@@ -11,6 +11,7 @@ from ..activation import Activation, parse_activation
 from ..ops import norm_act as op
 from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
+from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .batch_statistics import BatchStatistics
 from .unscriptable import Unscriptable
@@ -192,6 +193,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
         _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         own, running_mean, running_var, momentum = self._statistics()
         settings = Settings(Norm("batch"), own, momentum, self.eps, self._act)
@@ -240,6 +242,7 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
         _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
         own = self.training or not self.track_running_stats
@@ -287,6 +290,7 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
         nn.GroupNorm.__init__(self, num_groups, num_channels, eps, affine, device=device, dtype=dtype)
         self._set_activation(activation, activation_param, num_slopes, num_channels, device, dtype)
 
+    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         settings = Settings(Norm("group", self.num_groups), True, 0.0, self.eps, self._act)
         return self._run(x, residual, self.num_channels, (None, None), settings)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import double_backward, inplace_abn_aten, reuse
+from . import double_backward, inplace_abn_aten, recipe, reuse
 from .check import check_input, check_parameters, check_residual, check_writable
 from .double_backward import differentiated_once
 from .inplace_abn import backward, dparam_dtype_of, forward, stats_dtype
@@ -208,6 +208,7 @@ def inplace_abn_sync(
         residual = inplace_abn_aten.cast(residual, x.dtype)
     if not torch.compiler.is_compiling():
         settings = running_mean, running_var, momentum, eps, act, kept, group
+        recipe.changing(x)
         return InPlaceABNSyncFunction.apply(x, weight, bias, settings, residual)
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     z, joint, _ = inplace_abn_sync_op(x, weight, bias, eps, act.name, act.param, slots, count, group, residual)

@@ -379,16 +379,16 @@ def norm_act(
 
 def offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, settings: Settings) -> None:
     """Whoever saves z may rebuild it."""
-    given = [t is not None for t in inputs]
+    x, weight, bias, residual, slope = inputs
+    if recipe.active() is None:
+        return
+    # of parameters, copies, since an optimizer may change them before backward
+    weight, bias, slope = (None if v is None else v.detach().clone() for v in (weight, bias, slope))
 
-    def again(mean: Tensor, second: Tensor, *tensors: Tensor) -> Tensor:
-        rest = iter(tensors)
-        x, weight, bias, residual, slope = (next(rest) if there else None for there in given)
-        return rebuild(x, weight, bias, residual, slope, Statistics(mean, second, stats_running), settings)
+    def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rebuild(x, weight, bias, residual, slope, stats, settings)
 
-    # of the statistics, a flag alone: what is closed over is kept as long as z
-    stats_running = stats.running
-    recipe.offer(z, again, stats.mean, stats.second, *(t for t in inputs if t is not None))
+    recipe.offer(z, again, *(t for t in (x, residual) if t is not None))
 
 
 def move_running(stats, x, norm: Norm, running_mean, running_var, momentum: float, eps: float) -> None:

@@ -25,13 +25,18 @@ The contract:
 * Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.
 """
 
+import functools
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from .rebuild import Handle, Kept, Place
 from .registry import Registry
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 def innermost() -> Registry | None:
@@ -44,6 +49,28 @@ def innermost() -> Registry | None:
 def active() -> Registry | None:
     """The innermost registry, where anything is going to be saved."""
     return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()
+
+
+def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
+    """A function of this package that the scope need not see: under a mode each look at a tensor's shape is a call."""
+
+    @functools.wraps(forward)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def changing(x: Tensor) -> None:
+    """An op that is unwatched is about to write to ``x``."""
+    for mode in _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ():
+        registry = getattr(mode, "registry", None)
+        if type(registry) is Registry:
+            with torch._C.DisableTorchFunction():
+                registry.before_change(x)
 
 
 def offer(
