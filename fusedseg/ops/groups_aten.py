@@ -26,9 +26,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, D: int, eps: float) 
     return y, mean.view(G), rstd.view(G)
 
 
-def backward(
-    g: Tensor, centred: Tensor, weight: Tensor, rstd: Tensor, D: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(g: Tensor, centred: Tensor, weight: Tensor, rstd: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias of the above; ``centred``: x - mean; ``rstd``: of each channel's group."""
     C, G = g.shape[1], g.shape[1] // D
     rstd = rstd[::D].contiguous().view(1, G)

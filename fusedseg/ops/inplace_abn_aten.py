@@ -176,14 +176,15 @@ def forward(
         _finish_(outv, act, residual, layout)
         return mean, rstd, None
     if training and kept is None and _as_group_norm(x, layout):
-        found = []
+        means, rstds = [], []
         for c in (EVERY,) if layout.rows else _channel_chunks(xv, layout.D):
-            y, *of_c = groups_aten.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
-            found.append(of_c)
+            y, mean, rstd = groups_aten.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
+            means.append(mean)
+            rstds.append(rstd)
             if residual is not None:
                 y.add_(channel_view(residual, layout)[:, c])
             _activate_into(outv[:, c], y, act)
-        return *(torch.cat(v) for v in zip(*found, strict=True)), None
+        return torch.cat(means), torch.cat(rstds), None
     if training:
         mean, var = moments(xv, layout, acc)
     else:

@@ -63,6 +63,11 @@ def _image(x: Tensor) -> Tensor:
     return x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
 
 
+def _as(image: Tensor, x: Tensor) -> Tensor:
+    """What ``_image`` has made of a tensor like ``x``, as that."""
+    return image if image.stride() == x.stride() and image.shape == x.shape else image.as_strided(x.shape, x.stride())
+
+
 def _problems(x: Tensor, norm: Norm) -> Sequence[Tensor]:
     """Views of ``x`` that batch norm takes, in the order of their statistics."""
     if norm.kind == "batch":
@@ -74,7 +79,9 @@ def _problems(x: Tensor, norm: Norm) -> Sequence[Tensor]:
 
 def _wide(v: Tensor | None, x: Tensor) -> Tensor | None:
     """A parameter in the dtype of the statistics."""
-    return None if v is None else v.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # without a call where there is nothing to do, as nearly always
+    return v if v is None or v.dtype == wide else v.to(wide)
 
 
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -111,17 +118,21 @@ def forward(
         N, C = x.shape[:2]
         S = x.numel() // (N * C)
         z, mean, second = aten.native_group_norm(_image(x), weight, bias, N, C, S, norm.groups, eps)
-        z, mean, second = z.as_strided(x.shape, x.stride()), mean.view(-1), second.view(-1)
-    elif not own:
-        z = aten.native_batch_norm(_image(x), weight, bias, *running, False, momentum, eps)[0]
-        z = z.as_strided(x.shape, x.stride())
-        # copies: the buffers may move before backward comes
-        mean, second = (v.clone() for v in running if v is not None)
+        z, mean, second = _as(z, x), mean.view(-1), second.view(-1)
+    elif norm.kind == "batch" or not own:
+        z, mean, second = aten.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
+        z = _as(z, x)
+        if not own:
+            # copies: the buffers may move before backward comes
+            mean, second = (v.clone() for v in running if v is not None)
+        for buffer, v in zip((running_mean, running_var), running, strict=True):
+            if own and buffer is not None and v is not None and v is not buffer:
+                buffer.copy_(v)
     else:
         z = torch.empty_like(x)
         each = [_each(v, x, norm) for v in (weight, bias, *running)]
-        channels = len(x) * x.shape[1] if norm.kind == "instance" else x.shape[1]
-        mean, second = x.new_empty(2, channels, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean, second = x.new_empty(2, len(x) * x.shape[1], dtype=wide)
         first = 0
         for xp, zp in zip(_problems(x, norm), _problems(z, norm), strict=True):
             u = slice(first, first := first + xp.shape[1])
@@ -130,15 +141,15 @@ def forward(
                 out=zp, save_mean=mean[u], save_invstd=second[u],
             )  # fmt: skip
         for buffer, v in zip((running_mean, running_var), each[2:], strict=True):
-            if buffer is not None and v is not buffer:
-                buffer.copy_(v.view(-1, x.shape[1]).mean(0) if norm.kind == "instance" else v)
+            if buffer is not None:
+                buffer.copy_(v.view(-1, x.shape[1]).mean(0))
     if residual is not None:
         z.add_(residual)
     return activate(z, act, slope), mean, second
 
 
-def _normalise(x, norm, weight, bias, stats: Statistics, eps, out) -> Tensor:
-    """The normalised x, in ``out``; weight and bias are wide."""
+def _normalise(x, norm, weight, bias, stats: Statistics, eps, out: Tensor | None) -> Tensor:
+    """The normalised x, in ``out`` or in new memory; weight and bias are wide."""
     mean, second = stats.mean, stats.second
     if not stats.running and norm.kind == "group":
         D = len(x) * x.shape[1] // len(mean)
@@ -150,6 +161,9 @@ def _normalise(x, norm, weight, bias, stats: Statistics, eps, out) -> Tensor:
         # aten rounds weight / sqrt(var + eps) once, and not again with a variance of 1 and an eps of 0
         weight = second if weight is None else second * _each(weight, x, norm)
         second, eps = torch.ones_like(mean), 0.0
+    if norm.kind == "batch" and out is None:
+        return _as(aten.native_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
+    out = torch.empty_like(x) if out is None else out
     unused = mean.new_empty(0)
     first = 0
     for xp, yp in zip(_problems(x, norm), _problems(out, norm), strict=True):
@@ -177,7 +191,7 @@ def rebuild(
     slope: Tensor | None,
 ) -> Tensor:
     """z once more, with the bits it had."""
-    z = _normalise(x, norm, _wide_weight(weight, x), _wide(bias, x), stats, eps, torch.empty_like(x))
+    z = _normalise(x, norm, _wide_weight(weight, x), _wide(bias, x), stats, eps, None)
     if residual is not None:
         z.add_(residual)
     return activate(z, act, slope)
@@ -196,6 +210,9 @@ def _norm_backward(g, x, norm, weight, stats: Statistics, eps, affine: bool):
         shape = (N, C, x.numel() // (N * C), norm.groups)
         mean, rstd = (v.view(N, norm.groups) for v in (stats.mean, stats.second))
         return aten.native_group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
+    if norm.kind == "batch":
+        own = (stats.mean, stats.second)
+        return aten.native_batch_norm_backward(_image(g), _image(x), weight, None, None, *own, True, eps, mask)
     weight = _each(weight, x, norm)
     done = []
     first = 0
@@ -236,7 +253,7 @@ def _exchanged(g, x, weight, stats: Statistics, eps, exchange: Exchange):
 
 
 def _whole(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affine, buffer, exchange=None) -> Gradients:
-    """The gradients in one piece, with ``buffer`` for y and g; those of vectors may be per sample."""
+    """The gradients in one piece, with ``buffer`` or new memory for y and g; those of vectors may be per sample."""
     g, dslope = dz, None
     if act.name != "identity":
         y = _normalise(x, norm, weight, bias, stats, eps, buffer)
@@ -247,7 +264,7 @@ def _whole(dz, x, norm, weight, bias, stats, eps, act, residual, slope, affine, 
         dx, dweight, dbias = _norm_backward(g, x, norm, weight, stats, eps, affine)
     else:
         dx, dweight, dbias = _exchanged(g, x, weight, stats, eps, exchange)
-    return Gradients(dx.as_strided(x.shape, x.stride()), dweight, dbias, None if residual is None else g, dslope)
+    return Gradients(_as(dx, x), dweight, dbias, None if residual is None else g, dslope)
 
 
 def backward(
@@ -269,7 +286,7 @@ def backward(
     weight, bias = _wide_weight(weight, x), _wide(bias, x)
     problem = (weight, bias, stats, eps, act, residual, slope, affine)
     if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or exchange is not None:
-        found = _whole(dz, x, norm, *problem, None if act.name == "identity" else torch.empty_like(x), exchange)
+        found = _whole(dz, x, norm, *problem, None, exchange)
     else:
         found = _in_parts(dz, x, norm, *problem)
     C = x.shape[1]

@@ -36,7 +36,8 @@ from torch.overrides import _get_current_function_mode_stack
 from .rebuild import Handle, Kept, Place
 from .registry import Registry
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def innermost() -> Registry | None:

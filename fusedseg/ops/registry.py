@@ -5,6 +5,7 @@ Memory is told apart by its storage, weakly: an address is never trusted.  ``rec
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,10 +112,12 @@ class _Storage(weakref.ref):
     """A live storage, and the address that it is looked up by."""
 
     __slots__ = ("key",)
+    key: int
 
-    def __init__(self, storage: torch.UntypedStorage, gone: Callable[["_Storage"], None]) -> None:
-        super().__init__(storage, gone)
+    def __new__(cls, storage: torch.UntypedStorage, gone: Callable[[Any], None]) -> "_Storage":
+        self = super().__new__(cls, storage, gone)
         self.key = storage._cdata
+        return self
 
 
 class _Memory:
@@ -160,8 +163,7 @@ class Registry:
 
         def gone(storage: _Storage) -> None:
             own = registry()
-            memory = None if own is None else own._memories.get(storage.key)
-            if memory is not None and memory.storage is storage:
+            if own is not None and storage.key in own._memories and own._memories[storage.key].storage is storage:
                 del own._memories[storage.key]
 
         self._gone = gone
@@ -202,7 +204,8 @@ class Registry:
         """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
         if not (plain(output) and output.is_floating_point()):
             return None
-        own, links = output.untyped_storage(), []
+        own = output.untyped_storage()
+        links: list[tuple[_Input, Place]] = []
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((_Weakly(t), t.at))

@@ -32,7 +32,8 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     x, own, instance = named["input"], named.get(flag, default), func is F.instance_norm
     if not plain(x):
         return func(*args, **kwargs)
-    registry.vectors = vectors = []
+    vectors: list[Tensor] = []
+    registry.vectors = vectors
     try:
         with recipe.claimed(registry, lambda t: _laid_anew(registry, x, t)) if instance else nullcontext():
             out = func(*args, **kwargs)
