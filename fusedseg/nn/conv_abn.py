@@ -194,7 +194,7 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
         device, dtype: of parameters and buffers.
 
     Kept for backward: the input and the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and what
-    ``InPlaceABN`` keeps of channels with a tiny weight.
+    ``InPlaceABN`` keeps of channels with a tiny weight.  Under autocast the weight itself, which backward casts again.
 
     Falls back to ``norm(conv(x))``, which keeps the same bytes: a child that was replaced by a module of another class,
     or has hooks.  A padding mode other than zeros pads in a step of its own, as the stock module does, and "same" with

@@ -35,7 +35,8 @@ DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept, and if it is la
     any of them may be an ``functional.Interpolated``, of which the enlarged tensor is not kept.  One tensor is a
     sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.
 
-    Kept for backward: the weight and the sources' tensors, small where they are to be enlarged.
+    Kept for backward: the weight (under autocast too, no copy of it) and the sources' tensors, small where they are to
+    be enlarged.
 
     Falls back: with a padding mode other than zeros, or "same" and an even kernel, the concatenation is formed, padded,
     and kept, as the stock module keeps it.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from . import conv_choice, inplace_abn, join_conv, unfused
+from .cast import uncast
 from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
 from .double_backward import differentiated_once
@@ -129,8 +130,8 @@ class _Convolution(torch.autograd.Function):
         settings, norm, done, enlarges = arguments
         sources = sources_of(tensors, enlarges)
         z, *done[:] = _step(settings, sources, w, conv_bias, norm)
-        ctx.geometry, ctx.training, ctx.enlarges = settings.geometry, settings.training, enlarges
-        ctx.save_for_backward(w, *tensors)
+        ctx.geometry, ctx.training, ctx.enlarges, ctx.dtype = settings.geometry, settings.training, enlarges, w.dtype
+        ctx.save_for_backward(uncast(w), *tensors)
         return z
 
     @staticmethod
@@ -140,7 +141,7 @@ class _Convolution(torch.autograd.Function):
         args = (
             dy,
             sources_of(tensors, ctx.enlarges),
-            w,
+            w.to(ctx.dtype),
             ctx.geometry,
             (need_w, need_bias and not ctx.training, *needs),
         )

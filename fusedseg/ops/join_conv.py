@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import unfused
+from .cast import cast, uncast
 from .convolution import Geometry, check_convolution
 from .double_backward import differentiated_once
 from .sources import (
@@ -31,14 +32,14 @@ class JoinConvFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
-        ctx.geometry, ctx.enlarges = geometry, enlarges
-        ctx.save_for_backward(w, *tensors)
+        ctx.geometry, ctx.enlarges, ctx.dtype = geometry, enlarges, w.dtype
+        ctx.save_for_backward(uncast(w), *tensors)
         return convolve_sources(formed or sources_of(tensors, enlarges), w, bias, geometry)
 
     @staticmethod
     def backward(ctx, dy):
         w, *tensors = ctx.saved_tensors
-        args = (dy, sources_of(tensors, ctx.enlarges), w, ctx.geometry, ctx.needs_input_grad[3:])
+        args = (dy, sources_of(tensors, ctx.enlarges), w.to(ctx.dtype), ctx.geometry, ctx.needs_input_grad[3:])
         return None, None, None, *differentiated_once(OP, convolve_sources_backward, *args)
 
 
@@ -64,7 +65,7 @@ def autocast(
     if torch.float64 in (w.dtype, *(t.dtype for t in tensors)) or not all(t.is_floating_point() for t in tensors):
         return sources, w, bias
     dtype = torch.get_autocast_dtype(device)
-    return cast_sources(sources, dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+    return cast_sources(sources, dtype), cast(w, dtype), None if bias is None else bias.to(dtype)
 
 
 def join_conv(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedseg.memory import measure
+from fusedseg.memory import estimate, measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
@@ -45,6 +45,22 @@ def test_footprint(make, shapes, dtype, bounds, eager, record_property):
     print(f"\nours {ours[0]:.0f} kept, {ours[1]:.0f} peak; plain {plain[0]:.0f}, {plain[1]:.0f}")
     assert all(got <= most for got, most in zip(ours, bounds, strict=True))
     assert plain == pytest.approx(eager, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [(unet3d_large, VOLUME), (unet3d_small, VOLUME), (lidar_optical_unet, IMAGES)],
+    ids=["3D large", "3D small", "two encoders"],
+)
+def test_under_autocast_they_keep_a_fifth_of_fp32(make, shapes):
+    """Without a convolution that runs twice; autocast's copies of the weights are not kept."""
+    eager = estimate(partial(make, plain=True), shapes)
+    ours = estimate(make, shapes, autocast=torch.float16)
+    print(f"\n{eager.saved / ours.saved:.2f} times less")
+    assert eager.saved >= 5 * ours.saved
+    assert ours.convolutions["recomputed"] == 0
+    # that of the last convolution, a stock one
+    assert ours.saved_by("kind")["weight copies"] < 1024
 
 
 def test_two_encoders_keep_less_than_the_plain_network_of_one():
