@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg.unet import UNet
 from tests.conversion import networks
 from tests.conversion.compare import converted, reasons, replaced
 
@@ -36,6 +37,16 @@ def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(imag
     ]
     assert report.replaced[0].paths == ("inc.0.0", "inc.0.1", "inc.0.2")
     assert isinstance(model.inc[0][1], fusedseg.InPlaceABN)
+
+
+def test_blocks_of_fusedseg_are_seen_through(image):
+    _, report = converted(lambda: UNet(3, 4, widths=(4, 8), plain=True), image, example_inputs=image)
+    assert list(replaced(report).values()) == [
+        *["InPlaceABN(leaky_relu(0.01))"] * 2,
+        "MaxPool2d",
+        *["InPlaceABN(leaky_relu(0.01))"] * 4,
+    ]
+    assert not report.skipped
 
 
 @pytest.mark.parametrize(
