@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
-from . import max_pool_aten, unfused
+from . import max_pool_aten, recipe, unfused
 from .check import check_dtype
 from .convolution import FORMATS, per_dimension
 from .layout import dense
@@ -289,7 +289,11 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
     coded = torch.is_grad_enabled() and x.requires_grad
     if torch.compiler.is_compiling():
         return max_pool_op(x, *pool, coded)[0]
-    return MaxPoolFunction.apply(x, pool) if coded else forward(x, pool, False)[0]
+    if not coded:
+        return forward(x, pool, False)[0]
+    z = MaxPoolFunction.apply(x, pool)
+    recipe.offer(z, lambda x: forward(x, pool, False)[0], x)
+    return z
 
 
 def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:

@@ -19,7 +19,8 @@ The contract:
 * Nothing is kept alive by an offer that is not kept anyway, but for two things: small inputs (under a sixteenth of the
   output, such as one value per channel) are copied, so that an optimizer may change them before backward; and large
   inputs that nobody keeps are held as long as the output lives, where all of them together are smaller than it.  Where
-  they are not, the recipe would save nothing and is not recorded.  So: save your input first, then offer.
+  they are not, the recipe would save nothing and is not recorded; nor where an input that is itself rebuilt is
+  ``registry.LARGER`` times the output, and would stand beside it at the peak.  So: save your input first, then offer.
 * An offer is of the output's memory, place in it, dtype and version.  After the output was modified in place it finds
   nobody.  An op that overwrites its input and saves the result while it runs calls ``expect`` before.
 * Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.

@@ -5,15 +5,18 @@ Memory is told apart by its storage, weakly: an address is never trusted.  ``rec
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rebuild import Autocast, Handle, Hooks, Kept, Place, Recipe
+from .rebuild import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe
 
 # calls of rebuild to get one tensor back, those of its inputs included: five residual blocks of norm, add, activation
 MAX_STEPS = 16
+# times the output: an input that is not rebuilt for it
+LARGER = 4
 # of the output's elements: what an input may have to be copied
 SMALL = 16
 # values, of one for each channel at most
@@ -217,6 +220,10 @@ class Registry:
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
             return None
+        pairs = zip(inputs, links, strict=True)
+        if any(link.steps and isinstance(t, Tensor) and t.nbytes >= LARGER * output.nbytes for t, (link, _) in pairs):
+            # such as a pool of an activation: to keep it is less than what stands there while it is rebuilt
+            return None
         version, autocast = output._version + changes, Autocast.now(output.device.type)
         offer = Offer(Place.of(output), version, rebuild, overwrite, autocast, links)
         if offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
@@ -225,6 +232,17 @@ class Registry:
         memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
+
+    def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
+        """What to save for ``t``, which is ``parameter`` in another dtype: the parameter is kept anyway."""
+        memory, at, whole = self._memory(t), Place.of(t), parameter.detach()
+        offer = memory.offer_of(at, t._version)
+        if offer is None:
+            links: list[tuple[_Input, Place]] = [(_Held(whole, 0), Place.of(whole))]
+            offer = Offer(at, t._version, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
+            memory.offers.append(offer)
+        recipe = offer.source(self)
+        return None if recipe is None else Handle(recipe, at)
 
     def source(self, t: Tensor) -> Recipe | None:
         """The recipe of ``t`` as it is, if it has one."""

@@ -9,9 +9,11 @@ What aten saves, and what is left of it:
     sigmoid, tanh                            result: rebuilt
     cat, interpolate, pad, add               nothing; whoever reads the output saves it: rebuilt
     mul, div                                 both inputs: kept or rebuilt; likewise the output
+    convolutions under autocast              the weight in its dtype: the parameter
     dropout                                  its mask as floating-point numbers: a byte each, never drawn again
     max_pool                                 input and int64 indices: a byte each (``max_pool.py``), and no input
 
+What is a quarter of its input or less, such as a pool's output, and would have that rebuilt first, is kept.
 Everything else runs as it is, but what writes in place is told to the registry.
 """
 
@@ -25,6 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from . import max_pool, recipe
+from .cast import is_cast
 from .rebuild import Autocast, Handle, Kept, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
@@ -99,9 +102,22 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
     except (TypeError, ValueError):
         # what a byte does not tell apart, or what the stock function refuses in its own words
         return _pure(registry, func, args, kwargs)
-    z = max_pool.max_pool(x, pool)
-    _offer(registry, z, lambda x: max_pool.forward(x, pool, False)[0], [x])
-    return z
+    return max_pool.max_pool(x, pool)
+
+
+def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """Autocast casts the weight within the call."""
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    if not isinstance(weight, Tensor) or not (weight.is_leaf and weight.requires_grad and plain(weight)):
+        return func(*args, **kwargs)
+    if not torch.is_autocast_enabled(weight.device.type):
+        return func(*args, **kwargs)
+
+    def copy_of_weight(t: Tensor) -> Handle | None:
+        return registry.offer_cast(t, weight) if is_cast(t, weight) else None
+
+    with recipe.claimed(registry, copy_of_weight):
+        return func(*args, **kwargs)
 
 
 def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
@@ -151,6 +167,9 @@ PURE = (
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
     Tensor.bfloat16, Tensor.double,
 )  # fmt: skip
+CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,
+)  # fmt: skip
 # those of the above that save what they return
 SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
 
@@ -162,6 +181,7 @@ def _rules() -> dict[Function, Rule]:
     rules.update(dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout))
     for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
         rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
+    rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
     for name in TWINS:
         for home in (torch, Tensor):
             pure, overwrite = getattr(home, name), getattr(home, f"{name}_", getattr(Tensor, f"{name}_"))

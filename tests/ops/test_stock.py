@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fusedseg
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.recompute import recompute
 
@@ -143,9 +144,13 @@ JOINS = {
     "interpolate": (8, lambda a, b: F.interpolate(norm_relu(a), scale_factor=2) + F.interpolate(norm_relu(b), 32), 0),
     "bilinear": (8, lambda a, b: F.interpolate(norm_relu(a) + norm_relu(b), scale_factor=1.5, mode="bilinear"), 0),
     # a byte for each of a quarter of the elements, and all others
-    "max_pool": (8, lambda a, b: F.max_pool2d(norm_relu(a), 2) + F.max_pool2d(norm_relu(b), 3, 2, 1), 2 / 16),
+    "max_pool": (8, lambda a, b: F.max_pool2d(a, 2) + F.max_pool2d(b, 3, 2, 1), 2 / 16),
+    "MaxPool2d of ours": (8, lambda a, b: fusedseg.MaxPool2d(2)(a) + fusedseg.MaxPool2d(3, 2, 1)(b), 2 / 16),
+    "avg_pool": (8, lambda a, b: F.avg_pool2d(a, 2) + F.adaptive_avg_pool2d(b, 8), 0),
+    # rather than to rebuild four times as much for it, the result
+    "max_pool of an activation": (8, lambda a, b: F.max_pool2d(norm_relu(a), 2) + F.max_pool2d(b, 2), 2 / 16 + 1 / 4),
+    "avg_pool of an activation": (8, lambda a, b: F.avg_pool2d(norm_relu(a), 2) + F.avg_pool2d(b, 2), 1 / 4),
     "max_pool, large": (8, lambda a, b: F.max_pool2d(norm_relu(a) + norm_relu(b), 17, 1, 8), 2),
-    "avg_pool": (8, lambda a, b: F.avg_pool2d(norm_relu(a), 2) + F.adaptive_avg_pool2d(norm_relu(b), 8), 0),
     "contiguous": (8, lambda a, b: (norm_relu(a) + norm_relu(b)).transpose(2, 3).contiguous(), 0),
     "view": (8, lambda a, b: (norm_relu(a) + norm_relu(b)).transpose(2, 3), 0),
 }
