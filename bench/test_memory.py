@@ -1,7 +1,8 @@
 """Ways to train in less memory, one step of each: autocast, checkpoints, fusedseg, and their combinations.
 
-The networks are of stock modules with ReLU; fusedseg is ``fusedseg.convert`` of them, which leaves the function as it
-is.  Bytes of the full sizes need no machine: ``python -m fusedseg profile MODEL --compare ...``.
+Of networks of stock modules with ReLU fusedseg is ``fusedseg.convert``, which leaves the function as it is; of the
+U-Net with LeakyReLU it is the network of fused blocks.  Bytes of the full sizes need no machine:
+``python -m fusedseg profile MODEL --compare ...``.
 """
 
 from functools import cache, partial
@@ -25,29 +26,44 @@ from .test_recompute import CLASSES, Segments
 
 OURS = "fusedseg"
 WAYS = [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", OURS, f"{OURS}+{AMP}", f"{OURS}+{AMP}+{CHECKPOINT}"]
-SECONDS = {"cpu": 6.0, "cuda": 15.0}
+SECONDS = {"cpu": 12.0, "cuda": 15.0}
 # half of the ways compute in bf16: rounding adds up over the layers, and may swap the maximum of a pooling window; or
 # twice what autocast alone is off by
 TOLERANCE = {"logits": 5e-2, "gradients": 3e-1}
 
 
 class Case(NamedTuple):
+    """fused: of what fusedseg has in the model's place; without it, the model is converted."""
+
     make: partial
     shape: tuple[int, ...]
+    fused: partial | None = None
+
+    def ours(self, model: nn.Module) -> nn.Module:
+        if self.fused is None:
+            fusedseg.convert(model)
+            return model
+        net = self.fused().to(next(model.parameters()).device)
+        net.load_stock_state_dict(model.state_dict())
+        return net
+
+
+def unets(size: str, shape: tuple[int, ...], widths: tuple[int, ...]) -> dict[str, Case]:
+    make = partial(UNet, 3, CLASSES, widths=widths)
+    return {
+        f"U-Net with ReLU, {size}": Case(partial(make, plain=True, norm_act=relu(2)), shape),
+        f"U-Net with LeakyReLU, {size}": Case(partial(make, plain=True), shape, make),
+    }
 
 
 CASES = {
     "cpu": {
-        "ResNet-18 of half the width, 4x3x96x96": Case(partial(Segments, 32), (4, 3, 96, 96)),
-        "U-Net, 2x3x96x96": Case(
-            partial(UNet, 3, CLASSES, widths=(16, 32, 64), plain=True, norm_act=relu(2)), (2, 3, 96, 96)
-        ),
+        "ResNet-18 of half the width, 4x3x192x192": Case(partial(Segments, 32), (4, 3, 192, 192)),
+        **unets("2x3x192x192", (2, 3, 192, 192), (16, 32, 64)),
     },
     "cuda": {
         "ResNet-18, 128x3x224x224": Case(partial(Segments, 64), (128, 3, 224, 224)),
-        "U-Net, 8x3x512x512": Case(
-            partial(UNet, 3, CLASSES, widths=(64, 128, 256, 512, 1024), plain=True, norm_act=relu(2)), (8, 3, 512, 512)
-        ),
+        **unets("8x3x512x512", (8, 3, 512, 512), (64, 128, 256, 512, 1024)),
     },
 }
 
@@ -74,11 +90,6 @@ class Ways(Section):
         return [*lines, *self.refusals()]
 
 
-def converted(model: nn.Module) -> nn.Module:
-    fusedseg.convert(model)
-    return model
-
-
 @cache
 def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     case = CASES[device.type][name_of_case]
@@ -91,7 +102,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         net = case.make()
         net.load_state_dict(state)
         way = Strategy.parse(label, OURS)
-        return NetJob(way.prepare(net.to(device), converted), x, target, way.amp)
+        return NetJob(way.prepare(net.to(device), case.ours), x, target, way.amp)
 
     def expected() -> dict[str, torch.Tensor]:
         job = build(EAGER)

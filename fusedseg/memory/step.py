@@ -82,6 +82,9 @@ def _step(trace, model, inputs, loss, targets, steps, autocast, device, fake) ->
     with saved, cast:
         trace.begin("forward")
         out = model(*inputs)
+        if autocast is not None:
+            # copies of weights that nobody keeps: its end, after the loss, would free them
+            torch.clear_autocast_cache()
         saved.add_attributes(out)
         trace.add_constants(saved.sizes)
         _note_saved(trace, saved.savers, out)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +14,22 @@ from torch.utils.checkpoint import checkpoint
 EAGER, AMP, CHECKPOINT = "eager", "amp", "checkpoint"
 # called with a model that nobody else uses; returns it converted, or another
 Convert = Callable[[nn.Module], nn.Module]
+# called with a block's forward, returns what runs in its place
+Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def checkpoint_blocks(model: nn.Module, limit: int = 4) -> list[str]:
+def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None = None) -> list[str]:
     """Checkpoints the model's blocks, in place: each keeps its inputs alone, and runs a second time in backward.
 
     A block is a module with children and at least one convolution or linear layer, but at most ``limit``, that lies in
     no other such module.  Returns the blocks' names, and leaves ``forward`` of each wrapped in
     ``torch.utils.checkpoint.checkpoint`` (``use_reentrant=False``).
+
+    Args:
+        model: any module.
+        limit: of a block's convolutions and linear layers.
+        within: decorates each block's forward, inside its checkpoint.  A scope around a checkpoint does not reach what
+            a block saves when it runs again: ``fusedseg.recompute()`` here does, and takes its time twice.
 
     BatchNorm in a block takes its running statistics from the batch twice, a known flaw of checkpoints.
 
@@ -36,7 +45,8 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4) -> list[str]:
             "or linear layers among its children"
         )
     for _, block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        forward = block.forward if within is None else within(block.forward)
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
     return [name for name, _ in blocks]
 
 

@@ -137,6 +137,23 @@ def test_checkpoints_change_no_gradient_and_keep_less(make):
         torch.testing.assert_close(q.grad, p.grad)
 
 
+def test_a_scope_within_the_checkpoints():
+    """Rebuilds what a block would save while it runs again."""
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    reports, grads = [], []
+    for net, within in zip(nets, (None, fusedseg.recompute()), strict=True):
+        checkpoint_blocks(net, within=within)
+        reports.append(profile(net, x))
+        net(x).square().mean().backward()
+        grads.append([p.grad for p in net.parameters()])
+    assert reports[1].saved == reports[0].saved
+    assert reports[1].peak < 0.8 * reports[0].peak
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_labels_are_read_back():
     for label in ("eager", "amp", "fusedseg+amp+checkpoint"):
         assert Strategy.parse(label, "fusedseg").label("fusedseg") == label
