@@ -81,8 +81,9 @@ class _Package(types.ModuleType):
 
         Whatever shares the output's memory with autograd keeps it from happening: a variable, a hook, another op's
         saved tensors, ``retain_graph=True``; and saved-tensor hooks, such as those of ``fusedseg.recompute()``, of a
-        checkpoint and of ``fusedseg.memory``, whose figures are therefore those without it.  A second backward over what was overwritten raises.  Do not use it where
-        the address of an output is known to a library that holds no tensor of it.
+        checkpoint and of ``fusedseg.memory``, whose figures are therefore those without it.  A second backward over
+        what was overwritten raises.  Do not use it where the address of an output is known to a library that holds no
+        tensor of it.
         """
         return _reuse.get()
 
