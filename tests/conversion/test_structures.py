@@ -42,9 +42,9 @@ def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(imag
 def test_blocks_of_fusedseg_are_seen_through(image):
     _, report = converted(lambda: UNet(3, 4, widths=(4, 8), plain=True), image, example_inputs=image)
     assert list(replaced(report).values()) == [
-        *["InPlaceABN(leaky_relu(0.01))"] * 2,
+        *["ConvABN2d(leaky_relu(0.01))"] * 2,
         "MaxPool2d",
-        *["InPlaceABN(leaky_relu(0.01))"] * 4,
+        *["ConvABN2d(leaky_relu(0.01))"] * 4,
     ]
     assert not report.skipped
 
