@@ -216,13 +216,13 @@ class Registry:
             # what lies in an argument's memory was made by another call, unless this one writes there
             if not plain(t) or (not changes and t.untyped_storage() is own):
                 return None
-            links.append(self._link(t, output))
+            link, at = self._link(t, output)
+            if link.steps and t.nbytes >= LARGER * output.nbytes:
+                # such as a pool of an activation: to keep it is less than what stands there while it is rebuilt
+                return None
+            links.append((link, at))
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
-            return None
-        pairs = zip(inputs, links, strict=True)
-        if any(link.steps and isinstance(t, Tensor) and t.nbytes >= LARGER * output.nbytes for t, (link, _) in pairs):
-            # such as a pool of an activation: to keep it is less than what stands there while it is rebuilt
             return None
         version, autocast = output._version + changes, Autocast.now(output.device.type)
         offer = Offer(Place.of(output), version, rebuild, overwrite, autocast, links)
@@ -235,7 +235,7 @@ class Registry:
 
     def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
         """What to save for ``t``, which is ``parameter`` in another dtype: the parameter is kept anyway."""
-        memory, at, whole = self._memory(t), Place.of(t), parameter.detach()
+        memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
         offer = memory.offer_of(at, t._version)
         if offer is None:
             links: list[tuple[_Input, Place]] = [(_Held(whole, 0), Place.of(whole))]
