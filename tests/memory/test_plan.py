@@ -150,7 +150,7 @@ def test_a_scope_within_the_checkpoints():
         grads.append([p.grad for p in net.parameters()])
     # copies of a few vectors
     assert reports[1].saved <= reports[0].saved + 8192
-    assert reports[1].peak < 0.8 * reports[0].peak
+    assert reports[1].peak < 0.9 * reports[0].peak
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
 
