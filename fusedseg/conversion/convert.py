@@ -30,7 +30,7 @@ def convert(
     * Norms followed by an activation module become one fused module: ``InPlaceABN`` and its like, which keep their
       output, where the activation can be inverted and only the norm reads the convolution before it;
       ``BatchNormAct`` and its like, which keep their input, elsewhere.  The activation module then passes on what it
-      gets; a PReLU lends its slope.  Max-pooling keeps one byte per element.
+      gets.  Max-pooling keeps one byte per element.
     * ``ConvABN2d`` or ``ConvABN3d`` in the report is a convolution with such a BatchNorm: the call of the convolution
       does the work of all three where one op pays, on a GPU and for one small fp32 volume on a CPU; elsewhere the norm
       is an ``InPlaceABN``, which keeps the same bytes.

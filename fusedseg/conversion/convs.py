@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn import InPlaceABN
+from ..nn import InPlaceABN, InPlaceABNSync
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
+from ..nn.convert_sync import SYNCHRONISED
 from ..nn.join_conv import arguments_of
 from ..ops import join_conv, joined
 from ..ops.convolution import looped
@@ -33,6 +34,10 @@ class NormOfConv(InPlaceABN):
             setattr(x, MARK, False)
             return x
         return super().forward(x, residual)
+
+
+# what ``convert_sync`` makes of it: the convolution then leaves the norm its work
+SYNCHRONISED[NormOfConv] = InPlaceABNSync
 
 
 def pays(x: Tensor) -> bool:

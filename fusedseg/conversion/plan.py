@@ -11,7 +11,7 @@ from torch import nn
 from .convs import LEAN, joins, lean
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, name_of, spec_of, twin_of
+from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, spec_of, twin_of
 
 T = TypeVar("T")
 CATS = ("cat", "concat")
@@ -203,7 +203,9 @@ class Planner:
         cat = ["cat()"] if fusion.conv in self._joined else []
         what = [*cat, *(type(module).__name__ for module in (*conv, fusion.norm))]
         what.append(listed(type(act).__name__ for act in fusion.acts))
-        to = name_of(fusion.twin) if fusion.conv is None else type(fusion.conv).__name__.replace("Conv", "ConvABN")
+        to = (
+            type(fusion.twin).__name__ if fusion.conv is None else type(fusion.conv).__name__.replace("Conv", "ConvABN")
+        )
         nbytes = _total(call.nbytes for call in flow.of(fusion.norm))
         return Row((*before, *acts), " + ".join(what), f"{to}({fusion.spec})", "", nbytes)
 

@@ -15,7 +15,7 @@ from fusedseg.conversion import convs
 from fusedseg.memory import measure
 from fusedseg.ops import joined, sources
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, reasons, replaced
+from tests.conversion.compare import assert_same, converted, replaced
 
 
 @pytest.fixture
@@ -278,55 +278,6 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
         warnings.simplefilter("ignore")
         assert_same(model, stock, image)
     assert not one_op
-
-
-# -- PReLU
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True), lambda c: nn.GroupNorm(2, c)]
-)
-@pytest.mark.parametrize("slopes", [1, 8])
-def test_prelu_keeps_its_slope(image, norm, slopes):
-    def make():
-        act = nn.PReLU(slopes)
-        nn.init.uniform_(act.weight, -0.5, 0.5)
-        return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), act)
-
-    model, report = converted(make, image, example_inputs=image)
-    assert [row.to.endswith("NormAct(prelu)") for row in report.replaced] == [True]
-    # the helper above compares objects and names; the module as its optimizer and checkpoints see it
-    state = {name: torch.rand_like(t) if t.is_floating_point() else t for name, t in model.state_dict().items()}
-    model.load_state_dict(state)
-    stock = fusedseg.revert(copy.deepcopy(model))
-    assert type(stock[2]) is nn.PReLU
-    for net in (model, stock):
-        net.train()
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        net.zero_grad()
-        net(image).square().mean().backward()
-        optimizer.step()
-    assert torch.allclose(model[2].weight, stock[2].weight, rtol=1e-12)
-    assert not torch.equal(model[2].weight, state["2.weight"])
-    model.zero_grad()
-    assert_same(pickle.loads(pickle.dumps(model)), model, image)
-
-
-def test_prelu_after_a_synchronised_norm(image):
-    model = networks.double_conv(3, 8, nn.PReLU()).double()
-    fusedseg.convert(model, example_inputs=image)
-    fusedseg.convert_sync(model)
-    assert isinstance(model[1], fusedseg.BatchNormActSync)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(model, fusedseg.revert(copy.deepcopy(model)), image)
-
-
-def test_one_norm_before_two_prelus_is_left(image):
-    norm = nn.BatchNorm2d(3)
-    make = lambda: nn.Sequential(nn.Conv2d(3, 3, 3), norm, nn.PReLU(), nn.Conv2d(3, 3, 3), norm, nn.PReLU())  # noqa: E731
-    _, report = converted(make, image)
-    assert "it is called several times" in reasons(report)["1"]
 
 
 def test_a_note_says_nothing_outside_of_the_scope():

@@ -63,8 +63,6 @@ def test_blocks_of_fusedseg_are_seen_through(image):
         (nn.Mish(inplace=True), "BatchNormAct(mish)"),
         (nn.Hardswish(), "BatchNormAct(hardswish)"),
         (nn.ReLU6(), "BatchNormAct(relu6)"),
-        (nn.PReLU(), "BatchNormAct(prelu)"),
-        (nn.PReLU(8), "BatchNormAct(prelu)"),
     ],
     ids=str,
 )
@@ -76,10 +74,11 @@ def test_activations(image, act, to):
 @pytest.mark.parametrize(
     ("act", "why"),
     [
+        (nn.PReLU(8), "followed by PReLU, whose slope is learned: a fused module would keep as much as the scope does"),
         (nn.Tanh(), "there is no fused norm with Tanh"),
         (nn.LeakyReLU(True), "the slope of its activation is True, no finite number"),
     ],
-    ids=["tanh", "slope True"],
+    ids=["prelu", "tanh", "slope True"],
 )
 def test_activations_that_are_left(image, act, why):
     _, report = converted(lambda: networks.double_conv(3, 8, act), image)
