@@ -208,9 +208,6 @@ def _option(
         return seen[n].total
 
     found = largest(total, usable) if batch is None else batch
-    if not found and not seen:
-        # what runs with a batch of two alone
-        total(2)
     at = found or min(seen)
     fits = total(at) <= usable
     of = seen[at]
@@ -223,16 +220,12 @@ def largest(total: Callable[[int], int], usable: int) -> int:
 
     Totals grow with the batch, on nearly a straight line, along which the next guess lies.
     """
-    fits, first = 0, None
-    # BatchNorm refuses a batch of one where a single value is left in a channel
-    with suppress(ValueError):
-        first = total(1)
-    if first is not None and first > usable:
-        return 0
-    fits = 1 if first is not None else 0
     low, high = 2, 4
     if total(low) > usable:
-        return fits
+        # BatchNorm refuses a batch of one where a single value is left in a channel
+        with suppress(ValueError):
+            return int(total(1) <= usable)
+        return 0
     fits, fails = low, LARGEST + 1
     known = {low: total(low), high: total(high)}
     while fails - fits > 1:
