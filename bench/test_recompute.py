@@ -1,5 +1,6 @@
 """One training step of a network of stock modules with ReLU: as it is, under ``fusedseg.recompute()`` (ours), with its
-blocks checkpointed, and compiled.  Nothing but the treatment differs."""
+blocks checkpointed, and compiled.  Nothing but the treatment differs; in the cases named so, ours has the exact twins
+of norm and ReLU instead of the stock pair."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -63,6 +64,20 @@ def checkpointed(net: nn.Module) -> nn.Module:
     return net
 
 
+def twins(net: nn.Module) -> nn.Module:
+    """Every pair of a BatchNorm and a ReLU as one module, with the same parameters."""
+    pairs = [
+        (parent, name, child)
+        for parent in net.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Sequential) and len(child) == 2 and isinstance(child[1], nn.ReLU)
+    ]
+    for parent, name, (norm, _) in pairs:
+        setattr(parent, name, fusedseg.BatchNormAct.from_norm(norm, "relu"))
+    assert pairs
+    return net
+
+
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": as_it_is,
     "checkpoint": checkpointed,
@@ -92,12 +107,16 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     # Inductor takes minutes for some networks on a CPU
     compile: bool = True
+    twins: bool = False
 
     def contenders(self) -> list[str]:
+        if self.twins:
+            return ["eager", "ours"]
         return [name for name in CONTENDERS if self.compile or name not in ("compiled", "aggressive")]
 
     def __str__(self) -> str:
-        return f"{self.title}, {'x'.join(map(str, self.shape))} {self.dtype}"
+        title = f"{self.title} of twins" if self.twins else self.title
+        return f"{title}, {'x'.join(map(str, self.shape))} {self.dtype}"
 
 
 UNET = partial(UNet, num_classes=CLASSES, plain=True)
@@ -106,12 +125,21 @@ SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
 CASES = {
     "cpu": [
         Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2), "widths": (32, 64, 128)}, (2, 3, 128, 128)),
+        Case(
+            "U-Net",
+            UNET,
+            {"in_channels": 3, "norm_act": relu(2), "widths": (32, 64, 128)},
+            (2, 3, 128, 128),
+            twins=True,
+        ),
         Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), compile=False),
+        Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), twins=True),
         Case("ResNet-18", Segments, {"width": 32}, (4, 3, 128, 128), compile=False),
     ],
     "cuda": [
         Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512), "amp"),
         Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512)),
+        Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512), twins=True),
         Case("3D small", UNET3D, {}, (2, 1, 320, 150, 26), "amp"),
         Case("ResNet-18", Segments, {"width": 64}, (128, 3, 224, 224), "amp"),
     ],
@@ -134,6 +162,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     def build(name: str) -> NetJob:
         net = case.make(**case.options)
         net.load_state_dict(state)
+        net = twins(net) if case.twins and name == "ours" else net
         return NetJob(CONTENDERS[name](net.to(device)), x, target, case.dtype == "amp")
 
     def expected() -> dict[str, Tensor]:
