@@ -16,8 +16,10 @@ With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.
 and for a group of channels dx = rstd * (weight * g - t1 / m - xhat * t2 / m), where t1 and t2 are the sums of
 weight * s1 and weight * s2 over it.
 
-Launches are those of the forward: sums, then what is made of them, or both at once where a slab fits on chip.  The sums
-are left per channel, and may be changed before they are used (``sums``), as statistics may.
+Launches are those of the forward: sums, then what is made of them, or both at once where a slab fits on chip.  In two
+launches a residual is read in either, and g written in the second; but of the input, x and g are enough for dx, so that
+g is written in the first, and read in the second in the dtype of dresidual.  The sums are left per channel, and may be
+changed before they are used (``sums``), as statistics may.
 """
 
 import torch
@@ -110,6 +112,8 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         s2 += g * xhat
         if dx_ptr is not None:
             store_grads(dx_ptr, dresidual_ptr, offs, mask, g * scale, g)
+        elif dresidual_ptr is not None:
+            tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
     U = I * C
     tl.store(partial_ptr + split * U + u, channel_sum(s1, "batch", ROWS), mask=valid)
     tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
@@ -196,7 +200,7 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
                       dx=None, dresidual=None):  # fmt: skip
     """Sums of g and g * xhat per channel, (2, parts, I C); the arguments are those below.
 
-    ``dx`` (and ``dresidual``) given: written as running statistics have them.
+    ``dx`` given: written as running statistics have it.  ``dresidual`` given: written.
     """
     layout = Layout(*layout)
     I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
@@ -245,7 +249,14 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         )  # fmt: skip
     else:
         if sums is None:
-            sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual)
+            args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
+            if mean is not None and dresidual is not None:
+                # g is written with the sums, and read again in place of dz and the residual: one pass less
+                sums = norm_act_bwd_sums(*args, dresidual=dresidual)
+                tensors = saved, dresidual, None, dx, None
+                constants["ACT"] = "identity"
+            else:
+                sums = norm_act_bwd_sums(*args)
         partial = merged(sums, layout, weight)
         partials = partial.shape[1]
         blocks = split_blocks(layout, saved.dtype, saved.device)

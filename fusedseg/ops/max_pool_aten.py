@@ -264,7 +264,8 @@ def pick(ddx: Tensor, codes: Tensor, pool: Pool) -> Tensor:
 
 def _by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: Pool) -> None:
     best, code = x, None
-    for axis in range(x.dim() - 1, 1, -1):
+    # without codes in any order: the last one, whose positions are scattered, when there is least of it
+    for axis in range(x.dim() - 1, 1, -1) if codes is not None else range(2, x.dim()):
         best, code = _pool_axis(best, code, axis, z.shape[axis], pool, codes is not None)
     z.copy_(best)
     if codes is not None and code is not None:

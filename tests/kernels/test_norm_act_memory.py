@@ -156,6 +156,7 @@ def test_statistics_of_samples_that_fit_on_chip(shape, groups, rows, record_prop
     assert_passes(step.passes, [2, 3])
     assert_passes(StepOfSamples(shape, rows, groups, every, "input").passes, [2, 3, 2])
     assert_passes(StepOfSamples(shape, rows, groups, every, residual=True).passes, [3, 5])
+    assert_passes(StepOfSamples(shape, rows, groups, every, "input", residual=True).passes, [3, 5, 3])
 
 
 @by_layout
@@ -165,8 +166,10 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     record_property("passes", step.passes)
     assert_passes(step.passes, [3, 5])
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input").passes, [3, 5, 2])
-    # read in both passes of backward, and its gradient written
+    # of the output: read in both passes of backward, since xhat needs it, and its gradient written
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
+    # of the input: read once, and its gradient, written in the first pass, stands for it and dz in the second
+    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input", residual=True).passes, [4, 7, 3])
 
 
 # bf16, over 2**31 elements each; what a program does is kept small by there being many channels
