@@ -302,6 +302,24 @@ def test_a_source_that_is_overwritten_inside_is_copied_first(x):
     assert_same(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [fusedseg.InPlaceABN, fusedseg.InPlaceInstanceNormAct, lambda channels: fusedseg.InPlaceGroupNormAct(2, channels)],
+    ids=["batch", "instance", "group"],
+)
+def test_a_source_that_a_module_of_ours_overwrites_is_copied_first(make, x):
+    """Whatever it overwrites it with: a kernel is no function that the scope could see."""
+    up, last, norm = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1), make(4)
+
+    def fn(x):
+        raw = up(x)
+        out = last(torch.cat([raw, F.relu(raw)], dim=1))
+        return out.sum() + norm(raw).square().sum()
+
+    params = [*up.parameters(), *last.parameters()]
+    assert_same(*[torch.autograd.grad(run(x), params) for run in (fn, recompute()(fn))])
+
+
 def test_a_source_that_is_overwritten_outside_raises(x):
     up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
     with recompute():

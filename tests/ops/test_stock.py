@@ -1,5 +1,6 @@
 """Function by function: what is left of the saved bytes between two convolutions, and that gradients do not change."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -112,6 +113,56 @@ def test_running_statistics_move_once(norm, x):
         state.append([buffer.clone() for buffer in norm.buffers()])
     for got, expected in zip(*state, strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("frozen", ["norm", "first convolution", "weight", "both"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_norms_of_which_part_is_frozen(kind, frozen, x):
+    """What the norm saves then is another selection of its parameters and statistics, or nothing."""
+    first, last = convs(8, 8, 8)
+    norm = kind(8, affine=True)
+    norm.requires_grad_(frozen not in ("norm", "both"))
+    norm.weight.requires_grad_(frozen == "first convolution")
+    first.requires_grad_(frozen not in ("first convolution", "both"))
+    wanted = [p for part in (first, norm, last) for p in part.parameters() if p.requires_grad]
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    results = []
+    for scope in (nullcontext(), recompute()):
+        with scope:
+            out = last(F.relu(norm(first(x))))
+        results.append(torch.autograd.grad(out.square().mean(), wanted))
+    assert all(torch.equal(ours, stock) for ours, stock in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("parameters", ["as x", "fp32", "none"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_norms_of_other_precisions(kind, parameters, dtype, x):
+    """Statistics that are rounded themselves are not what the output was computed from."""
+    first, last = (conv.to(dtype) for conv in convs(8, 8, 8))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    norm = kind(8, affine=parameters != "none", dtype=wide if parameters == "fp32" else dtype)
+    results = []
+    for scope in (nullcontext(), recompute()):
+        with scope:
+            out = last(F.relu_(norm(first(x.to(dtype) * 3 + 1))))
+        results.append([out, *torch.autograd.grad(out.double().square().mean(), [first.weight, last.weight])])
+    assert all(torch.equal(ours, stock) for ours, stock in zip(*results, strict=True))
+
+
+def test_a_norm_whose_weight_changes_before_backward(x):
+    """As an optimizer changes it; the norm's own backward needs no weight where only what comes after is trained."""
+    first, last = convs(8, 8, 8)
+    norm = nn.BatchNorm2d(8).requires_grad_(False)
+    first.requires_grad_(False)
+    results = []
+    for scope in (nullcontext(), recompute()):
+        nn.init.ones_(norm.weight)
+        with scope:
+            out = last(F.relu(norm(first(x)) * last.weight.mean()))
+        norm.weight.mul_(2)
+        results.append(torch.autograd.grad(out.square().mean(), [last.weight]))
+    assert torch.equal(*(found for (found,) in results))
 
 
 def normed(t):

@@ -1,0 +1,80 @@
+"""What tests of norm_act share: the activations, and a call of the stock functions beside one of ours."""
+
+import torch
+from torch.nn import functional as F
+
+from fusedseg.functional import norm_act
+from tests.tools.tensors import channels_last
+
+# name: activation, activation_param, the stock function; prelu's slopes are those of 3 channels
+SLOPES = (0.25, -0.1, 1.5)
+ACTIVATIONS = {
+    "relu": ("relu", None, F.relu),
+    "leaky_relu": ("leaky_relu", 0.2, lambda y: F.leaky_relu(y, 0.2)),
+    "leaky_relu-negative": ("leaky_relu", -0.2, lambda y: F.leaky_relu(y, -0.2)),
+    "elu": ("elu", 1.3, lambda y: F.elu(y, 1.3)),
+    "silu": ("silu", None, F.silu),
+    "gelu": ("gelu", None, F.gelu),
+    "gelu-tanh": ("gelu", "tanh", lambda y: F.gelu(y, approximate="tanh")),
+    "mish": ("mish", None, F.mish),
+    "hardswish": ("hardswish", None, F.hardswish),
+    "relu6": ("relu6", None, F.relu6),
+    "prelu": ("prelu", None, None),
+    "prelu-shared": ("prelu", None, None),
+    "identity": ("identity", None, lambda y: y),
+}
+NORMS = ("batch", "instance", "group")
+GROUPS = 3
+
+
+def slope_of(name, x):
+    if not name.startswith("prelu"):
+        return None
+    slopes = SLOPES[:1] if name == "prelu-shared" else SLOPES * (x.shape[1] // 3)
+    return torch.tensor(slopes, dtype=x.dtype, device=x.device)
+
+
+def stock_norm(norm, x, running, weight, bias, training, eps=1e-5):
+    if norm == "batch":
+        return F.batch_norm(x, *running, weight, bias, training, 0.1, eps)
+    if norm == "instance":
+        return F.instance_norm(x, *running, weight, bias, training, 0.1, eps)
+    return F.group_norm(x, GROUPS, weight, bias, eps)
+
+
+def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
+    """(output, gradients of all that is given, running statistics after it) of the stock functions and of ours."""
+    activation, param, stock = ACTIVATIONS[name]
+    running = [torch.linspace(s, 1.2, x.shape[1], dtype=x.dtype, device=x.device) for s in (-0.5, 0.5)]
+    gradient = torch.randn_like(x)
+    for fused in (False, True):
+        dz = gradient
+        given = [x, weight, bias, residual, slope_of(name, x)]
+        leaves = [None if t is None else t.clone().requires_grad_() for t in given]
+        xs, w, b, r, slope = leaves
+        buffers = (None, None) if norm == "group" else [v.clone() for v in running]
+        if fused:
+            options = {"norm": norm, "num_groups": GROUPS if norm == "group" else None, "residual": r, "slope": slope}
+            z = norm_act(xs, *buffers, w, b, training, 0.1, eps, activation, param, **options)
+        else:
+            y = stock_norm(norm, xs, buffers, w, b, training, eps)
+            y = y if r is None else y + r
+            z = stock(y) if slope is None else F.prelu(y, slope)
+            # the stock instance norm of one sample, which copies x, takes a gradient of channels_last for another
+            dz = dz.contiguous() if norm == "instance" else dz
+        grads = torch.autograd.grad(z, [t for t in leaves if t is not None], dz)
+        yield z, *grads, *(v for v in buffers if v is not None)
+
+
+def inputs(shape=(3, 6, 8, 8), dtype=torch.float32, fmt="contiguous", residual=True, device="cpu"):
+    x = torch.randn(shape, dtype=dtype, device=device) * 2 + 0.5
+    x = channels_last(x) if fmt == "channels_last" else x
+    C = shape[1]
+    # of both signs, and zero
+    weight = torch.linspace(-1, 1.5, C, dtype=dtype, device=device)
+    return (
+        x,
+        weight,
+        torch.linspace(-0.5, 0.5, C, dtype=dtype, device=device),
+        torch.randn_like(x) if residual else None,
+    )

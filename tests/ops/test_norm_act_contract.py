@@ -1,0 +1,182 @@
+"""What norm_act keeps and holds, what it leaves alone, and what the framework asks of an op."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedseg.functional import norm_act
+from fusedseg.memory import LiveBytes, SavedBytes, measure
+from fusedseg.ops import norm_act as op
+from fusedseg.ops import norm_act_aten
+from fusedseg.ops.recompute import recompute
+from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, inputs, slope_of
+from tests.tools.tensors import channels_last
+
+
+def saved_by(f):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        z = f()
+    return z, {t.data_ptr() for t in saved if t.numel() > 100}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_keeps_the_input_and_the_residual_alone(norm):
+    x, weight, bias, residual = (t.requires_grad_() for t in inputs())
+    groups = GROUPS if norm == "group" else None
+    for activation, extra in (("relu", {residual.data_ptr()}), ("identity", set())):
+        call = lambda: norm_act(x, None, None, weight, bias, True, activation=activation, norm=norm,  # noqa: B023, E731
+                                num_groups=groups, residual=residual)  # fmt: skip
+        _, kept = saved_by(call)
+        assert kept == {x.data_ptr()} | extra
+
+
+def test_saved_bytes_of_a_network():
+    """Without the scope a following convolution keeps the output too: as many bytes as the stock modules."""
+    x = torch.randn(2, 4, 16, 16)
+    stock = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1))
+
+    class Ours(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.b(norm_act(self.a(x), None, None, training=True, activation="relu"))
+
+    # statistics: two values a channel; stock has the parameters of its norm besides
+    assert measure(Ours(), x).saved <= measure(stock, x).saved + 2 * 4 * 4
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("shape", [(2, 64, 32, 64), (1, 64, 64, 64)], ids=["samples", "one sample"])
+def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
+    """Parts are small: here a sixteenth of the tensor, of which three or four are alive."""
+    x = torch.randn(shape, requires_grad=True)
+    z = norm_act(x, None, None, training=True, activation="silu", norm=norm, num_groups=32 if norm == "group" else None)
+    dz = torch.randn_like(z)
+    monkeypatch.setattr(norm_act_aten, "WHOLE_BYTES", x.nbytes - 1)
+    monkeypatch.setattr(norm_act_aten, "PART_BYTES", x.nbytes // 16)
+    with LiveBytes() as live:
+        torch.autograd.grad(z, x, dz)
+    assert live.peak <= 1.6 * x.nbytes
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradient_shared_with_another_branch_is_not_written(norm):
+    groups = GROUPS if norm == "group" else None
+    for name, (activation, param, _) in ACTIVATIONS.items():
+        x, _, _, residual = (None if t is None else t.requires_grad_() for t in inputs())
+        other = torch.randn_like(x, requires_grad=True)
+        dz = torch.randn_like(x)
+        before = dz.clone()
+        z = norm_act(x, None, None, training=True, activation=activation, activation_param=param, norm=norm,
+                     num_groups=groups, residual=residual, slope=slope_of(name, x))  # fmt: skip
+        # the addition hands the very same gradient tensor to both
+        (z + other).backward(dz)
+        assert torch.equal(dz, before)
+        assert torch.equal(other.grad, before)
+
+
+def test_expanded_gradient_and_other_strides():
+    base = torch.randn(4, 3, 5, 2, dtype=torch.float64)
+    residual = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    for r in (None, residual, channels_last(residual)):
+        grads = []
+        for fused in (False, True):
+            leaf = base.clone().requires_grad_()
+            x = leaf.permute(3, 1, 0, 2)
+            if fused:
+                z = norm_act(x, None, None, training=True, activation="silu", residual=r)
+                assert z.is_contiguous()
+            else:
+                y = F.batch_norm(x, None, None, training=True)
+                z = F.silu(y if r is None else y + r)
+            grads.append((z, *torch.autograd.grad(z.sum(), leaf)))
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_empty_batch(norm):
+    x, weight, bias, residual = (t.requires_grad_() for t in inputs((0, 6, 4, 4)))
+    slope = torch.ones(1, requires_grad=True)
+    z = norm_act(x, None, None, weight, bias, True, activation="prelu", norm=norm, residual=residual, slope=slope,
+                 num_groups=GROUPS if norm == "group" else None)  # fmt: skip
+    grads = torch.autograd.grad(z.sum(), (x, weight, bias, residual, slope))
+    assert [tuple(g.shape) for g in grads] == [(0, 6, 4, 4), (6,), (6,), (0, 6, 4, 4), (1,)]
+    assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+def test_opcheck(norm, fmt):
+    x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, fmt))
+    slope = torch.full((3,), 0.2, dtype=x.dtype, requires_grad=True)
+    running = (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
+    groups = 1 if norm == "group" else 0
+    constants = (norm, groups, 1e-5)
+    check = lambda *args: torch.library.opcheck(op.norm_act_op, args)  # noqa: E731
+    check(x, weight, bias, residual, slope, None, None, *constants, "prelu", 0.25)
+    if norm == "batch":
+        check(x, None, None, residual, None, *running, *constants, "identity", 0.0)
+
+
+def test_double_backward():
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    functional_op = lambda x: op.norm_act_op(x, *(None,) * 6, "batch", 0, 1e-5, "silu", 0.0)[0]  # noqa: E731
+    for f in (lambda x: norm_act(x, None, None, training=True, activation="silu"), functional_op):
+        (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        assert torch.isfinite(dx).all()
+        with pytest.raises(RuntimeError, match=r"fusedseg.norm_act: double backward is not supported"):
+            dx.sum().backward()
+
+
+def test_backward_twice_and_between_other_calls():
+    """The running statistics of an eval call may move before its backward comes."""
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    running = torch.zeros(3), torch.ones(3)
+    loss = norm_act(x, *running, activation="relu").square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    norm_act(x + 3, *running, training=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+def test_input_modified_by_the_user_raises():
+    x = torch.randn(2, 3, 4, 5, requires_grad=True) * 1
+    z = norm_act(x, None, None, training=True)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
+    """One tensor for each convolution; gradients to the last bit."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, dtype=dtype) for _ in range(4))
+
+        def forward(self, x):
+            for conv, norm in zip(self.convs, ("batch", "instance", "group", "batch"), strict=True):
+                residual = None if x.requires_grad is False else x
+                x = norm_act(conv(x), None, None, training=True, activation="relu", norm=norm, residual=residual,
+                             num_groups=2 if norm == "group" else None)  # fmt: skip
+            return x
+
+    net, x = Net(), torch.randn(2, 4, 16, 16, dtype=dtype)
+    results = []
+    for scope in (contextlib.nullcontext(), recompute()):
+        with SavedBytes(net.parameters()) as saved, scope:
+            z = net(x)
+        results.append((saved.nbytes, torch.autograd.grad(z.square().mean(), list(net.parameters()))))
+    (without, expected), (within, found) = results
+    assert all(map(torch.equal, found, expected))
+    # the input, a tensor for each convolution, and the statistics; without the scope, the outputs but the last
+    assert within <= 5 * x.nbytes + 1024
+    assert without >= 8 * x.nbytes

@@ -1,0 +1,77 @@
+"""norm_act on Triton's kernels beside the stock functions."""
+
+import pytest
+import torch
+
+import fusedseg
+from fusedseg.activation import Activation
+from fusedseg.functional import norm_act
+from fusedseg.ops import norm_act as op
+from tests import reference
+from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+
+@pytest.fixture
+def triton(monkeypatch, device):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+def test_on_triton(norm, name, fmt, device):
+    """In float64, to a few roundings; the slope of prelu is aten's."""
+    for training, residual, affine in ((True, True, True), (False, False, True), (True, False, False)):
+        x, weight, bias, r = inputs((2, 6, 4, 5), torch.float64, fmt, residual, device)
+        parameters = (weight, bias) if affine else (None, None)
+        stock, ours = both(norm, name, x, *parameters, r, training=training)
+        assert ours[0].stride() == x.stride()
+        for expected, found in zip(stock, ours, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_accuracy_on_triton(norm, dtype, device):
+    """With any weight, zero too: xhat comes from x, and nothing is rounded on the way but what is stored."""
+    x, dz = torch.randn(2, 3, 6, 9, 8, dtype=torch.float64) * 2
+    x, dz = x.to(dtype), (dz + x / 4).to(dtype)
+    weight = torch.tensor([1.0, -1.0, 0.05, 1e-4, 0.0, 2.0], requires_grad=True, device=device)
+    bias = torch.tensor([0.5, 3.0, -3.0, 0.5, 0.5, 0.0], requires_grad=True, device=device)
+    leaf = x.to(device).requires_grad_()
+    groups = {"batch": None, "instance": 6, "group": GROUPS}[norm]
+    z = norm_act(leaf, None, None, weight, bias, True, activation="silu", norm=norm,
+                 num_groups=GROUPS if norm == "group" else None)  # fmt: skip
+    grads = torch.autograd.grad(z, (leaf, weight, bias), dz.to(device))
+    settings = {"activation": "silu", "param": 0.0, "groups": groups}
+    expected = reference.norm_act(x, weight.cpu(), bias.cpu(), **settings)
+    assert relative_error(z, expected.out) <= FORWARD_TOLERANCE[dtype]
+    exact = reference.gradients(dz, x, weight.cpu(), bias.cpu(), **settings)
+    for found, value in zip(grads, exact, strict=False):
+        assert relative_error(found, value) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("norm", NORMS)
+def test_rebuilt_on_triton(norm, device):
+    """A recipe gives the bits of the forward pass."""
+    for training in (True, False):
+        if norm == "group" and not training:
+            continue
+        x, weight, bias, residual = inputs((2, 6, 9, 7), torch.float32, device=device)
+        buffers = (None, None) if norm == "group" else (bias.clone(), bias + 1)
+        settings = op.Settings(op.Norm(norm, GROUPS), training, 0.1, 1e-5, Activation("silu", 0.0))
+        settings = settings if training else settings._replace(norm=op.Norm("batch"))
+        z, stats = op.forward(x, weight, bias, *buffers, residual, None, settings)
+        again = op.rebuild(x, weight, bias, residual, None, stats, settings)
+        assert torch.equal(again, z)
+
+
+@pytest.mark.usefixtures("triton")
+def test_opcheck_on_triton(device):
+    x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
+    torch.library.opcheck(op.norm_act_op, (x, weight, bias, residual, *(None,) * 3, "instance", 0, 1e-5, "relu", 0.0))
