@@ -16,6 +16,7 @@ from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
 from .ops.kept import find
+from .ops.norm_act_check import check as _check_norm_act
 from .ops.sources import Interpolated, Source, padded, parse_sources
 
 __all__ = [
@@ -212,7 +213,7 @@ def norm_act(
     own = training or norm == "group"
     residual = _norm_act.autocast_residual(x, residual)
     settings = _norm_act.Settings(_norm_act.Norm(norm, num_groups or 0), own, momentum, eps, act)
-    _norm_act.check(op, x, weight, bias, running_mean, running_var, residual, slope, settings)
+    _check_norm_act(op, x, weight, bias, running_mean, running_var, residual, slope, settings)
     return _norm_act.norm_act(x, weight, bias, residual, slope, running_mean, running_var, settings)
 
 

@@ -11,6 +11,7 @@ from ..activation import Activation, parse_activation
 from ..ops import norm_act as op
 from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
+from ..ops.norm_act_check import check
 from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .batch_statistics import BatchStatistics
@@ -71,7 +72,7 @@ class _NormAct(Unscriptable, nn.Module):
     ) -> Tensor:
         self._check_shape(x, channels)
         residual = op.autocast_residual(x, residual)
-        op.check(f"fusedseg.{type(self).__name__}", x, self.weight, self.bias, *running, residual, self.slope, settings)
+        check(f"fusedseg.{type(self).__name__}", x, self.weight, self.bias, *running, residual, self.slope, settings)
         return op.norm_act(x, self.weight, self.bias, residual, self.slope, *running, settings)
 
     def extra_repr(self) -> str:

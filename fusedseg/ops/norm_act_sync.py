@@ -15,6 +15,7 @@ from .double_backward import differentiated_once
 from .layout import dense, layout_of
 from .norm_act import Settings, stats_dtype, wanted
 from .norm_act_aten import Norm, Statistics
+from .norm_act_check import check_activation
 from .sync import Joint, exchange, joint_moments, move_running
 
 OP = "fusedseg.norm_act_sync"
@@ -161,7 +162,7 @@ def check(
     check_input(OP, x)
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     check_parameters(OP, vectors, x.shape[1], x.dtype, x.device)
-    norm_act.check_activation(OP, x, residual, slope, act)
+    check_activation(OP, x, residual, slope, act)
 
 
 def norm_act_sync(
