@@ -29,7 +29,8 @@ def test_package(name):
     report = fusedseg.convert(model, example_inputs=x)
     assert list(model.state_dict()) == keys
     assert all(ours is stock for ours, stock in zip(model.parameters(), parameters, strict=True))
-    fused = [row for row in report.replaced if " + " in row.what]
+    fused = [row for row in report.replaced if "Norm" in row.what]
+    joins, pools = (sum(row.what.startswith(name) for row in report.replaced) for name in ("cat()", "MaxPool"))
     others = [row for row in (*report.recomputed, *report.skipped) if "Norm" in row.what and row.why]
     assert (len(fused), len(others)) == (network.after_activation, network.others)
     assert not report.skipped
@@ -38,7 +39,7 @@ def test_package(name):
     value, gradient = (max(getattr(v, part).size for v in found) for part in ("value", "gradient"))
     print(
         f"\n{name}, {'x'.join(map(str, network.shape))}: {len(fused)} + {len(others)} norms, "
-        f"{len(report.replaced) - len(fused)} pools; fp32 difference {value:.1g}, {gradient:.1g}; "
+        f"{joins} joins, {pools} pools; fp32 difference {value:.1g}, {gradient:.1g}; "
         f"saved {report.before.saved / 2**20:.1f} -> {report.after.saved / 2**20:.1f} MiB ({saved:.2f}), "
         f"peak {report.before.peak / 2**20:.1f} -> {report.after.peak / 2**20:.1f} MiB ({peak:.2f})"
     )
