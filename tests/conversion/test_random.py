@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import fusedseg
+from fusedseg.conversion import convs
+from fusedseg.ops import sources
 from tests.conversion.compare import assert_same
 from tests.conversion.networks import Random
 
@@ -13,7 +15,11 @@ QUICK = 30
 
 
 @pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(s, marks=pytest.mark.slow) for s in range(QUICK, 200))])
-def test_random_network(seed):
+def test_random_network(seed, monkeypatch):
+    if seed % 2:
+        # as if one op paid everywhere, and concatenations were large
+        monkeypatch.setattr(convs, "pays", lambda x: True)
+        monkeypatch.setattr(sources, "FORMED_BYTES", 0)
     torch.manual_seed(seed)
     stock = Random(seed).double()
     x = torch.randn(2, 3, 9, 10, dtype=torch.float64)
