@@ -11,7 +11,7 @@ from . import scope
 from .flow import Flow
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
-from .plan import Plan, Planner
+from .plan import Plan, Planner, is_lazy
 from .report import ConversionReport, Row
 from .revert import revert
 from .trace import trace
@@ -45,7 +45,8 @@ def convert(
     it anew.  An exception leaves it as it was.
 
     Which calls follow each other is observed in one forward on the example, in training and in eval mode, on tensors
-    without values where the model allows it; without an example it is traced by ``torch.fx``.  A model that ``fx``
+    without values where the model allows it; without an example, or with lazy modules that have not run yet, it is
+    traced by ``torch.fx``.  A model that ``fx``
     cannot trace gets the scope alone, and the report says why.
 
     Args:
@@ -70,6 +71,9 @@ def convert(
         raise ValueError(f"{OP}: mode must be one of {', '.join(MODES)}, got {mode!r}")
     parse_invertible(OP, "leaky_relu", slope)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
+    if any(is_lazy(module) for module in model.modules()):
+        # to run it would make its parameters for good
+        inputs = None
     if isinstance(model, torch.jit.ScriptModule):
         why = "it is scripted: convert the model before torch.jit.script"
         return ConversionReport(

@@ -52,7 +52,9 @@ def kind_of(name: str, module: nn.Module | None) -> str:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module counts as one call, whatever happens inside it."""
-    return type(module).__module__.startswith(LEAVES) and type(module) not in CONTAINERS
+    home = type(module).__module__
+    # DataParallel and its like wrap a model
+    return home.startswith(LEAVES) and not home.startswith("torch.nn.parallel.") and type(module) not in CONTAINERS
 
 
 @dataclass(eq=False)

@@ -222,11 +222,16 @@ class Planner:
         return Row(paths, call.title, "", why, call.nbytes if call.kind in ("activation", "join") else None)
 
 
+def is_lazy(module: nn.Module) -> bool:
+    """Whether its parameters are to be made by its first call."""
+    return isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params()
+
+
 def _not_understood(module: nn.Module) -> str:
     """Why a module that looks like a norm is none that can be replaced; "" for other modules."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted: convert the model before torch.jit.script"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+    if is_lazy(module):
         return "it is lazy and has no parameters yet: run the model once, then convert it"
     if type(module) is nn.SyncBatchNorm:
         return "its statistics are those of several processes: convert BatchNorms, then call fusedseg.convert_sync"

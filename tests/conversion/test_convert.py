@@ -231,15 +231,16 @@ def test_what_a_hook_of_the_convolution_keeps_is_not_overwritten(image):
     assert replaced(converted(make, image)[1]) == {"1": "BatchNormAct(leaky_relu(0.01))"}
 
 
+@pytest.mark.parametrize(("act", "name"), [(nn.ReLU(), "relu"), (nn.LeakyReLU(), "leaky_relu(0.01)")], ids=str)
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, torch.nn.utils.spectral_norm], ids=["new", "old"])
-def test_spectral_norm_of_the_convolution(image, norm):
+def test_spectral_norm_of_the_convolution(image, norm, act, name):
     def make():
-        model = networks.double_conv(3, 8)
+        model = networks.double_conv(3, 8, act)
         norm(model[0])
         return model
 
     model, report = converted(make, image, example_inputs=image)
-    assert replaced(report) == {"1": "BatchNormAct(relu)"}
+    assert replaced(report) == {"1": f"BatchNormAct({name})"}
     assert type(model[0].weight) in (nn.Parameter, torch.Tensor)
 
 
@@ -295,13 +296,21 @@ def test_synchronised_norms_are_left():
     assert reasons(report)["1"].startswith("its statistics are those of several processes: convert BatchNorms, then")
 
 
-def test_lazy_modules_are_left_until_they_have_run():
-    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU())
-    report = fusedseg.convert(model)
+@pytest.mark.parametrize("example", [None, torch.randn(2, 3, 8, 8)], ids=["traced", "example"])
+def test_lazy_modules_are_left_until_they_have_run(example):
+    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.LazyConv2d(4, 3), nn.BatchNorm2d(4))
+    report = fusedseg.convert(model, example_inputs=example)
     assert "lazy" in reasons(report)["1"]
     assert "lazy" in reasons(report)["0"]
+    assert all(nn.parameter.is_lazy(p) for p in (*model[0].parameters(), *model[1].parameters()))
     model(torch.randn(2, 3, 8, 8))
-    assert replaced(fusedseg.convert(model)) == {"1": "BatchNormAct(relu)"}
+    assert replaced(fusedseg.convert(model, example_inputs=example)) == {"1": "BatchNormAct(relu)"}
+
+
+def test_wrappers_are_seen_through(image):
+    make = lambda: nn.DataParallel(networks.double_conv(3, 8))  # noqa: E731
+    _, report = converted(make, image, example_inputs=image)
+    assert replaced(report) == {"module.1": "BatchNormAct(relu)"}
 
 
 def test_quantised_modules_are_left():
