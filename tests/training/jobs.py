@@ -62,6 +62,21 @@ def sync_step(rank, world, name, sizes, spatial, channels_last, residual, option
     return step(made, x.split(sizes)[rank], dz.split(sizes)[rank], residual, run)
 
 
+def sync_and_stock(rank, world, name, sizes, spatial):
+    """Ours and ``nn.SyncBatchNorm`` on a GPU: the result, gradients and buffers of each, on the CPU."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    x, dz = (t.split(sizes)[rank].to(device) for t in joint(sizes, spatial))
+    made = module(name).to(device)
+    stock = nn.Sequential(nn.SyncBatchNorm(CHANNELS).double(), nn.LeakyReLU(0.01)).to(device)
+    stock[0].load_state_dict(made.state_dict())
+    found = []
+    for net in (fusedseg.convert_sync(made), stock):
+        of = step(net, x, dz)
+        tensors = [*of["of_batch"].values(), *of["grads"].values(), *of["buffers"].values()]
+        found.append([t.cpu() for t in tensors])
+    return found
+
+
 def small_net(dtype=torch.float64):
     torch.manual_seed(3)
     net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2)
