@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
 from . import max_pool_aten, recipe, unfused
-from .check import check_dtype
+from .check import check_dtype, check_transforms
 from .convolution import FORMATS, per_dimension
 from .layout import dense
 from .max_pool_aten import Pool
@@ -305,6 +305,7 @@ def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
             f"{op}: x must have shape (N, C, *spatial) or (C, *spatial) with {dims} spatial dimensions, "
             f"got {tuple(x.shape)}"
         )
+    check_transforms(op)
     batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
     check(op, batch, pool)
     z = max_pool(batch, pool)

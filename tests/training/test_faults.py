@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -15,18 +16,28 @@ from fusedseg.ops import conv_abn as conv_abn_op
 SLOPE = 0.01
 
 
-def pair(channels=3, dtype=torch.float64):
+PAIRS = {
+    "InPlaceABN": (fusedseg.InPlaceABN, nn.BatchNorm2d),
+    "BatchNormAct": (fusedseg.BatchNormAct, nn.BatchNorm2d),
+    "InPlaceInstanceNormAct": (
+        partial(fusedseg.InPlaceInstanceNormAct, affine=True),
+        partial(nn.InstanceNorm2d, affine=True),
+    ),
+    "InPlaceGroupNormAct": (partial(fusedseg.InPlaceGroupNormAct, 3), partial(nn.GroupNorm, 3)),
+}
+
+
+def pair(name="InPlaceABN", dtype=torch.float64):
     """Ours and stock, with the same parameters."""
-    ours = fusedseg.InPlaceABN(channels, activation_param=SLOPE).to(dtype)
-    return ours, nn.Sequential(nn.BatchNorm2d(channels).to(dtype), nn.LeakyReLU(SLOPE))
+    ours, stock = PAIRS[name]
+    return ours(3, activation_param=SLOPE).to(dtype), nn.Sequential(stock(3).to(dtype), nn.LeakyReLU(SLOPE))
 
 
 def step(module, x, dz):
     x = x.clone().requires_grad_()
     z = module(x * 1)
     z.backward(dz)
-    norm = module[0] if isinstance(module, nn.Sequential) else module
-    return z.detach(), x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+    return z.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()
 
 
 VALUES = {
@@ -40,12 +51,13 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("value", VALUES)
-def test_values_as_stock(backend, value):
+def test_values_as_stock(backend, value, name):
     """In one channel: the others are not touched by it, and it gets what stock modules make of it."""
     x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
     VALUES[value](x)
-    ours, stock = pair()
+    ours, stock = pair(name)
     for mine, theirs in zip(step(ours, x, dz), step(stock, x, dz), strict=True):
         # an infinite input makes all of the channel NaN in both
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -111,10 +123,34 @@ def test_copied_in_mid_graph(backend):
     torch.testing.assert_close(step(other, x.detach(), dz)[1], x.grad)
 
 
-def test_pickled():
-    net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).eval()
-    x = torch.randn(1, 1, 8, 8)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(net))(x), net(x))
+@pytest.mark.parametrize("way", ["eager", "torch.compile", "Module.compile"])
+def test_pickled(way):
+    """A compiled module is compiled anew where it is unpickled."""
+    net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).double()
+    run = torch.compile(net, backend="aot_eager") if way == "torch.compile" else net
+    if way == "Module.compile":
+        net.compile(backend="aot_eager")
+    x = torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    run(x).sum().backward()
+    copied = pickle.loads(pickle.dumps(run))
+    torch.testing.assert_close(copied(x), run(x))
+    copied(x).sum().backward()
+    torch._dynamo.reset()
+
+
+def test_output_overwritten_by_the_user(backend):
+    """What backward needs is gone: PyTorch's error, not a wrong gradient."""
+    for name in PAIRS:
+        ours, _ = pair(name)
+        z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) * 1)
+        if ours.__class__ is fusedseg.BatchNormAct:
+            # keeps its input: what is written over its output changes nothing
+            z.detach().zero_()
+            z.sum().backward()
+            continue
+        z.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
 
 
 def test_threads():

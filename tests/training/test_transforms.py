@@ -8,7 +8,19 @@ import fusedseg
 
 LAYERS = {
     "InPlaceABN": lambda: fusedseg.InPlaceABN(3),
+    "InPlaceInstanceNormAct": lambda: fusedseg.InPlaceInstanceNormAct(3, affine=True),
+    "InPlaceGroupNormAct": lambda: fusedseg.InPlaceGroupNormAct(3, 3),
+    "BatchNormAct": lambda: fusedseg.BatchNormAct(3),
+    "InstanceNormAct": lambda: fusedseg.InstanceNormAct(3, affine=True),
+    "GroupNormAct": lambda: fusedseg.GroupNormAct(1, 3),
     "ConvABN2d": lambda: fusedseg.ConvABN2d(3, 3, 1),
+    "JoinConv2d": lambda: fusedseg.JoinConv2d(3, 3, 1),
+    "MaxPool2d": lambda: fusedseg.MaxPool2d(2),
+}
+# of stock functions alone
+SUPPORTED = {
+    "ConvBank2d": lambda: fusedseg.ConvBank2d(3, 3, 3, branches=2, padding=1),
+    "BranchSum": lambda: fusedseg.BranchSum([torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 3, 1)]),
 }
 
 
@@ -21,12 +33,12 @@ def test_func_grad(layer):
     parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
     x = torch.randn(2, 3, 4, 4)
 
-    def loss(parameters):
+    def loss(x):
         return torch.func.functional_call(layer, (parameters, buffers), (x * 1,)).sum()
 
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     with pytest.raises(RuntimeError, match=r"torch.func transforms \(grad, vmap, jvp, ...\) are not supported"):
-        torch.func.grad(loss)(parameters)
+        torch.func.grad(loss)(x)
     for name, buffer in before.items():
         assert torch.equal(buffer, dict(layer.named_buffers())[name])
 
@@ -48,6 +60,20 @@ def test_functional_call_without_transforms(layer):
     """Parameters of another place, as in meta-learning: gradients reach them."""
     other = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     z = torch.func.functional_call(layer, other, (torch.randn(2, 3, 4, 4),))
-    z.square().sum().backward()
+    if other:
+        z.square().sum().backward()
     assert all(p.grad is not None for p in other.values())
     assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported(name):
+    """Gradients, batches of batches and tangents are those of plain calls."""
+    layer = SUPPORTED[name]().double()
+    x, tangent = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda x: layer(x).square().sum())(x), expected)
+    torch.testing.assert_close(torch.func.vmap(layer)(x[:, None])[:, 0], layer(x))
+    _, out = torch.func.jvp(lambda x: layer(x).square().sum(), (x,), (tangent,))
+    torch.testing.assert_close(out, (expected * tangent).sum())
