@@ -313,6 +313,8 @@ def test_wrappers_are_seen_through(image):
     assert replaced(report) == {"module.1": "BatchNormAct(relu)"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:quantized..linear_dynamic. an autograd kernel:UserWarning")
 def test_quantised_modules_are_left():
     model = nn.Sequential(networks.double_conv(3, 8), nn.Flatten(), torch.ao.nn.quantized.dynamic.Linear(8 * 36, 4))
     x = torch.randn(2, 3, 6, 6)

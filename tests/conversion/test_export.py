@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*(TorchScript|torch.jit).*:DeprecationWarning"),
     # of PyTorch's own exporters
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*ONNX.*"),
 ]
 

@@ -275,6 +275,7 @@ def test_ten_thousand_modules():
     assert report.saved == 10_000 * 16
 
 
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks:UserWarning")
 def test_compiled_modules_are_said_to_run_uncompiled():
     report = profile(torch.compile(block()), torch.randn(X))
     assert "uncompiled" in str(report)

@@ -78,6 +78,7 @@ def test_one_small_volume_is_not_convolved_by_a_loop(case):
     assert inputs.seen == (["aten.mkldnn_convolution", torch._mkldnn] if small else ["aten.convolution", torch.strided])
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 def test_onednn_is_left_alone_where_it_is_switched_off():
     x, w, bias, _ = data(*VOLUMES["3x3x3"])
     with torch.backends.mkldnn.flags(enabled=False):

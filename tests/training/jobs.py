@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 
@@ -55,10 +57,16 @@ def step(made, x, dz, residual=False, run=None) -> dict[str, Any]:
     }
 
 
-def sync_step(rank, world, name, sizes, spatial, channels_last, residual, options, compiler=None):
+def sync_step(rank, world, name, sizes, spatial, channels_last, residual, options, way="eager"):
+    """``way``: "eager", "checkpoint", or a compiler."""
     x, dz = joint(sizes, spatial, channels_last=channels_last)
     made = fusedseg.convert_sync(module(name, **options))
-    run = None if compiler is None else torch.compile(made, fullgraph=True, backend=compiler)
+    run = None
+    if way == "checkpoint":
+        # what is overwritten is computed inside, again
+        run = partial(checkpoint, lambda *inputs: made(inputs[0] * 1, *inputs[1:]), use_reentrant=False)
+    elif way != "eager":
+        run = torch.compile(made, fullgraph=True, backend=way)
     return step(made, x.split(sizes)[rank], dz.split(sizes)[rank], residual, run)
 
 
@@ -77,10 +85,13 @@ def sync_and_stock(rank, world, name, sizes, spatial):
     return found
 
 
-def small_net(dtype=torch.float64):
+def small_net(dtype=torch.float64, converted=False):
+    """Of fused blocks, or of stock ones that ``fusedseg.convert`` has converted."""
     torch.manual_seed(3)
-    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2)
-    return net.to(dtype)
+    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2, plain=converted).to(dtype)
+    if converted:
+        fusedseg.convert(net, example_inputs=torch.randn(2, 2, 8, 8, dtype=dtype))
+    return net
 
 
 def images(count, dtype=torch.float64):
@@ -122,9 +133,9 @@ def ddp(rank, world, steps, accumulate, options):
     return losses, net.state_dict()
 
 
-def fsdp(rank, world, steps):
+def fsdp(rank, world, steps, converted):
     """Every block sharded by itself; the state dict is that of the whole."""
-    net = fusedseg.convert_sync(small_net())
+    net = fusedseg.convert_sync(small_net(converted=converted))
     for module in net.modules():
         if isinstance(module, fusedseg.unet.DoubleConv):
             fully_shard(module)

@@ -88,6 +88,16 @@ class LayoutCopies(TorchDispatchMode):
             self.seen.append(tuple(a.shape))
 
 
+@pytest.fixture
+def two_threads():
+    """With one, torch convolves small volumes by a loop, which copies them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dims", [2, 3])
 def test_channels_last_without_layout_copies(device, dims):
     """Forward and backward of ConvABN, pools and a norm by itself."""

@@ -13,6 +13,8 @@ NETWORKS = {
     "3D": (lambda: UNet(1, 2, dims=3, widths=(2, 4)), [(2, 1, 8, 8, 4)]),
     "two encoders": (lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8)), [(2, 2, 8, 8), (2, 1, 8, 8)]),
     "norm alone": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), fusedseg.InPlaceABN(4)), [(2, 2, 8, 8)]),
+    "instance": (lambda: UNet(2, 3, widths=(4, 8), norm_act="instance"), [(2, 2, 8, 8)]),
+    "group": (lambda: UNet(2, 3, widths=(4, 8), norm_act="group"), [(2, 2, 8, 8)]),
     "bank": (lambda: nn.Sequential(fusedseg.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
 }
 
@@ -79,6 +81,8 @@ def test_keeps_no_more_than_eager(name):
     assert kept[1] <= 1.02 * kept[0]
 
 
+# PyTorch's own: its compiled autograd makes an object of an autograd function that calls another in backward
+@pytest.mark.filterwarnings("ignore:.class .torch.autograd.function.Function.. should not be instantiated")
 def test_compiled_autograd():
     """Gradients are eager's, or an error says that it cannot."""
     eager, net, images = pair("2D")

@@ -11,9 +11,9 @@ from tests.training import jobs
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def one_process(steps, accumulate=1):
+def one_process(steps, accumulate=1, converted=False):
     """Losses and the state dict."""
-    net = jobs.small_net()
+    net = jobs.small_net(converted=converted)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     return jobs.train(net, optimizer, *jobs.images(8), steps, accumulate), net.state_dict()
 
@@ -42,11 +42,12 @@ def test_distributed_data_parallel(accumulate, options):
     check_follows(on_ranks(2, jobs.ddp, 20, accumulate, options), one_process(20, accumulate))
 
 
-def test_fully_sharded():
+@pytest.mark.parametrize("converted", [False, True], ids=["fused blocks", "converted"])
+def test_fully_sharded(converted):
     """FSDP2; rank 0 gets the whole state dict, of which any number of processes can go on."""
-    results = on_ranks(2, jobs.fsdp, 5)
-    check_follows(results, one_process(5))
-    net = jobs.small_net()
+    results = on_ranks(2, jobs.fsdp, 5, converted)
+    check_follows(results, one_process(5, converted=converted))
+    net = jobs.small_net(converted=converted)
     net.load_state_dict(results[0][1])
 
 

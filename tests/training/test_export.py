@@ -46,11 +46,8 @@ NETWORKS = {
 CASES = {name: (build, [(2, 4, 7, 6)]) for name, build in MODULES.items()} | NETWORKS
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 pytestmark = [
-    # what the traced checks of sizes say, and what PyTorch says of TorchScript itself
+    # what the traced checks of sizes say
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
-    # onnxscript, of PyTorch's own exporter
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised"),
 ]
 

@@ -59,6 +59,15 @@ def check_as_joint(results, expected):
         torch.testing.assert_close(r["buffers"], results[0]["buffers"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("case", ["residual", "three, one of them empty", "exact, prelu"])
+def test_checkpointed(case):
+    """The forward runs twice, with its collective, on every process; running statistics move once."""
+    name, sizes, spatial, channels_last, residual, options = CASES[case]
+    x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
+    expected = jobs.step(jobs.module(name, **options), x, dz, residual)
+    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case], "checkpoint"), expected)
+
+
 COMPILED = ["residual", "three, one of them empty", "exact, channels_last, residual", "exact, three, one of them empty"]
 
 
