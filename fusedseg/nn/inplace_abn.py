@@ -37,7 +37,7 @@ class InPlaceABN(Invertible, BatchStatistics, _NormBase):
     those channels whose weight is too small beside their bias, or beside the residual, to rebuild it (see
     ``functional.inplace_abn``).  On a GPU that list of channels follows an optimizer's step without making the host
     wait, and may lag behind it by a step; loading a state dict or changing the parameters in place refreshes it at once
-    (changes through ``.data`` are not seen).
+    (changes through ``.data`` are not seen).  A captured CUDA graph keeps the list of the time of its capture.
 
     Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
