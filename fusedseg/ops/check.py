@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -19,11 +20,20 @@ def check_transforms(op: str) -> None:
         )
 
 
+def check_tangents(op: str, *tensors: Tensor) -> None:
+    """None of them is a dual tensor of forward-mode differentiation: its tangent would be lost."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use the unfused modules there")
+
+
 def check_input(op: str, x: Tensor) -> None:
     """``x`` is an activation tensor (N, C, *spatial)."""
     check_transforms(op)
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    check_tangents(op, x)
     check_dtype(op, "x", x.dtype)
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")

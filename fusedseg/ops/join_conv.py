@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import unfused
 from .cast import cast, uncast
+from .check import check_tangents
 from .convolution import Geometry, check_convolution
 from .double_backward import differentiated_once
 from .sources import (
@@ -46,6 +47,7 @@ class JoinConvFunction(torch.autograd.Function):
 def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> torch.Size:
     """The result's shape; ValueError or TypeError for arguments that a convolution of sources cannot take."""
     check_agree(op, sources)
+    check_tangents(op, w, *tensors_of(sources))
     first = tensors_of(sources)[0]
     shape = check_convolution(op, shape_of(sources), first.dtype, first.device, w, bias, geometry)
     if len(sources) > 1 and geometry.groups > 1:

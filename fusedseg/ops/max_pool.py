@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
 from . import max_pool_aten, recipe, unfused
-from .check import check_dtype, check_transforms
+from .check import check_dtype, check_tangents, check_transforms
 from .convolution import FORMATS, per_dimension
 from .layout import dense
 from .max_pool_aten import Pool
@@ -306,6 +306,7 @@ def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
             f"got {tuple(x.shape)}"
         )
     check_transforms(op)
+    check_tangents(op, x)
     batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
     check(op, batch, pool)
     z = max_pool(batch, pool)

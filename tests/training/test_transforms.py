@@ -48,12 +48,18 @@ def test_vmap(layer):
         torch.func.vmap(layer.eval())(torch.randn(2, 1, 3, 4, 4))
 
 
-def test_forward_mode(layer):
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_forward_mode(layer, grad):
+    """Its tangent is not lost in silence, nor are statistics moved."""
     x, tangent = torch.randn(2, 2, 3, 4, 4)
-    with forward_ad.dual_level():
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         dual = forward_ad.make_dual(x, tangent)
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"forward (mode )?AD|jvp"):
+        with pytest.raises(RuntimeError, match="forward-mode differentiation is not supported"):
             layer(dual * 1)
+        # without one it works as ever
+        layer.eval()(x.clone())
+    torch.testing.assert_close(dict(layer.named_buffers()), before)
 
 
 def test_functional_call_without_transforms(layer):
