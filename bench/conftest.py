@@ -26,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
+    # errors in tests alone: what is measured does not hang on a warning of somebody's library
+    config.addinivalue_line("filterwarnings", "default")
     # what fits a terminal; pytest-benchmark reads it when its own configure runs, last
     config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
 

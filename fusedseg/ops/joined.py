@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .recipe import active
 from .registry import plain
 from .sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
-from .stock import RULES
 
 NOTE = "_fusedseg_joined"
 
@@ -84,7 +82,9 @@ def note_interpolated(
     _note(out, (Interpolated(input, sizes, mode, align_corners),))
 
 
-def _noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """A rule of ``stock.py``, and the note on what it returns."""
+
     def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = rule(registry, func, args, kwargs)
         with torch._C.DisableTorchFunction():
@@ -92,11 +92,3 @@ def _noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[...,
         return out
 
     return noting
-
-
-for _function, _noter in (
-    (torch.cat, note_cat),
-    (torch.concat, note_cat),
-    (F.interpolate, note_interpolated),
-):
-    RULES[_function] = _noted(RULES[_function], _noter)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import max_pool, recipe
 from .cast import is_cast
+from .joined import note_cat, note_interpolated, noted
 from .rebuild import Autocast, Handle, Kept, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
@@ -161,9 +162,9 @@ FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.
 # names of functions, and methods, that have a twin with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
 PURE = (
-    F.gelu, F.prelu, F.softplus, F.pad, F.interpolate, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+    F.gelu, F.prelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    torch.cat, torch.concat, torch.stack, torch.flatten, torch.reshape, torch.clone,
+    torch.stack, torch.flatten, torch.reshape, torch.clone,
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
     Tensor.bfloat16, Tensor.double,
 )  # fmt: skip
@@ -182,6 +183,8 @@ def _rules() -> dict[Function, Rule]:
     for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
         rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
     rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
+    rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_pure, note_cat)))
+    rules[F.interpolate] = noted(_pure, note_interpolated)
     for name in TWINS:
         for home in (torch, Tensor):
             pure, overwrite = getattr(home, name), getattr(home, f"{name}_", getattr(Tensor, f"{name}_"))
