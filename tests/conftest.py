@@ -30,6 +30,14 @@ def pytest_configure(config):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items):
+    """Kernels in the interpreter take twice as long while coverage looks on, which is of what lies outside them."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "kernels" in item.path.parts or params.get("backend") == "triton":
+            item.add_marker("no_cover")
+
+
 @pytest.fixture(scope="session")
 def device(request) -> torch.device:
     return torch.device(request.config.getoption("--device"))
