@@ -11,6 +11,7 @@ from fusedseg.memory import measure
 from fusedseg.ops import conv_abn as op
 from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error
+from tests.tools.precision import cudnn_set
 
 SMALL = CASES["2d"]
 FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
@@ -209,16 +210,10 @@ def test_tf32_setting_reaches_the_kernel(monkeypatch, device, setting, value, ex
     seen = []
     launch = launcher.conv_abn_fwd
     monkeypatch.setattr(launcher, "conv_abn_fwd", lambda *args: seen.append(args[-1]) or launch(*args))
-    cudnn = torch.backends.cudnn
-    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.fp32_precision
-    try:
-        setattr(cudnn if setting == "allow_tf32" else cudnn.conv, setting, value)
+    with cudnn_set(setting, value):
         for x_dtype in (torch.float32, torch.float16):
             given = inputs(SMALL, x_dtype, device)
             fused(given, "triton")
-    finally:
-        cudnn.fp32_precision = before[2]
-        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before[:2]
     # TF32 is of fp32 alone
     assert seen == [expected, False]
 

@@ -1,6 +1,5 @@
 """Which convolution "auto" takes: the rule and the measurement."""
 
-import contextlib
 import math
 
 import pytest
@@ -13,6 +12,7 @@ from fusedseg.ops import conv_choice
 from fusedseg.ops.conv_choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
 from fusedseg.ops.convolution import Geometry
 from fusedseg.ops.layout import layout_of
+from tests.tools.precision import cudnn_set
 
 OP = "fusedseg.conv_abn"
 
@@ -54,18 +54,6 @@ def convolution(C=32, K=32, kernel=3, size=16, dims=2, dtype=torch.bfloat16, cha
     return x, w, geometry(dims, padding=options.pop("padding", kernel // 2), **options)
 
 
-@contextlib.contextmanager
-def tf32(value):
-    cudnn = torch.backends.cudnn
-    before = cudnn.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
-    cudnn.conv.fp32_precision = value
-    try:
-        yield
-    finally:
-        cudnn.fp32_precision = before[0]
-        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before[1:]
-
-
 RULE = {
     "channels_last": ({}, True),
     "fp16": ({"dtype": torch.float16}, True),
@@ -97,7 +85,7 @@ def test_rule(of, expected):
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", True), ("ieee", False)])
 def test_rule_for_fp32_asks_for_tf32(precision, expected):
     x, w, g = convolution(dtype=torch.float32)
-    with tf32(precision):
+    with cudnn_set("fp32_precision", precision):
         assert tf32_allowed() is expected
         assert could_win(x, layout_of(x), w, g) is expected
 

@@ -1,0 +1,24 @@
+"""Whether cuDNN may round to TF32, set for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def cudnn_set(setting: str, value: Any) -> Iterator[None]:
+    """``setting``: "allow_tf32", the old switch, or "fp32_precision", that of convolutions.  torch refuses to read the
+    one where the other says something else, so both are put back."""
+    cudnn = torch.backends.cudnn
+    allowed, parts = cudnn.allow_tf32, (cudnn, cudnn.conv, cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    setattr(cudnn if setting == "allow_tf32" else cudnn.conv, setting, value)
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = allowed
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
+        assert cudnn.allow_tf32 is allowed
