@@ -46,8 +46,7 @@ def convert(
 
     Which calls follow each other is observed in one forward on the example, in training and in eval mode, on tensors
     without values where the model allows it; without an example, or with lazy modules that have not run yet, it is
-    traced by ``torch.fx``.  A model that ``fx``
-    cannot trace gets the scope alone, and the report says why.
+    traced by ``torch.fx``.  A model that ``fx`` cannot trace gets the scope alone, and the report says why.
 
     Args:
         model: any module.  It may be on any device, or fake.
@@ -62,7 +61,8 @@ def convert(
 
     Known limits: hooks that are added to a fused norm later see the activated tensor (those of a convolution see its
     output, as ever), and code that calls submodules without the model's own forward has no scope, unless it enters
-    ``fusedseg.recompute()`` itself.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
+    ``fusedseg.recompute()`` itself.  Where one op pays, a convolution that is called without the norm after it returns
+    what the norm would: a model whose norms are exchanged by hand is to be converted once more.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
     ``torch.onnx.export`` write a converted model down in stock operations.
     """
     if not isinstance(model, nn.Module):
