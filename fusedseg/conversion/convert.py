@@ -62,8 +62,9 @@ def convert(
     Known limits: hooks that are added to a fused norm later see the activated tensor (those of a convolution see its
     output, as ever), and code that calls submodules without the model's own forward has no scope, unless it enters
     ``fusedseg.recompute()`` itself.  Where one op pays, a convolution that is called without the norm after it returns
-    what the norm would: a model whose norms are exchanged by hand is to be converted once more.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
-    ``torch.onnx.export`` write a converted model down in stock operations.
+    what the norm would: a model whose norms are exchanged by hand is to be converted once more.  ``torch.jit.script``
+    needs ``revert``; ``torch.export``, ``torch.jit.trace`` and ``torch.onnx.export`` write a converted model down in
+    stock operations.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")

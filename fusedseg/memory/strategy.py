@@ -23,15 +23,14 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None
 
     A block is a module with children and at least one convolution or linear layer, but at most ``limit``, that lies in
     no other such module.  Returns the blocks' names, and leaves ``forward`` of each wrapped in
-    ``torch.utils.checkpoint.checkpoint`` (``use_reentrant=False``).
+    ``torch.utils.checkpoint.checkpoint`` (``use_reentrant=False``).  A stock BatchNorm in a block takes its running
+    statistics from the batch twice, a known flaw of checkpoints.
 
     Args:
         model: any module.
         limit: of a block's convolutions and linear layers.
         within: decorates each block's forward, inside its checkpoint.  A scope around a checkpoint does not reach what
             a block saves when it runs again: ``fusedseg.recompute()`` here does, and takes its time twice.
-
-    BatchNorm in a block takes its running statistics from the batch twice, a known flaw of checkpoints.
 
     Raises:
         ValueError: a limit below 1, a model without such blocks.
