@@ -13,6 +13,15 @@ def message(op: str) -> str:
     )
 
 
+def refusing(op: str) -> Callable[..., None]:
+    """The backward of an op that is itself a backward."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(message(op))
+
+    return backward
+
+
 class _Gradients(torch.autograd.Function):
     """The gradients of an op whose backward was asked for a graph, and an error if that graph is used."""
 

@@ -245,12 +245,8 @@ def _op_backward(ctx, dz, *unused):
     return dx, dweight if needs[1] else None, dbias if needs[2] else None, *(None,) * 7, dresidual, None
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(double_backward.message(OP))
-
-
 inplace_abn_op.register_autograd(_op_backward, setup_context=_op_setup_context)
-inplace_abn_backward_op.register_autograd(_no_double_backward)
+inplace_abn_backward_op.register_autograd(double_backward.refusing(OP))
 
 
 def check(

@@ -255,12 +255,8 @@ def _op_backward(ctx, dz, *unused):
     return *wanted(found, dz, ctx.has_residual, ctx.constants[-2], needs), *(None,) * 7
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(double_backward.message(OP))
-
-
 norm_act_op.register_autograd(_op_backward, setup_context=_op_setup_context)
-norm_act_backward_op.register_autograd(_no_double_backward)
+norm_act_backward_op.register_autograd(double_backward.refusing(OP))
 
 
 def autocast_residual(x: Tensor, residual: Tensor | None) -> Tensor | None:

@@ -140,12 +140,8 @@ def _op_backward(ctx, dz, *unused):
     return *wanted(found, dz, ctx.has_residual, ctx.constants[1], needs), *(None,) * 4
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(double_backward.message(OP))
-
-
 norm_act_sync_op.register_autograd(_op_backward, setup_context=_op_setup_context)
-norm_act_sync_backward_op.register_autograd(_no_double_backward)
+norm_act_sync_backward_op.register_autograd(double_backward.refusing(OP))
 
 
 def check(

@@ -168,11 +168,11 @@ PURE = (
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
     Tensor.bfloat16, Tensor.double,
 )  # fmt: skip
+# those of the above that save what they return
+SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,
 )  # fmt: skip
-# those of the above that save what they return
-SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
 
 
 def _rules() -> dict[Function, Rule]:
