@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .report import COPY_PASSES, STEP_PASSES, Report, default_directory, machine
+from .results import COPY_PASSES, STEP_PASSES, Report, default_directory, machine
 
 REPORT = pytest.StashKey[Report]()
 LEGEND = f"""Ratios are of medians over interleaved rounds: below 1, ours is faster or smaller.  kept: bytes saved for

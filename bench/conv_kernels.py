@@ -17,7 +17,7 @@ from fusedseg.ops.convolution import Geometry, convolve, output_format
 from fusedseg.ops.layout import Layout, layout_of
 
 from .harness import Result
-from .report import Section, aligned, summary, timed, two_digits
+from .results import Section, aligned, summary, timed, two_digits
 
 VENDOR, VENDOR_STATS, TRITON = "vendor", "vendor+statistics", "triton"
 

@@ -14,7 +14,7 @@ from .data import DTYPES, Source, describe
 from .harness import Copy, Result, compete
 from .jobs import LayerJob, Treat
 from .replay import report_step
-from .report import Report, Section
+from .results import Report, Section
 
 GROUPS = 8
 # wider than what fp32 statistics do to y

@@ -17,7 +17,7 @@ from .data import DTYPES, Source, describe
 from .harness import Result, compete
 from .jobs import ConvJob, InferenceJob
 from .replay import CLOCK, report_step
-from .report import Section
+from .results import Section
 
 SECONDS = {"cpu": 1.5, "cuda": 1.5}
 KERNEL_SECONDS = 0.5

@@ -15,7 +15,7 @@ from tests.reference import GRADIENT_TOLERANCE
 from .contenders import aggressive, as_it_is, compiled
 from .harness import Result, compete, interleave
 from .replay import CLOCK, report_step
-from .report import Section, aligned
+from .results import Section, aligned
 
 TITLE = "k convolutions of one input, summed: stacked, and as a ConvBank2d"
 BRANCHES = (1, 4, 16, 64)

@@ -18,7 +18,7 @@ from .contenders import leaky, relu
 from .harness import Result, compete
 from .jobs import NetJob
 from .replay import CLOCK, report_step
-from .report import Section, aligned
+from .results import Section, aligned
 from .test_recompute import CLASSES, Scoped, Segments
 
 CONTENDERS = ("eager", "scope", "ours", "leaky")

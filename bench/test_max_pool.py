@@ -14,7 +14,7 @@ from .data import DTYPES, Source, describe, parametrize_cases
 from .harness import Copy, Result, compete
 from .jobs import LayerJob
 from .replay import CLOCK, report_step
-from .report import Section
+from .results import Section
 
 SECONDS = {"cpu": 0.6, "cuda": 1.0}
 STOCK = {4: nn.MaxPool2d, 5: nn.MaxPool3d}

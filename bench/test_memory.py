@@ -21,7 +21,7 @@ from .contenders import relu
 from .harness import Result, compete
 from .jobs import NetJob
 from .replay import CLOCK, report_step
-from .report import Section, aligned
+from .results import Section, aligned
 from .test_recompute import CLASSES, Segments
 
 OURS = "fusedseg"

@@ -20,7 +20,7 @@ from .contenders import aggressive, compiled, relu
 from .harness import Result, compete
 from .jobs import NetJob, as_it_is
 from .replay import CLOCK, report_step
-from .report import Section
+from .results import Section
 
 CLASSES = 4
 SECONDS = {"cpu": 6.0, "cuda": 15.0}

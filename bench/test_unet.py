@@ -15,7 +15,7 @@ from .contenders import CONTENDERS, unet
 from .harness import Result, compete
 from .jobs import NetJob
 from .replay import CLOCK, report_step
-from .report import Section
+from .results import Section
 
 CLASSES = 4
 SECONDS = {"cpu": 5.0, "cuda": 15.0}

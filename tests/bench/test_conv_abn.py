@@ -11,7 +11,7 @@ from bench.contenders import CONTENDERS, CONV_CONTENDERS, conv_contenders, unet
 from bench.conv_kernels import KERNELS, TRITON, VENDOR, VENDOR_STATS, Choice, KernelSection, TritonJob
 from bench.harness import Result, compete, count_bytes, relative_error
 from bench.jobs import ConvJob, InferenceJob
-from bench.report import Section
+from bench.results import Section
 from bench.test_conv_abn import (
     Case,
     expected,
