@@ -1,0 +1,49 @@
+"""The normalisation kernels on a GPU under other launch constants.
+
+pytest bench/test_norm_variants.py -m variants --device cuda
+"""
+
+from functools import partial
+
+import pytest
+
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
+
+from .contenders import SLOPE
+from .data import DTYPES
+from .harness import Copy
+from .norm_layers import expected, make_data
+from .norm_variants import CASES, VARIANTS, KernelJob, nbytes, work
+from .precompile import precompile
+from .variants import VariantSection, compete_variants
+
+SECONDS = 2.0
+pytestmark = pytest.mark.variants
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device):
+    """Compilers take longer than all that is timed; what fails here fails again below, by name."""
+    if device.type != "cuda":
+        pytest.skip("variants are those of launches on a GPU")
+    precompile("bench.norm_variants:LAUNCHES")
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
+def test_variants(kind, case, device, report):
+    data, dtype = make_data(case, device), DTYPES[case.dtype]
+    results = compete_variants(
+        VARIANTS[kind],
+        partial(KernelJob, case, data),
+        partial(expected, case, data, SLOPE),
+        {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
+        device,
+        SECONDS,
+        probes={"copy": Copy(data["x"])},
+    )
+    section = report.section("norm_variants", VariantSection("Norm and activation under other constants"))
+    section.variants |= {variant.name: variant for variant in VARIANTS[kind]}
+    section.cases[str(case)], section.work[str(case)] = results, work(case, kind)
+    section.tensor_bytes[str(case)] = nbytes(case)
+    wrong = {name: result.refused or result.missing for name, result in results.items()}
+    assert not any(wrong.values()), {name: why for name, why in wrong.items() if why}

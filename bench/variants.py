@@ -1,0 +1,194 @@
+"""Variants of launch constants, timed beside the default in one process: each has its prediction before it is measured.
+
+    Variant("8-programs", "8 programs a multiprocessor hide more latency: forward 5 % faster",
+            {"fusedseg.kernels.launch": {"PROGRAMS_PER_SM": 8}})
+
+A constant is overridden where it is read: a module that imports it by name has its own.
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .harness import Job, Missing, Result, compete
+from .report import COPY_PASSES, Section, aligned, spread, two_digits
+
+DEFAULT, COPY = "default", "copy"
+# module: its constants
+Overrides = Mapping[str, Mapping[str, Any]]
+# whose functions may remember what followed from a constant
+REMEMBER = ("fusedseg.kernels", "fusedseg.ops")
+Cached = type(functools.cache(int))
+
+
+class Variant(NamedTuple):
+    """``prediction``: what it should change and why, in one line."""
+
+    name: str
+    prediction: str
+    overrides: Overrides
+
+
+class Work(NamedTuple):
+    """What a part of a case has to do: so many bytes ("GB/s") or operations ("TFLOP/s")."""
+
+    amount: int
+    unit: str
+
+    def rate(self, seconds: float) -> float:
+        return self.amount / seconds / {"GB/s": 1e9, "TFLOP/s": 1e12}[self.unit]
+
+
+def forget() -> None:
+    """Clears what functions of the package have cached."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(REMEMBER):
+            for value in vars(module).values():
+                if isinstance(value, Cached):
+                    value.cache_clear()
+
+
+@contextlib.contextmanager
+def applied(overrides: Overrides) -> Iterator[None]:
+    """Constants of modules have other values inside.
+
+    Raises:
+        AttributeError: a module has no constant of that name.
+    """
+    modules = {name: importlib.import_module(name) for name in overrides}
+    before = {name: {key: getattr(modules[name], key) for key in constants} for name, constants in overrides.items()}
+
+    def assign(values: Overrides) -> None:
+        for name, constants in values.items():
+            for key, value in constants.items():
+                setattr(modules[name], key, value)
+        if values:
+            forget()
+
+    try:
+        assign(overrides)
+        yield
+    finally:
+        assign(before)
+
+
+class Overridden:
+    """A job under a variant's constants.  What keeps it from running at all is reported, and ends no others."""
+
+    def __init__(self, job: Job, overrides: Overrides) -> None:
+        self.job, self.overrides = job, overrides
+        self.works = False
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        try:
+            with applied(self.overrides):
+                yield
+        except Exception as error:
+            if self.works:
+                raise
+            raise Missing(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+
+    def prepare(self) -> Any:
+        return self.job.prepare()
+
+    def forward(self, prepared: Any) -> Tensor:
+        with self.applied():
+            return self.job.forward(prepared)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        with self.applied():
+            grads = self.job.backward(out)
+        self.works = True
+        return grads
+
+    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return self.job.results(out, grads)
+
+    def owned(self) -> Any:
+        return self.job.owned()
+
+
+def compete_variants(
+    variants: tuple[Variant, ...],
+    build: Callable[[], Job],
+    expected: Callable[[], dict[str, Tensor]],
+    tolerance: Mapping[str, float],
+    device: torch.device,
+    seconds: float,
+    others: Mapping[str, Callable[[], Job]] | None = None,
+    probes: Mapping[str, Any] | None = None,
+) -> dict[str, Result]:
+    """Checks and times the job by default and under each variant, kernels alone: see ``compete``.
+
+    ``others``: contenders beside them, under no overrides, such as the vendor's.  A probe named "copy" says what
+    bandwidth a copy of the tensor has.
+    """
+
+    def overridden(overrides: Overrides) -> Job:
+        return Overridden(build(), overrides)
+
+    contenders = {DEFAULT: functools.partial(overridden, {})}
+    contenders |= {variant.name: functools.partial(overridden, variant.overrides) for variant in variants}
+    return compete({**contenders, **(others or {})}, {"": expected}, tolerance, device, seconds, probes=probes,
+                   baseline=DEFAULT, ahead=True)  # fmt: skip
+
+
+@dataclass
+class VariantSection(Section):
+    """``work``: of each case, by part.  ``variants``: all that were tried, by name."""
+
+    parts: tuple[str, ...] = ("forward", "backward")
+    counts: tuple[str, ...] = ("peak",)
+    work: dict[str, dict[str, Work]] = field(default_factory=dict)
+    variants: dict[str, Variant] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        about = {name: {"prediction": v.prediction, "overrides": v.overrides} for name, v in self.variants.items()}
+        work = {case: {part: of._asdict() for part, of in parts.items()} for case, parts in self.work.items()}
+        return {"variants": about, "work": work, "cases": super().to_json()}
+
+    def lines(self) -> list[str]:
+        lines = [self.title]
+        for case, results in self.cases.items():
+            lines += ["", case + self.copied(case), *aligned(self.rows(case))]
+            lines += [f"failed: {name}: {result.missing}" for name, result in results.items() if result.missing]
+        return [*lines, "", *(f"{name}: {v.prediction}" for name, v in self.variants.items()), *self.refusals()]
+
+    def copy_rate(self, case: str) -> float | None:
+        """Bytes a second that a copy of the case's tensor reads and writes."""
+        if COPY not in self.cases[case]:
+            return None
+        return COPY_PASSES * self.tensor_bytes[case] / median(self.cases[case][COPY].forward)
+
+    def copied(self, case: str) -> str:
+        rate = self.copy_rate(case)
+        seconds = rate and COPY_PASSES * self.tensor_bytes[case] / rate
+        return f": a copy takes {1e3 * seconds:.4f} ms, {rate / 1e9:.0f} GB/s" if rate and seconds else ""
+
+    def rows(self, case: str) -> list[list[str]]:
+        header = ["medians"]
+        for part, work in self.work[case].items():
+            header += [f"{part} ms", "p20", "p80", work.unit, *["of copy"] * (work.unit == "GB/s"), "of default"]
+        return [header] + [
+            [name, *(cell for part in self.work[case] for cell in self.cells(case, name, part))]
+            for name in self.cases[case]
+            if name != COPY and getattr(self.cases[case][name], self.parts[0])
+        ]
+
+    def cells(self, case: str, name: str, part: str) -> list[str]:
+        work, results = self.work[case][part], self.cases[case]
+        times, default = getattr(results[name], part), getattr(results[DEFAULT], part)
+        seconds, copy = median(times), self.copy_rate(case)
+        row = [*(f"{ms:.4f}" for ms in spread(times).values()), f"{work.rate(seconds):.0f}"]
+        if work.unit == "GB/s":
+            row.append(two_digits(copy and work.amount / seconds / copy))
+        return [*row, f"{seconds / median(default):.3f}" if default else "-"]

@@ -1,0 +1,109 @@
+"""Variants of launch constants: applied and undone, refused where they are wrong, and their table; interpreted."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.harness import Copy, Result
+from bench.norm_layers import NormCase, expected, make_data
+from bench.norm_variants import LAUNCH, VARIANTS, KernelJob, nbytes, work
+from bench.variants import Variant, VariantSection, applied, compete_variants
+
+CPU = torch.device("cpu")
+CASE = NormCase("batch", (2, 6, 5, 7), "fp32")
+TOLERANCE = {"z": 4e-6, **dict.fromkeys(("dx", "dweight", "dbias"), 1e-5)}
+
+
+@pytest.fixture(autouse=True)
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("runs in the interpreter")
+
+
+def compete(case, *variants, job=KernelJob):
+    data = make_data(case, CPU)
+    results = compete_variants(
+        variants,
+        partial(job, case, data),
+        partial(expected, case, data, 0.01),
+        TOLERANCE,
+        CPU,
+        seconds=0.0,
+        probes={"copy": Copy(data["x"])},
+    )
+    section = VariantSection("title", variants={variant.name: variant for variant in variants})
+    section.cases["case"], section.work["case"] = results, work(case, "small")
+    section.tensor_bytes["case"] = nbytes(case)
+    return results, section
+
+
+def test_constants_are_put_back_and_nothing_remembers_them():
+    from fusedseg.kernels import launch
+
+    args = launch.Layout(False, 8, 64, 512 * 512), torch.float16, CPU
+    before = launch.split_blocks(*args)
+    with applied({LAUNCH: {"PROGRAMS_PER_SM": 8}}):
+        assert launch.split_blocks(*args).splits == 2 * before.splits
+    assert launch.split_blocks(*args) == before
+    with pytest.raises(AttributeError, match="PROGRAMS"), applied({LAUNCH: {"PROGRAMS": 8}}):
+        pass
+    with pytest.raises(KeyError), applied({LAUNCH: {"TILE_BYTES": 1}}):
+        raise KeyError
+    assert launch.split_blocks(*args) == before
+
+
+def test_wrong_variants_are_refused_and_failing_ones_named():
+    from fusedseg.kernels import launch
+
+    class Judged(KernelJob):
+        """Goes wrong by the constants that it runs under."""
+
+        def forward(self, prepared):
+            if launch.MAX_SPLITS == 2:
+                raise RuntimeError("out of resource: shared memory\nand more")
+            return super().forward(prepared).mul_(launch.MAX_SPLITS / 256)
+
+    variants = [Variant(f"{n}-splits", f"{n} of them", {LAUNCH: {"MAX_SPLITS": n}}) for n in (255, 2)]
+    results, section = compete(CASE, *variants, job=Judged)
+    assert results["default"].refused == results["default"].missing == ""
+    assert results["255-splits"].refused.startswith("z off by ")
+    assert results["2-splits"].missing == "RuntimeError: out of resource: shared memory"
+    assert len(results["default"].forward) == len(results["copy"].forward) == 5
+    lines = "\n".join(section.lines())
+    assert "failed: 2-splits: RuntimeError" in lines
+    assert "refused: 255-splits, case: z off by" in lines
+    content = json.loads(json.dumps(section.to_json()))
+    assert content["variants"]["2-splits"] == {
+        "prediction": "2 of them",
+        "overrides": {"fusedseg.kernels.launch": {"MAX_SPLITS": 2}},
+    }
+
+
+def test_table():
+    """Of a case of 1.68 MB: forward counts two passes, backward three, and a copy two."""
+    case = CASE._replace(shape=(2, 6, 5, 7000))
+    section = VariantSection("title", variants={"b": Variant("b", "half the time", {})})
+    section.work["case"], section.tensor_bytes["case"] = work(case, "small"), 1_680_000
+    section.cases["case"] = {
+        "default": Result([8e-6] * 5, [24e-6] * 5, [32e-6] * 5),
+        "b": Result([4e-6] * 5, [12e-6] * 5, [16e-6] * 5),
+        "copy": Result([4e-6] * 5, [0.0] * 5, [4e-6] * 5),
+    }
+    lines = section.lines()
+    assert lines[2] == "case: a copy takes 0.0040 ms, 840 GB/s"
+    rows = [line.split() for line in lines[4:6]]
+    assert rows[0] == ["default", *["0.0080"] * 3, "420", "0.50", "1.000", *["0.0240"] * 3, "210", "0.25", "1.000"]
+    assert rows[1] == ["b", *["0.0040"] * 3, "840", "1.00", "0.500", *["0.0120"] * 3, "420", "0.50", "0.500"]
+    assert lines[-1] == "b: half the time"
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 5, 20, 20)], ids=str)
+@pytest.mark.parametrize(("norm", "channels_last"), [("batch", False), ("batch", True), ("instance", False)])
+def test_norms_are_right_under_every_variant(norm, channels_last, shape):
+    variants = {variant.name: variant for kind in VARIANTS.values() for variant in kind}
+    results, _ = compete(NormCase(norm, shape, "fp32", channels_last), *variants.values())
+    assert {name: r.refused or r.missing for name, r in results.items()} == dict.fromkeys((*results,), "")
