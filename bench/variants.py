@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .harness import Job, Missing, Result, compete
-from .report import COPY_PASSES, Section, aligned, spread, two_digits
+from .results import COPY_PASSES, Section, aligned, spread, two_digits
 
 DEFAULT, COPY = "default", "copy"
 # module: its constants
