@@ -1,21 +1,26 @@
 """The device, the report, and its closing tables."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from .results import COPY_PASSES, STEP_PASSES, Report, default_directory, machine
+from . import harness
+from .results import COPY_PASSES, PASSES, Report, default_directory, machine
 
 REPORT = pytest.StashKey[Report]()
 LEGEND = f"""Ratios are of medians over interleaved rounds: below 1, ours is faster or smaller.  kept: bytes saved for
-backward, the output among them, which the next layer saves.  peak: the allocator's, over one step.  GB/s: {STEP_PASSES}
-passes over the tensor a step, the fewest that suffice; a copy makes {COPY_PASSES}."""
+backward, the output among them, which the next layer saves.  peak: the allocator's, over one step.  GB/s: of
+{PASSES["step"]} passes over the tensor a step, the fewest that suffice; a copy makes {COPY_PASSES}."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--json-out", type=Path, help="folder for the results (default: bench/results/<gpu> or bench/out)")
+    parser.addoption(
+        "--quick", action="store_true", help="the fewest rounds: to see that all runs, and to fill compilers' caches"
+    )
     # tests/conftest.py has it too, where pytest is given both folders
     with suppress(ValueError):
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
@@ -26,10 +31,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
+    if config.getoption("--quick"):
+        harness.MAX_ROUNDS = harness.MIN_ROUNDS
     # errors in tests alone: what is measured does not hang on a warning of somebody's library
     config.addinivalue_line("filterwarnings", "default")
     # what fits a terminal; pytest-benchmark reads it when its own configure runs, last
     config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks benches slow whose module says so of this device (``SLOW_ON``): all others are to end within minutes."""
+    for item in items:
+        if config.getoption("--device") == getattr(getattr(item, "module", None), "SLOW_ON", None):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +57,12 @@ def report(pytestconfig: pytest.Config) -> Report:
     return pytestconfig.stash[REPORT]
 
 
+@pytest.fixture(autouse=True)
+def written(report: Report) -> Iterator[None]:
+    yield
+    report.write_sections()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     report = config.stash[REPORT]
@@ -50,8 +71,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     terminalreporter.section("fusedseg bench")
     about = ", ".join(f"{key} {value}" for key, value in machine(report.device).items() if value)
     terminalreporter.write_line(about)
-    for stem, section in report.sections.items():
-        report.write(stem, section.to_json())
+    for section in report.sections.values():
         terminalreporter.write_line("")
         for line in section.lines():
             terminalreporter.write_line(line)

@@ -17,6 +17,7 @@ from .jobs import as_it_is
 CONV = {2: nn.Conv2d, 3: nn.Conv3d}
 CONV_ABN = {2: fusedseg.ConvABN2d, 3: fusedseg.ConvABN3d}
 BATCH_NORM = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE_NORM = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 SLOPE = 0.01
 
 
@@ -123,25 +124,47 @@ CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module],
 }
 # without a GPU "auto" is "aten", and there is no Triton
 CUDA_ONLY = ("ours-triton", "ours-aten")
+# another function, at the cost of leaky_relu: time on a GPU is short
+CPU_ONLY = ("relu",)
 # has no backward
 INFERENCE_ONLY = ("folded",)
 # recomputes what backward needs: without one it is "compiled"
 TRAINING_ONLY = ("aggressive",)
 
 
+def norm_contenders(kind: str) -> list[str]:
+    """Who competes on "cpu" or "cuda"."""
+    return [name for name in CONTENDERS if kind == "cpu" or name not in CPU_ONLY]
+
+
 def conv_contenders(kind: str, inference: bool) -> list[str]:
     """Who competes on "cpu" or "cuda"."""
-    absent = (TRAINING_ONLY if inference else INFERENCE_ONLY) + (() if kind == "cuda" else CUDA_ONLY)
+    absent = (TRAINING_ONLY if inference else INFERENCE_ONLY) + (CPU_ONLY if kind == "cuda" else CUDA_ONLY)
     return [name for name in CONV_CONTENDERS if name not in absent]
 
 
-def unet(
-    name: str, in_channels: Any, classes: int, make: Callable[..., nn.Module] = UNet, dims: int = 2, **options: Any
-) -> nn.Module:
-    """The U-Net of a contender, untreated: ours as it is by default, the others' of stock modules but for their norm.
+def leaky_instance(dims: int) -> Callable[[int], nn.Module]:
+    return lambda channels: nn.Sequential(INSTANCE_NORM[dims](channels, affine=True), nn.LeakyReLU(SLOPE, inplace=True))
 
-    All have the same parameters in the same order.  ``make`` is the class or preset, of ``dims`` dimensions.
+
+def unet(
+    name: str,
+    in_channels: Any,
+    classes: int,
+    norm: str = "batch",
+    make: Callable[..., nn.Module] = UNet,
+    dims: int = 2,
+    **options: Any,
+) -> nn.Module:
+    """The U-Net of a contender, untreated: ours as it is by default (or of instance norms in place), the others' of
+    stock modules but for their norm.
+
+    All have the same parameters in the same order.  ``make`` is the class or preset, of ``dims`` dimensions; ``norm``
+    "batch" or "instance".
     """
     if name != "ours":
-        options |= {"norm_act": CONTENDERS[name][0](dims), "plain": True}
+        stock = leaky_instance(dims) if norm == "instance" else CONTENDERS[name][0](dims)
+        options |= {"norm_act": stock, "plain": True}
+    elif norm == "instance":
+        options |= {"norm_act": "instance"}
     return make(in_channels, classes, **options)

@@ -131,16 +131,13 @@ class KernelSection(Section):
     flops: dict[str, int] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def case_to_json(self, case: str) -> dict[str, Any]:
         judged = self.judged()
         return {
-            case: {
-                "flops": self.flops[case],
-                **({"tflops": tera(self.flops[case], judged[case])} if case in judged else {}),
-                "auto": self.choices[case]._asdict(),
-                **results,
-            }
-            for case, results in super().to_json().items()
+            **super().case_to_json(case),
+            "flops": self.flops[case],
+            **({"tflops": tera(self.flops[case], judged[case])} if case in judged else {}),
+            "auto": self.choices[case]._asdict(),
         }
 
     def judged(self) -> dict[str, dict[str, Result]]:

@@ -15,9 +15,13 @@ def memory_format_of(dim: int, channels_last: bool) -> torch.memory_format:
     return FORMATS[dim] if channels_last else torch.contiguous_format
 
 
-def parametrize_cases(metafunc: pytest.Metafunc, cases: Mapping[str, Sequence[Any]]) -> None:
-    """``case`` is one of those of the device's type."""
-    metafunc.parametrize("case", cases[torch.device(metafunc.config.getoption("--device")).type], ids=str)
+def parametrize_cases(
+    metafunc: pytest.Metafunc, cases: Mapping[str, Sequence[Any]], more: Mapping[str, Sequence[Any]] | None = None
+) -> None:
+    """``case`` is one of those of the device's type; ``more`` are marked slow: all others are to end within minutes."""
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    slow = [pytest.param(case, marks=pytest.mark.slow) for case in (more or {}).get(kind, ())]
+    metafunc.parametrize("case", [*cases[kind], *slow], ids=str)
 
 
 def describe(shape: tuple[int, ...], dtype: str, channels_last: bool) -> str:

@@ -7,19 +7,25 @@ Inputs are prepared outside the timed region.  On CUDA, device events mark the r
 kernels alone are meant, the device sleeps first until they are queued (``ahead``).
 """
 
+import functools
 import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fusedseg.memory import SavedBytes, allocator_peak
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 WARMUP_ROUNDS = 3
+# rounds of a job; ``--quick`` takes the fewest
+MIN_ROUNDS, MAX_ROUNDS = 5, 100
 FLUSH_BYTES = 256 * 2**20
 # about a millisecond, in which a few launches are queued
 AHEAD_CYCLES = 2_000_000
@@ -52,6 +58,7 @@ class Result:
     step: list[float] = field(default_factory=list)
     kept: int = 0
     peak: int = 0
+    reserved: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     refused: str = ""
     missing: str = ""
@@ -59,6 +66,27 @@ class Result:
 
 class Missing(Exception):
     """A contender that cannot run here: not installed, or no compiler."""
+
+
+def once(run: Callable[P, T]) -> Callable[P, T]:
+    """``functools.cache`` that keeps what is raised, too: a case that fails for one contender fails for all at once."""
+
+    @functools.cache
+    def outcome(*args: P.args, **kwargs: P.kwargs) -> tuple[T | None, Exception | None]:
+        try:
+            return run(*args, **kwargs), None
+        except Exception as error:
+            # its frames hold tensors
+            return None, error.with_traceback(None)
+
+    @functools.wraps(run)
+    def known(*args: P.args, **kwargs: P.kwargs) -> T:
+        result, error = outcome(*args, **kwargs)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    return known
 
 
 class Copy:
@@ -121,14 +149,14 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = Fals
 
 
 def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False) -> dict[str, Result]:
-    """Times all jobs in turn for about ``seconds``, 5 rounds at least and 100 at most."""
+    """Times all jobs in turn for about ``seconds``."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARMUP_ROUNDS):
         begin = time.perf_counter()
         for job in jobs.values():
             lap(job, device, flush, ahead)
-        once = time.perf_counter() - begin
-    rounds = min(max(int(seconds / once), 5), 100)
+        round_seconds = time.perf_counter() - begin
+    rounds = min(max(int(seconds / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
     results = {name: Result() for name in jobs}
     shuffle = random.Random(0).sample
     gc.collect()
@@ -145,8 +173,9 @@ def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float, ah
     return results
 
 
-def count_bytes(job: Job, device: torch.device) -> tuple[int, int]:
-    """(kept, peak): bytes kept for backward, the output among them since the next layer keeps it; allocator's peak."""
+def count_bytes(job: Job, device: torch.device) -> tuple[int, int, int]:
+    """(kept, peak, reserved): bytes kept for backward, the output among them since the next layer keeps it; the most
+    that the allocator had handed out over a step; and, on CUDA, the most that it had taken from the device for it."""
     with SavedBytes(job.owned()) as saved:
         out = job.forward(job.prepare())
     saved.add(out)
@@ -157,7 +186,12 @@ def count_bytes(job: Job, device: torch.device) -> tuple[int, int]:
     def step() -> None:
         job.backward(job.forward(job.prepare()))
 
-    return kept, allocator_peak(step, device)
+    if device.type != "cuda":
+        return kept, allocator_peak(step, device), 0
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    peak = allocator_peak(step, device)
+    return kept, peak, torch.cuda.max_memory_reserved(device) - before
 
 
 def compete(
@@ -201,7 +235,7 @@ def compete(
         result.refused = disagreement(result.errors, outcome[baseline].errors, tolerance)
         del out, grads
         if not result.refused:
-            result.kept, result.peak = count_bytes(job, device)
+            result.kept, result.peak, result.reserved = count_bytes(job, device)
             jobs[name] = job
     del computed, reference_of
     timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead)

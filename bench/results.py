@@ -1,5 +1,6 @@
-"""Gathers results, prints the closing tables, and writes JSON."""
+"""Gathers results, prints the closing tables, and writes JSON; ``report.py`` reads it."""
 
+import functools
 import json
 import os
 import platform
@@ -24,15 +25,19 @@ RIVALS = {
     "ours-triton": "triton",
     "ours-aten": "aten",
 }
+# the probe that copies a case's tensor
+COPY = "copy"
 # whose bytes the closing table shows
 SHOWN = ("eager", "compiled", "aggressive", "ours")
-# passes over the tensor that the fused op needs: 3 forward, 5 backward (DESIGN section 6); a copy reads and writes
-STEP_PASSES, COPY_PASSES = 8, 2
+# passes over the tensor that a fused norm of a large tensor needs; a copy reads and writes
+PASSES = {"forward": 3, "backward": 5, "step": 8}
+COPY_PASSES = 2
 
 
 AnySection = TypeVar("AnySection", bound="Section")
 
 
+@functools.cache
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers were taken on."""
     about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
@@ -43,7 +48,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     except ImportError:
         about["triton"] = None
     if device.type == "cuda":
-        about["gpu"] = torch.cuda.get_device_name(device)
+        properties = torch.cuda.get_device_properties(device)
+        about["gpu"] = properties.name
+        about["multiprocessors"] = properties.multi_processor_count
+        about["l2_bytes"] = properties.L2_cache_size
         about["driver"] = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         about["cuda"] = torch.version.cuda
         about["cudnn"] = torch.backends.cudnn.version()
@@ -84,10 +92,13 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * median(seconds), "p20_ms": 1e3 * fifths[0], "p80_ms": 1e3 * fifths[3]}
 
 
-def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...]) -> dict[str, Any]:
+def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...], moved: dict[str, int]) -> dict[str, Any]:
+    """moved: bytes that each part moves at least."""
     if result.missing or result.refused:
         return {"missing": result.missing, "refused": result.refused, "errors": result.errors}
     times = {part: spread(getattr(result, part)) for part in parts}
+    for part, nbytes in moved.items():
+        times[part]["gb_per_s"] = nbytes / 1e6 / times[part]["median_ms"]
     return {**times, **{f"{count}_bytes": getattr(result, count) for count in counts}, "errors": result.errors}
 
 
@@ -105,10 +116,22 @@ class Section:
     tensor_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            case: {name: as_json(r, self.parts, self.counts) for name, r in results.items()}
-            for case, results in self.cases.items()
-        }
+        return {case: self.case_to_json(case) for case in self.cases}
+
+    def case_to_json(self, case: str) -> dict[str, Any]:
+        """Its contenders, and what else is known of it."""
+        results, nbytes = self.cases[case], self.tensor_bytes.get(case)
+        content: dict[str, Any] = {} if nbytes is None else {"tensor_bytes": nbytes}
+        counts = (*self.counts, "reserved") if any(r.reserved for r in results.values()) else self.counts
+        content["contenders"] = contenders = {}
+        for name, result in results.items():
+            # a probe runs forward alone
+            parts, kinds, passes = (
+                (("forward",), (), {"forward": COPY_PASSES}) if name == COPY else (self.parts, counts, PASSES)
+            )
+            moved = {part: passes[part] * nbytes for part in parts} if nbytes is not None else {}
+            contenders[name] = as_json(result, parts, kinds, moved)
+        return content
 
     def lines(self) -> list[str]:
         """The closing tables."""
@@ -147,8 +170,8 @@ class Section:
             row = [case, *(f"{1e3 * self.whole(r):.2f}" for r in (eager, ours)), *map(two_digits, numbers)]
             if copies:
                 nbytes = self.tensor_bytes[case]
-                row.append(f"{STEP_PASSES * nbytes / self.whole(ours) / 1e9:.1f}")
-                row.append(f"{COPY_PASSES * nbytes / median(results['copy'].forward) / 1e9:.1f}")
+                row.append(f"{PASSES[self.parts[-1]] * nbytes / self.whole(ours) / 1e9:.1f}")
+                row.append(f"{COPY_PASSES * nbytes / median(results[COPY].forward) / 1e9:.1f}")
             rows.append(row)
         header = [f"{self.parts[-1]}, medians", "eager ms", "ours ms", f"ours/eager: {self.parts[0]}", *self.parts[1:]]
         header += [f"ours/{RIVALS[name]}" for name in rivals] + ["ours GB/s", "copy GB/s"] * copies
@@ -223,8 +246,13 @@ class Report:
         # a stem has sections of one class
         return self.sections.setdefault(stem, empty)  # type: ignore[return-value]
 
-    def write(self, stem: str, results: dict[str, Any]) -> None:
+    def write_sections(self) -> None:
+        """What is known so far, so that it is there also where the session is cut short."""
+        for stem, section in self.sections.items():
+            self.write(stem, section.to_json(), section.title)
+
+    def write(self, stem: str, results: dict[str, Any], title: str = "") -> None:
         """Writes ``<directory>/<stem>.json``: the machine and the results."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(self.device), "results": results}
+        content = {"machine": machine(self.device), "title": title, "results": results}
         (self.directory / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Growing layers: k convolutions of one input, summed by ``torch.stack(...).sum(0)`` and as a ``ConvBank2d``."""
 
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ from fusedseg import ConvBank2d
 from tests.reference import GRADIENT_TOLERANCE
 
 from .contenders import aggressive, as_it_is, compiled
-from .harness import Result, compete, interleave
+from .harness import Result, compete, interleave, once
 from .replay import CLOCK, report_step
 from .results import Section, aligned
 
+SLOW_ON = "cuda"
 TITLE = "k convolutions of one input, summed: stacked, and as a ConvBank2d"
 BRANCHES = (1, 4, 16, 64)
 SECONDS = {"cpu": 0.2, "cuda": 1.0}
@@ -88,7 +89,7 @@ def bank_of(channels: int, branches: int, device: torch.device) -> ConvBank2d:
     return ConvBank2d(channels, channels, 3, padding=1, branches=branches, device=device)
 
 
-@cache
+@once
 def run(case: Case, device: torch.device) -> dict[str, Result]:
     x, dy = make_data(case.shape, device)
 

@@ -3,8 +3,7 @@
 Small stand-ins of what libraries hold; ``tests/conversion/test_packages.py`` has the real ones.
 """
 
-from functools import cache, partial
-from statistics import median
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -13,18 +12,21 @@ from torch import Tensor, nn
 
 import fusedseg
 from fusedseg.unet import UNet
+from tests.resnet import ResNet50
 
-from .contenders import leaky, relu
-from .harness import Result, compete
-from .jobs import NetJob
+from .contenders import aggressive, compiled, leaky, relu
+from .data import memory_format_of
+from .harness import Result, compete, once
+from .jobs import NetJob, as_it_is
 from .replay import CLOCK, report_step
-from .results import Section, aligned
+from .results import Section, aligned, timed, two_digits
 from .test_recompute import CLASSES, Scoped, Segments
 
-CONTENDERS = ("eager", "scope", "ours", "leaky")
+TREATMENTS = {"scope": Scoped, "compiled": compiled, "aggressive": aggressive}
+CONTENDERS = ("eager", "scope", "compiled", "aggressive", "ours", "leaky")
 SECONDS = {"cpu": 4.0, "cuda": 15.0}
 # as in test_unet.py: rounding adds up, and may swap the maximum of a pooling window
-TOLERANCE = {"logits": 1e-4, "gradients": 1e-2}
+TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
 
 
 class Case(NamedTuple):
@@ -32,9 +34,16 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     # whether mode "leaky" is another function than the others'
     relu: bool = False
+    amp: bool = False
+    channels_last: bool = False
+    # a class for each position, not for each sample
+    dense: bool = True
+    # Inductor takes minutes for some networks on a CPU
+    compile: bool = False
 
     def contenders(self) -> list[str]:
-        return [name for name in CONTENDERS if name != "leaky" or self.relu]
+        absent = ([] if self.relu else ["leaky"]) + ([] if self.compile else ["compiled", "aggressive"])
+        return [name for name in CONTENDERS if name not in absent]
 
 
 def unet(dims: int, *widths: int, **options) -> partial:
@@ -51,6 +60,13 @@ CASES = {
         "ResNet-18 of half the width, 4x3x128x128": Case(partial(Segments, 32), (4, 3, 128, 128), True),
     },
     "cuda": {
+        "ResNet-50, 128x3x224x224 amp nhwc": Case(
+            partial(ResNet50, CLASSES), (128, 3, 224, 224), amp=True, channels_last=True, dense=False, compile=True
+        ),
+    },
+}
+MORE = {
+    "cuda": {
         "U-Net, ReLU, 8x3x512x512": Case(unet(2, 64, 128, 256, 512, norm_act=relu(2)), (8, 3, 512, 512), True),
         "3D U-Net, InstanceNorm, 2x3x96x96x96": Case(unet(3, 32, 64, 128, norm_act="instance"), (2, 3, 96, 96, 96)),
         "ResNet-18, 128x3x224x224": Case(partial(Segments, 64), (128, 3, 224, 224), True),
@@ -59,40 +75,38 @@ CASES = {
 
 
 class Steps(Section):
-    """A row for each network: converted beside stock, and beside the scope alone."""
+    """A row for each network: its treatments beside stock."""
 
     def lines(self) -> list[str]:
-        rows = [["step", "eager ms", "scope/eager", "ours/eager", "leaky/eager", "kept: ours/eager", "peak"]]
+        names = [name for name in CONTENDERS[1:] if any(timed(results, name) for results in self.cases.values())]
+        rows = [["step", "eager ms", *(f"{name}/eager" for name in names), "kept: ours/eager", "peak"]]
         for case, results in self.cases.items():
             eager, ours = results["eager"], results["ours"]
-            if ours.refused or eager.refused:
+            if not timed(results, "eager") or not timed(results, "ours"):
                 continue
-            steps = [
-                f"{median(results[name].step) / median(eager.step):.2f}"
-                if name in results and not results[name].refused
-                else "-"
-                for name in ("scope", "ours", "leaky")
-            ]
-            bytes_of = [f"{ours.kept / eager.kept:.2f}", f"{ours.peak / eager.peak:.2f}"]
-            rows.append([case, f"{1e3 * median(eager.step):.1f}", *steps, *bytes_of])
+            steps = [self.whole(results[name]) / self.whole(eager) if timed(results, name) else None for name in names]
+            bytes_of = [ours.kept / eager.kept, ours.peak / eager.peak]
+            rows.append([case, f"{1e3 * self.whole(eager):.1f}", *map(two_digits, [*steps, *bytes_of])])
         return [self.title, *aligned(rows), *self.refusals()]
 
 
-@cache
+@once
 def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
-    case = CASES[device.type][name_of_case]
+    case = (CASES[device.type] | MORE.get(device.type, {}))[name_of_case]
     torch.manual_seed(0)
-    x = torch.randn(case.shape, device=device)
-    target = torch.randint(CLASSES, (case.shape[0], *case.shape[2:]), device=device)
+    memory_format = memory_format_of(len(case.shape), case.channels_last)
+    x = torch.randn(case.shape, device=device).to(memory_format=memory_format)
+    target = torch.randint(CLASSES, (case.shape[0], *(case.shape[2:] if case.dense else ())), device=device)
     state = case.make().state_dict()
 
     def network(name: str) -> nn.Module:
         net = case.make()
         net.load_state_dict(state)
-        net.to(device)
+        # torch declares Module.to without memory_format
+        net.to(device).to(memory_format=memory_format)  # type: ignore[call-overload]
         if name in ("ours", "leaky"):
             fusedseg.convert(net, example_inputs=x, mode="leaky" if name == "leaky" else "exact")
-        return Scoped(net) if name == "scope" else net
+        return TREATMENTS.get(name, as_it_is)(net)
 
     def expected(name: str) -> dict[str, Tensor]:
         # mode "leaky" is compared with the network of LeakyReLU that it gives back
@@ -102,14 +116,20 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         return exact.results(out, exact.backward(out))
 
     references = {"": partial(expected, "eager")} | ({"leaky": partial(expected, "leaky")} if case.relu else {})
-    build = {name: partial(lambda name: NetJob(network(name), x, target), name) for name in case.contenders()}
-    return compete(build, references, TOLERANCE, device, SECONDS[device.type])
+    build = {name: partial(lambda name: NetJob(network(name), x, target, case.amp), name) for name in case.contenders()}
+    tolerance = TOLERANCE[torch.bfloat16 if case.amp else torch.float32]
+    return compete(build, references, tolerance, device, SECONDS[device.type])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    cases = [(title, name) for title, case in CASES[kind].items() for name in case.contenders()]
-    metafunc.parametrize(("case", "contender"), cases)
+    params = [
+        pytest.param(title, name, marks=marks)
+        for cases, marks in ((CASES[kind], ()), (MORE.get(kind, {}), pytest.mark.slow))
+        for title, case in cases.items()
+        for name in case.contenders()
+    ]
+    metafunc.parametrize(("case", "contender"), params)
 
 
 @pytest.mark.benchmark(timer=CLOCK)

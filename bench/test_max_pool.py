@@ -1,6 +1,6 @@
 """Max-pooling alone: between the stages of U-Nets, and with windows that overlap, as a ResNet begins."""
 
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -10,16 +10,21 @@ from torch import Tensor, nn
 import fusedseg
 from tests.reference import GRADIENT_TOLERANCE
 
+from .contenders import compiled
 from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Copy, Result, compete
-from .jobs import LayerJob
+from .harness import Copy, Result, compete, once
+from .jobs import LayerJob, Treat, as_it_is
 from .replay import CLOCK, report_step
-from .results import Section
+from .results import COPY, Section
 
 SECONDS = {"cpu": 0.6, "cuda": 1.0}
 STOCK = {4: nn.MaxPool2d, 5: nn.MaxPool3d}
 OURS = {4: fusedseg.MaxPool2d, 5: fusedseg.MaxPool3d}
-CONTENDERS = {"eager": STOCK, "ours": OURS}
+CONTENDERS: dict[str, tuple[dict[int, type[nn.Module]], Treat]] = {
+    "eager": (STOCK, as_it_is),
+    "compiled": (STOCK, compiled),
+    "ours": (OURS, as_it_is),
+}
 
 
 class Case(NamedTuple):
@@ -41,15 +46,27 @@ def cases(shapes: list[tuple[int, ...]], overlapping: tuple[int, ...], dtypes: t
 
 CASES = {
     "cpu": cases([(2, 64, 256, 256), (1, 64, 32, 48, 48)], (2, 64, 256, 256), ("fp32", "bf16")),
-    "cuda": cases([(8, 64, 512, 512), (2, 64, 320, 150, 26)], (128, 64, 112, 112), ("fp32", "fp16")),
+    "cuda": [Case((8, 64, 512, 512), "fp16", channels_last) for channels_last in (False, True)],
 }
+MORE = {
+    "cuda": [
+        case
+        for case in cases([(8, 64, 512, 512), (2, 64, 320, 150, 26)], (128, 64, 112, 112), ("fp32", "fp16"))
+        if case not in CASES["cuda"]
+    ]
+}
+
+
+def contenders(kind: str) -> list[str]:
+    """Compiling takes a CPU longer than all else here."""
+    return [name for name in CONTENDERS if kind == "cuda" or name != "compiled"]
 
 
 class PoolJob(LayerJob):
     names = ()
 
 
-@cache
+@once
 def run(case: Case, device: torch.device) -> dict[str, Result]:
     source = Source(device)
     stock = STOCK[len(case.shape)](*case.window)
@@ -57,28 +74,33 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
     dz = source.normal(tuple(stock(x).shape), *case[1:3])
     data = {"x": x.requires_grad_(), "dz": dz}
 
+    def build(name: str) -> PoolJob:
+        made, treat = CONTENDERS[name]
+        return PoolJob(made[len(case.shape)](*case.window), data, treat)
+
     def expected() -> dict[str, Tensor]:
         leaf = x.detach().double().requires_grad_()
         z = stock(leaf)
         return {"z": z.detach(), "dx": torch.autograd.grad(z, leaf, dz.double())[0]}
 
     return compete(
-        {name: partial(PoolJob, made[len(case.shape)](*case.window), data) for name, made in CONTENDERS.items()},
+        {name: partial(build, name) for name in contenders(device.type)},
         {"": expected},
         # a maximum is exact
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         device,
         SECONDS[device.type],
-        probes={"copy": Copy(x)},
+        probes={COPY: Copy(x)},
+        ahead=device.type == "cuda",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize_cases(metafunc, CASES)
+    metafunc.parametrize("contender", contenders(torch.device(metafunc.config.getoption("--device")).type))
+    parametrize_cases(metafunc, CASES, MORE)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("contender", CONTENDERS)
 def test_step(case, contender, device, report, benchmark):
     section = report.section("max_pool", Section("Max-pooling, forward + backward of the layer alone"))
     results = section.cases[str(case)] = run(case, device)

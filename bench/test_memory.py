@@ -5,7 +5,7 @@ U-Net with LeakyReLU it is the network of fused blocks.  Bytes of the full sizes
 ``python -m fusedseg profile MODEL --compare ...``.
 """
 
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -18,12 +18,13 @@ from fusedseg.memory.strategy import AMP, CHECKPOINT, EAGER, Strategy
 from fusedseg.unet import UNet
 
 from .contenders import relu
-from .harness import Result, compete
+from .harness import Result, compete, once
 from .jobs import NetJob
 from .replay import CLOCK, report_step
 from .results import Section, aligned
 from .test_recompute import CLASSES, Segments
 
+SLOW_ON = "cuda"
 OURS = "fusedseg"
 WAYS = [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", OURS, f"{OURS}+{AMP}", f"{OURS}+{AMP}+{CHECKPOINT}"]
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
@@ -90,7 +91,7 @@ class Ways(Section):
         return [*lines, *self.refusals()]
 
 
-@cache
+@once
 def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     case = CASES[device.type][name_of_case]
     torch.manual_seed(0)

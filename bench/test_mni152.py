@@ -10,6 +10,7 @@ from fusedseg.demo import report as demo_report
 from .harness import Result
 from .replay import CLOCK, report_step
 
+SLOW_ON = "cuda"
 # contender -> network of the demo
 NAMES = {"eager": "eager", "ours": "fusedseg"}
 # half the demo's

@@ -17,11 +17,12 @@ from fusedseg.unet.blocks import DoubleConv
 from tests.resnet import ResNet18
 
 from .contenders import aggressive, compiled, relu
-from .harness import Result, compete
+from .harness import Result, compete, once
 from .jobs import NetJob, as_it_is
 from .replay import CLOCK, report_step
 from .results import Section
 
+SLOW_ON = "cuda"
 CLASSES = 4
 SECONDS = {"cpu": 6.0, "cuda": 15.0}
 # as in test_unet.py: rounding adds up, and may swap the maximum of a pooling window
@@ -151,7 +152,7 @@ def case_named(name: str, kind: str) -> Case:
     return next(case for case in CASES[kind] if str(case) == name)
 
 
-@cache
+@once
 def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     case = case_named(name_of_case, device.type)
     torch.manual_seed(0)

@@ -12,61 +12,17 @@ from torch import Tensor, nn
 from fusedseg.unet import MultiEncoderUNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 from .contenders import CONTENDERS, unet
-from .harness import Result, compete
+from .data import memory_format_of
+from .harness import Result, compete, once
 from .jobs import NetJob
 from .replay import CLOCK, report_step
 from .results import Section
 
 CLASSES = 4
 SECONDS = {"cpu": 5.0, "cuda": 15.0}
-# relu is another function, and costs what leaky_relu does
-NAMES = [name for name in CONTENDERS if name != "relu"]
 # relative error of the logits and of all gradients together (2-norms), or twice eager's own.  Rounding adds up over the
 # layers, and where it crosses a kink or swaps the maximum of a pooling window, a gradient changes by more than that
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
-
-
-class Case(NamedTuple):
-    """A network and its input; several images are one tensor, split by their channels."""
-
-    title: str
-    channels: tuple[int, ...]
-    size: tuple[int, ...]
-    batch: int
-    options: dict[str, Any]
-    dtype: str = "fp32"
-    channels_last: bool = False
-    make: Callable[..., nn.Module] = MultiEncoderUNet
-    # all benches together are to end within minutes
-    slow: bool = False
-
-    def __str__(self) -> str:
-        shape = "x".join(map(str, (self.batch, sum(self.channels), *self.size)))
-        return f"{self.title}, {shape} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
-
-
-WIDTHS = (64, 128, 256, 512, 1024)
-# reduced sizes of the presets, with their structure
-LIDAR_OPTICAL = {"widths": (16, 32, 64)}
-LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
-SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
-CASES = {
-    "cpu": [
-        Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
-        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
-        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large, slow=True),
-        Case("3D small", (1,), (32, 32, 32), 1, SMALL, make=unet3d_small),
-    ],
-    "cuda": [
-        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
-        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp"),
-        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "fp32"),
-        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet),
-        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", False, lidar_optical_unet),
-        Case("3D large", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_large),
-        Case("3D small", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_small),
-    ],
-}
 
 
 class Images(nn.Module):
@@ -80,30 +36,89 @@ class Images(nn.Module):
         return self.net(*x.split(self.channels, dim=1))
 
 
+class Case(NamedTuple):
+    """A network and its input; several images are one tensor, split by their channels."""
+
+    title: str
+    channels: tuple[int, ...]
+    size: tuple[int, ...]
+    batch: int
+    options: dict[str, Any]
+    dtype: str = "fp32"
+    channels_last: bool = False
+    make: Callable[..., nn.Module] = MultiEncoderUNet
+    # instead of BatchNorm
+    instance: bool = False
+    # all benches together are to end within minutes
+    slow: bool = False
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, (self.batch, sum(self.channels), *self.size)))
+        return f"{self.title}, {shape} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
+
+    def network(self, name: str) -> nn.Module:
+        """That of a contender, untreated."""
+        one = self.make in (unet3d_large, unet3d_small)
+        channels: Any = self.channels[0] if one else self.channels
+        norm = "instance" if self.instance else "batch"
+        net = unet(name, channels, CLASSES, norm, make=self.make, dims=len(self.size), **self.options)
+        return Images(net, self.channels)
+
+    def contenders(self) -> list[str]:
+        """relu is another function, and costs what leaky_relu does; the published package has no InstanceNorm."""
+        absent = ("relu", "inplace_abn") if self.instance else ("relu",)
+        return [name for name in CONTENDERS if name not in absent]
+
+    def memory_format(self) -> torch.memory_format:
+        return memory_format_of(len(self.size) + 2, self.channels_last)
+
+
+WIDTHS = (64, 128, 256, 512, 1024)
+# of nnU-Net's plain networks for patches of 128
+NNUNET = (32, 64, 128, 256, 320)
+# reduced sizes of the presets, with their structure
+LIDAR_OPTICAL = {"widths": (16, 32, 64)}
+LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
+SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
+CASES = {
+    "cpu": [
+        Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
+        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
+        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large, slow=True),
+        Case("3D small", (1,), (32, 32, 32), 1, SMALL, make=unet3d_small),
+    ],
+    "cuda": [
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
+        Case("3D U-Net, InstanceNorm", (1,), (128, 128, 128), 2, {"widths": NNUNET}, "amp", True, instance=True),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", slow=True),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "fp32", slow=True),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet, slow=True),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", False, lidar_optical_unet, slow=True),
+        Case("3D large", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_large, slow=True),
+        Case("3D small", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_small, slow=True),
+    ],
+}
+
+
 @cache
 def case_named(name: str, kind: str) -> Case:
     return next(case for case in CASES[kind] if str(case) == name)
 
 
-@cache
+@once
 def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     case = case_named(name_of_case, device.type)
     torch.manual_seed(0)
-    memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
-    x = torch.randn(case.batch, sum(case.channels), *case.size, device=device).to(memory_format=memory_format)
-
-    def network(name: str) -> nn.Module:
-        channels: Any = case.channels[0] if case.make in (unet3d_large, unet3d_small) else case.channels
-        return Images(unet(name, channels, CLASSES, make=case.make, dims=len(case.size), **case.options), case.channels)
-
-    weights = list(network("eager").state_dict().values())
+    x = torch.randn(case.batch, sum(case.channels), *case.size, device=device)
+    x = x.to(memory_format=case.memory_format())
+    weights = list(case.network("eager").state_dict().values())
     target = torch.randint(CLASSES, (case.batch, *case.size), device=device)
 
     def build(name: str) -> NetJob:
-        net = network(name)
+        net = case.network(name)
         net.load_state_dict(dict(zip(net.state_dict(), weights, strict=True)))
         # torch declares Module.to without memory_format
-        net = net.to(device).to(memory_format=memory_format)  # type: ignore[call-overload]
+        net = net.to(device).to(memory_format=case.memory_format())  # type: ignore[call-overload]
         return NetJob(CONTENDERS[name][1](net), x, target, case.dtype == "amp")
 
     def expected() -> dict[str, Tensor]:
@@ -113,7 +128,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         return exact.results(out, exact.backward(out))
 
     return compete(
-        {name: partial(build, name) for name in NAMES},
+        {name: partial(build, name) for name in case.contenders()},
         {"": expected},
         TOLERANCE[torch.bfloat16 if case.dtype == "amp" else torch.float32],
         device,
@@ -124,11 +139,12 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
     marks = {True: [pytest.mark.slow], False: []}
-    metafunc.parametrize("case", [pytest.param(str(case), marks=marks[case.slow]) for case in CASES[kind]])
+    pairs = [(case, name) for case in CASES[kind] for name in case.contenders()]
+    params = [pytest.param(str(case), name, marks=marks[case.slow]) for case, name in pairs]
+    metafunc.parametrize(("case", "contender"), params)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("contender", NAMES)
 def test_step(case, contender, device, report, benchmark):
     section = report.section("unet", Section("U-Nets, forward + cross entropy + backward"))
     results = section.cases[case] = run(case, device)

@@ -1,11 +1,13 @@
 """The benches' harness: what it refuses, what it counts, and whose times it reports."""
 
+import pytest
 import torch
 from torch import nn
 
-from bench.harness import Missing, compete, disagreement
+from bench.harness import Missing, Result, compete, disagreement, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
+from bench.results import Section
 
 TOLERANCE = dict.fromkeys(("z", "dx", "dweight", "dbias"), 1e-4)
 
@@ -75,3 +77,34 @@ def test_the_clock_replays_the_samples():
     clock.load([0.5, 0.25])
     readings = [clock() for _ in range(4)]
     assert [readings[1] - readings[0], readings[3] - readings[2]] == [0.5, 0.25]
+
+
+def test_what_fails_once_is_not_tried_again():
+    tried = []
+
+    @once
+    def run(case: str) -> str:
+        tried.append(case)
+        if case == "bad":
+            raise ValueError("cannot")
+        return case.upper()
+
+    assert [run("good"), run("good")] == ["GOOD", "GOOD"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot"):
+            run("bad")
+    assert tried == ["good", "bad"]
+
+
+def test_json_has_bytes_a_second_of_the_fewest_passes():
+    ours = Result([3e-3] * 5, [5e-3] * 5, [8e-3] * 5, kept=7)
+    copy = Result([2e-3] * 5, [0.0] * 5, [2e-3] * 5)
+    section = Section("norms", cases={"a": {"ours": ours, "copy": copy}}, tensor_bytes={"a": 10**9})
+    found = section.to_json()["a"]
+    assert found["tensor_bytes"] == 10**9
+    ours, copy = (found["contenders"][name] for name in ("ours", "copy"))
+    assert {part: ours[part]["gb_per_s"] for part in section.parts} == pytest.approx(dict.fromkeys(section.parts, 1e3))
+    assert ours["kept_bytes"] == 7
+    # what it has taken from the device is known on a GPU alone
+    assert "reserved_bytes" not in ours
+    assert copy == {"forward": {"median_ms": 2, "p20_ms": 2, "p80_ms": 2, "gb_per_s": 1e3}, "errors": {}}

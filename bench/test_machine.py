@@ -1,0 +1,225 @@
+"""What the machine can do, before anything of ours is judged: bandwidth, the vendor's convolutions and norms, what the
+compiler makes of a convolution with its norm, and how much of a tensor a second pass finds in the L2 cache."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, nn
+
+from fusedseg.ops.layout import layout_of
+
+from .contenders import SLOPE, aggressive, compiled, conv_then, leaky
+from .data import Source, describe
+from .harness import FLUSH_BYTES, Copy, Missing, interleave
+from .results import PASSES, aligned, spread
+
+SECONDS = {"cpu": 0.2, "cuda": 0.3}
+MIB = 2**20
+SIZES = {"cpu": (1, 16, 64), "cuda": (4, 16, 32, 64, 256, 1024, 4096)}
+# of one activation tensor of a U-Net at full resolution
+NORM_SHAPE = {"cpu": (2, 32, 64, 64), "cuda": (8, 64, 512, 512)}
+# (batch, size) of the spatial dimensions; channels in and out
+CONVOLUTIONS = {
+    "cpu": [((2, (32, 32)), (32, 64)), ((1, (8, 16, 16)), (32,))],
+    "cuda": [((8, (128, 128)), (32, 64, 128, 256, 512)), ((2, (32, 64, 64)), (32, 64, 128, 256, 512))],
+}
+BLOCK = {"cpu": (2, 16, 32, 32), "cuda": (8, 64, 256, 256)}
+# MiB of a tensor whose second pass follows its first at once
+REUSED = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)
+
+
+class Call:
+    """A probe of two calls, the second on what the first returns."""
+
+    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any] = lambda out: ()) -> None:
+        self._forward, self._backward = forward, backward
+
+    def prepare(self) -> None:
+        pass
+
+    def forward(self, prepared: None) -> Any:
+        return self._forward()
+
+    def backward(self, out: Any) -> Any:
+        return self._backward(out)
+
+
+@pytest.fixture
+def record(report, device):
+    """Writes results of one measurement beside the others, and a table of them."""
+
+    def write(name: str, results: Mapping[str, Any], head: list[str], rows: list[list[str]]) -> None:
+        measured.setdefault(report.directory, {})[name] = results
+        report.notes.append("\n".join([name, *aligned([head, *rows])]))
+        report.write("machine", measured[report.directory], "What the machine can do")
+
+    return write
+
+
+# results by folder
+measured: dict[Any, dict[str, Any]] = {}
+
+
+def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
+    """Spread of a part of each job; kernels alone on a GPU."""
+    results = interleave(jobs, device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda")
+    return {name: spread(getattr(result, part)) for name, result in results.items()}
+
+
+def test_bandwidth(device, record):
+    """Copies, reads and writes by torch, in GB/s of all bytes that move."""
+    moved, results, rows = {"copy": 2, "read": 1, "write": 1}, {}, []
+    for size in SIZES[device.type]:
+        source = torch.empty(size * MIB // 2, dtype=torch.bfloat16, device=device).normal_()
+        target = torch.empty_like(source)
+        jobs = {"copy": Copy(source), "read": Call(source.sum), "write": Call(partial(target.fill_, 1.0))}
+        times = timed_alone(jobs, device)
+        for name, time in times.items():
+            time["gb_per_s"] = moved[name] * source.nbytes / 1e6 / time["median_ms"]
+        results[f"{size} MiB"] = times
+        rows.append([f"{size} MiB", *(f"{times[name]['gb_per_s']:.0f}" for name in moved)])
+    record("bandwidth", results, ["bf16 tensor, GB/s", *moved], rows)
+
+
+def test_vendor_convolutions(device, record):
+    """bf16 and channels_last: forward, gradient of the input and of the weight, in TFLOP/s."""
+    results, rows = {}, []
+    names = ("forward", "dx", "dw")
+    for (batch, size), widths in CONVOLUTIONS[device.type]:
+        for C in widths:
+            dims, source = len(size), Source(device)
+            shape = (batch, C, *size)
+            x, dy = (source.normal(shape, "bf16", True) for _ in range(2))
+            w = source.normal((C, C, *[3] * dims), "bf16", True, std=(C * 3**dims) ** -0.5)
+            geometry = [1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1
+
+            def backward(mask: list[bool], x=x, dy=dy, w=w, geometry=geometry) -> Any:
+                return torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, mask)
+
+            jobs = {
+                "forward": Call(partial(torch.convolution, x, w, None, *geometry)),
+                "dx": Call(partial(backward, [True, False, False])),
+                "dw": Call(partial(backward, [False, True, False])),
+            }
+            times = timed_alone(jobs, device)
+            operations = 2 * x.numel() * w[0].numel()
+            for time in times.values():
+                time["tflops"] = operations / 1e9 / time["median_ms"]
+            case = f"{describe(shape, 'bf16', True)}, {'x'.join('3' * dims)} to {C}"
+            results[case] = times
+            rows.append([case, *(f"{times[name]['tflops']:.2f}" for name in names)])
+    record("vendor convolutions", results, ["TFLOP/s", *names], rows)
+
+
+def test_eager_batch_norm(device, record):
+    """The stock norm alone, in GB/s of the passes that a fused one of a large tensor needs."""
+    results, rows = {}, []
+    for dtype in ("fp16", "bf16"):
+        for channels_last in (False, True):
+            shape = NORM_SHAPE[device.type]
+            source = Source(device)
+            x = source.normal(shape, dtype, channels_last).requires_grad_()
+            dz = source.normal(shape, dtype, channels_last)
+            norm = nn.BatchNorm2d(shape[1], device=device)
+            job = Call(partial(norm, x), lambda z, x=x, dz=dz, norm=norm: torch.autograd.grad(z, (x, norm.weight), dz))
+            case = describe(shape, dtype, channels_last)
+            times = interleave({case: job}, device, SECONDS[device.type], ahead=device.type == "cuda")[case]
+            results[case] = {part: spread(getattr(times, part)) for part in ("forward", "backward")}
+            for part, time in results[case].items():
+                time["gb_per_s"] = PASSES[part] * x.nbytes / 1e6 / time["median_ms"]
+            rows.append([case, *(f"{time['gb_per_s']:.0f}" for time in results[case].values())])
+    record("eager BatchNorm", results, ["GB/s", "forward", "backward"], rows)
+
+
+def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel of a step, in order."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    cuda = torch.autograd.DeviceType.CUDA
+    events = [event for event in profiler.events() if event.device_type == cuda]
+    return [(e.name, e.device_time) for e in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
+    """Convolution, BatchNorm and LeakyReLU, forward and backward: bytes that Inductor counts, in passes over the
+    tensor, those of the convolutions (6) among them; on a GPU also its kernels and their times."""
+    from torch._inductor import compile_fx, metrics
+
+    # Inductor counts where it would say so
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
+    # what comes from a cache is not counted
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+
+    shape = BLOCK[device.type]
+    C, source = shape[1], Source(device)
+    x, dz = (source.normal(shape, "bf16", True) for _ in range(2))
+    x.requires_grad_()
+    results, rows = {}, []
+    for name, treat in (("compiled", compiled), ("aggressive", aggressive)):
+        torch._dynamo.reset()
+        module = conv_then(leaky)(2, C, C, 3, padding=1, bias=False).to(device).to(memory_format=torch.channels_last)
+        layer = treat(module)
+        metrics.reset()
+
+        def step(layer=layer, module=module) -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                out = layer(x)
+            torch.autograd.grad(out, (x, *module.parameters()), dz)
+
+        try:
+            step()
+        except Missing as reason:
+            pytest.skip(str(reason))
+        kernels = kernels_of(step, device) if device.type == "cuda" else []
+        passes = metrics.num_bytes_accessed / x.nbytes
+        results[name] = {"passes": passes, "kernels_us": kernels}
+        rows.append([name, f"{passes:.1f}", f"{sum(us for _, us in kernels):.1f}" if kernels else "-"])
+        rows += [["", "", f"{us:.1f} {kernel[:90]}"] for kernel, us in kernels]
+    title = f"convolution, BatchNorm and activation compiled, {describe(shape, 'bf16', True)}"
+    record(title, results, ["step", "passes", "kernels, µs"], rows)
+
+
+def test_second_pass_finds_the_first_in_l2(device, record):
+    """The pass that applies, walking backwards, right after the one that reduces and after a flush of the cache."""
+    if device.type != "cuda":
+        pytest.skip("needs --device cuda")
+    from fusedseg.kernels.norm_act import norm_act_fwd
+    from fusedseg.kernels.norm_stats import norm_stats
+
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    results, rows = {}, []
+    for channels_last in (False, True):
+        for size in REUSED:
+            side = 128
+            x = Source(device).normal((size * MIB // (64 * side * side * 2), 64, side, side), "bf16", channels_last)
+            z, layout = torch.empty_like(x), layout_of(x)
+            assert layout is not None
+
+            def apply(partial_sums: Tensor, x=x, z=z, layout=layout) -> Any:
+                norm = (None,) * 4
+                return norm_act_fwd(x, z, layout, *norm, True, 0.1, 1e-5, ("leaky_relu", SLOPE), None, partial_sums)
+
+            def cold(x=x, layout=layout) -> Tensor:
+                sums = norm_stats(x, layout)
+                flush.zero_()
+                return sums
+
+            jobs = {"warm": Call(partial(norm_stats, x, layout), apply), "cold": Call(cold, apply)}
+            times = timed_alone(jobs, device, "backward")
+            warm, late = (times[name]["median_ms"] for name in ("warm", "cold"))
+            # at the speed of the cold pass, which reads and writes
+            reused = (1 - warm / late) * 2 * x.nbytes
+            case = describe(tuple(x.shape), "bf16", channels_last)
+            results[case] = {**times, "reused_bytes": reused}
+            milliseconds = (f"{1e3 * ms:.1f}" for ms in (warm, late))
+            rows.append([case, f"{x.nbytes / MIB:.0f}", *milliseconds, f"{reused / MIB:.1f}"])
+    head = ["second pass", "MiB", "right after, µs", "after a flush, µs", "saved, as MiB at that speed"]
+    record("second pass", results, head, rows)
