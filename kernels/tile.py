@@ -152,17 +152,21 @@ def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BL
 @triton.jit
 def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
     """Sum of a tile per channel."""
-    if ROWS or STAT == "batch":
+    if ROWS:
         v = tl.sum(v, axis=0, keep_dims=True)
-    if not ROWS:
+    elif STAT == "batch":
+        v = group_sum(v)
+    else:
         v = tl.sum(v, axis=1, keep_dims=True)
     return v
 
 
 @triton.jit
 def group_sum(v):
-    """Sum over all of a tile, or of its channels' values, where what is masked is 0."""
-    return tl.sum(tl.sum(v, axis=0, keep_dims=True), axis=1, keep_dims=True)
+    """Sum over all of a tile, or of its channels' values, where what is masked is 0; of shape (1, 1)."""
+    # through a scalar, which has no layout: for that of one axis after the other Triton 3.6 computes counts of a tile
+    # anew, all of them in every thread
+    return tl.full((1, 1), tl.sum(v), v.dtype)
 
 
 @triton.jit

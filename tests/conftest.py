@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,12 +31,22 @@ def pytest_configure(config):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items):
-    """Kernels in the interpreter take twice as long while coverage looks on, which is of what lies outside them."""
+def pytest_collection_modifyitems(config, items):
+    """Kernels in the interpreter take twice as long while coverage looks on, which is of what lies outside them.
+
+    With ``--device cuda`` the tests that do not ask for ``device`` are left out: they have nothing on the GPU.
+    """
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "kernels" in item.path.parts or params.get("backend") == "triton":
             item.add_marker("no_cover")
+    if config.getoption("--device") == "cuda":
+        # the benches, where pytest is given both folders, choose for themselves
+        here = Path(__file__).parent
+        elsewhere = [item for item in items if here in item.path.parents and "device" not in item.fixturenames]
+        config.hook.pytest_deselected(items=elsewhere)
+        left_out = set(elsewhere)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +71,19 @@ def seed():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interpreter(device):
+def exact(request):
+    """On a GPU: cuDNN computes fp32 in fp32, and the same bits each time, as tests assume that compare with float64, or
+    one run with another.  What is about these settings sets them itself."""
+    if request.config.getoption("--device") == "cuda":
+        cudnn = torch.backends.cudnn
+        cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = False, True, False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreter(request):
     """Without a GPU: an interpreter that computes in bf16 as a GPU does, and faster."""
-    if device.type != "cpu" or not HAS_TRITON:
+    # not of `device`, for which tests ask that have something on it
+    if request.config.getoption("--device") != "cpu" or not HAS_TRITON:
         yield
         return
     from tests.tools.interpreter import patch_language_once, true_bfloat16

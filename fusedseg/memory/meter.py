@@ -244,7 +244,9 @@ def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") 
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    # of one cycle there is nothing to accumulate, but PyTorch 2.11 warns unless it is asked to
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     current = peak = 0
     for event in profiler.profiler.kineto_results.events():

@@ -174,8 +174,9 @@ def test_autocast(device, combine):
 @pytest.mark.parametrize("combine", ["sum", "cat"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_channels_last(device, combine, groups):
-    bank = ConvBank2d(4, 6, 3, padding=1, groups=groups, branches=[3, 5], combine=combine, device=device, **DOUBLE)
-    x = torch.randn(2, 4, 6, 5, device=device, **DOUBLE)
+    """In fp32: torch leaves that format in float64 on GPUs."""
+    bank = ConvBank2d(4, 6, 3, padding=1, groups=groups, branches=[3, 5], combine=combine, device=device)
+    x = torch.randn(2, 4, 6, 5, device=device)
     expected = bank(x)
     bank.to(memory_format=torch.channels_last)
     y = bank(x.contiguous(memory_format=torch.channels_last))

@@ -1,0 +1,107 @@
+"""Every kernel in each of its branches, on tensors of odd sizes, small enough for a tool that looks at every access:
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest --device cuda -m sanitize
+
+Without a cache, each tensor is an allocation of its own, beyond the end of which an access is an error.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels import conv_abn_cases as convs
+from tests.kernels import test_max_pool as pools
+from tests.kernels import test_norm_act as batches
+from tests.kernels import test_norm_act_groups as norms
+from tests.kernels.conv_abn_cases import Conv
+from tests.tools.tensors import slots_of
+
+pytestmark = pytest.mark.sanitize
+by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+# number of groups of 6 channels
+STATISTICS = {"batch": None, "instance": 6, "group": 2}
+# the last tile of samples, positions or channels is cut short: tiles are 128 values, in rows 8 of each of 16 channels
+SHAPE = (3, 6, 7, 9)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves."""
+    from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
+
+    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
+    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
+    monkeypatch.setattr(launch, "TILE_BYTES", 512)
+    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
+    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
+
+
+def check_norm(rows, groups, device):
+    """Forward and backward with a residual and kept channels; and of the input, which is normalised once more."""
+    given = norms.inputs(SHAPE, rows, torch.float32, device)
+    weight, bias = given[3:]
+    norms.check(*given, groups, keep="input")
+    weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
+    norms.check(*given, groups, kept=slots_of([0, 2], SHAPE[1], device))
+
+
+@by_layout
+@pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+def test_norm_on_chip(groups, rows, device):
+    check_norm(rows, groups, device)
+
+
+@pytest.mark.usefixtures("split")
+@by_layout
+@pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+def test_norm_split(groups, rows, device):
+    check_norm(rows, groups, device)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@by_layout
+def test_running_statistics(rows, training, device):
+    C = 37
+    x, dz, *affine = batches.inputs((2, C, 7, 9), None if rows else torch.contiguous_format, torch.float16, device)
+    running = torch.zeros(C, device=device), torch.ones(C, device=device)
+    batches.check(x, dz, *affine, training=training, running=running)
+
+
+# 3 positions along each axis but one, so that taps leave x on either side; one tap and aligned; and a volume
+CONVS = {
+    "taps": Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2)),
+    "one-tap": Conv((2, 40, 8, 6), (20, 40, 1, 1)),
+    "volume": Conv((2, 4, 5, 6, 7), (6, 2, 3, 1, 2), stride=(1, 2, 2), padding=(1, 0, 1), groups=2),
+}
+
+
+@by_layout
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_convolution(conv, rows, device):
+    """Its three epilogues: statistics of the batch; running ones; and those with kept channels, as it is."""
+    running = convs.running_statistics(conv, device)
+    for training, kept in ((True, None), (False, None), (False, slots_of([0, 2], conv.w[0], device))):
+        given = convs.inputs(conv, torch.float32, device, rows)
+        out = convs.output(conv, torch.float32, device, rows)
+        convs.check(conv, given, out, training=training, running=running, kept=kept)
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, (72, 120)), (torch.bfloat16, (20, 60))], ids=str)
+def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
+    """Tiles of 128 positions, several a program."""
+    from fusedseg.kernels import conv as blocks
+
+    monkeypatch.setattr(blocks, "PROGRAMS_PER_SM", 0)
+    monkeypatch.setattr(blocks, "multiprocessors", lambda device: 1)
+    C, K = channels
+    conv = Conv((2, C, 8, 9), (K, C, 2, 2), padding=(1, 0))
+    given, out = convs.inputs(conv, dtype, device), convs.output(conv, dtype, device)
+    convs.check(conv, given, out, running=convs.running_statistics(conv, device))
+
+
+@by_layout
+@pytest.mark.parametrize("name", ["halving-odd", "overlapping", "dilation", "3d-overlapping"])
+def test_max_pool(name, rows, device):
+    pools.check(*pools.CASES[name], rows, device)
