@@ -1,0 +1,165 @@
+"""Goals on an H200, each one figure of the results of a run.  T is one activation tensor."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .results import COPY, COPY_PASSES, PASSES
+
+# what a file of results holds for a case, and all files by their stem
+CaseResults = Mapping[str, Any]
+Files = Mapping[str, Mapping[str, Any]]
+
+
+class Absent(Exception):
+    """A figure that was not measured, and why."""
+
+
+class Goal(NamedTuple):
+    """``figure`` of ``case`` in ``<stem>.json`` is to be at most ``bound``, or at least that."""
+
+    what: str
+    figure: str
+    value: Callable[[CaseResults], float]
+    stem: str
+    case: str
+    bound: float
+    at_least: bool = False
+
+
+class Verdict(NamedTuple):
+    """``value`` is None where it was not measured; ``why`` says the reason."""
+
+    goal: Goal
+    value: float | None
+    why: str = ""
+
+    @property
+    def met(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.goal.bound if self.goal.at_least else self.value <= self.goal.bound
+
+
+def contender(case: CaseResults, name: str) -> Mapping[str, Any]:
+    """Raises ``Absent`` where it has no figures."""
+    found = case["contenders"].get(name)
+    if found is None:
+        raise Absent(f"{name} did not run")
+    if reason := found.get("missing") or found.get("refused"):
+        raise Absent(f"{name}: {reason}")
+    return found
+
+
+def milliseconds(case: CaseResults, name: str, part: str) -> float:
+    return contender(case, name)[part]["median_ms"]
+
+
+def time_to(rival: str, part: str = "step", ours: str = "ours") -> tuple[str, Callable[[CaseResults], float]]:
+    """Of ours to the rival's."""
+
+    def value(case: CaseResults) -> float:
+        return milliseconds(case, ours, part) / milliseconds(case, rival, part)
+
+    return f"{part} / {rival}", value
+
+
+def time_to_copy(part: str) -> tuple[str, Callable[[CaseResults], float]]:
+    def value(case: CaseResults) -> float:
+        return milliseconds(case, "ours", part) / milliseconds(case, COPY, "forward")
+
+    return f"{part} / copy of T", value
+
+
+def bandwidth(part: str) -> tuple[str, Callable[[CaseResults], float]]:
+    """Of the fewest passes, to that of a copy."""
+
+    def value(case: CaseResults) -> float:
+        passes = PASSES[part] / COPY_PASSES
+        return passes * milliseconds(case, COPY, "forward") / milliseconds(case, "ours", part)
+
+    return f"{part}: bandwidth on {PASSES[part]} passes / copy's", value
+
+
+def kept_to(rival: str) -> tuple[str, Callable[[CaseResults], float]]:
+    def value(case: CaseResults) -> float:
+        return contender(case, "ours")["kept_bytes"] / contender(case, rival)["kept_bytes"]
+
+    return f"kept / {rival}", value
+
+
+def tensors_at_the_peak() -> tuple[str, Callable[[CaseResults], float]]:
+    """x, which z is written over, and dx: dz is there before."""
+
+    def value(case: CaseResults) -> float:
+        return contender(case, "ours")["peak_bytes"] / case["tensor_bytes"]
+
+    return "peak of a step, in T", value
+
+
+def goals() -> list[Goal]:
+    found: list[Goal] = []
+
+    def add(what: str, stem: str, case: str, *figures: tuple, at_least: bool = False) -> None:
+        found.extend(Goal(what, *figure, stem, case, bound, at_least) for figure, bound in figures)
+
+    for dtype in ("bf16", "fp16"):
+        for layout in ("nchw", "nhwc"):
+            large = "inplace_abn", f"batch 8x64x512x512 {dtype} {layout}"
+            what = "BN + LeakyReLU forward, large"
+            add(what, *large, (bandwidth("forward"), 0.90), at_least=True)
+            if dtype == "fp16":
+                add(what, *large, (time_to("eager", "forward"), 0.60))
+            elif layout == "nchw":
+                add(what, *large, (time_to("eager", "forward"), 0.15))
+            add(what, *large, (time_to("compiled", "forward"), 0.95))
+            what = "BN + LeakyReLU backward, large"
+            add(what, *large, (bandwidth("backward"), 0.88), at_least=True)
+            add(what, *large, (time_to("eager", "backward"), 0.65), (time_to("compiled", "backward"), 0.95))
+            # a temporary would make it 3
+            add(what, *large, (tensors_at_the_peak(), 2.1))
+    for size in ("8x512x32x32", "8x256x16x16"):
+        for layout in ("nchw", "nhwc"):
+            small = "inplace_abn", f"batch {size} bf16 {layout}"
+            add("BN + LeakyReLU, small", *small, (time_to_copy("forward"), 1.25), (time_to_copy("backward"), 1.9))
+    for layout, bound in (("nchw", 0.40), ("nhwc", 0.30)):
+        volume = "inplace_norm_act", f"instance 2x32x128x128x128 fp16 {layout}"
+        add("InstanceNorm + LeakyReLU, 3D", *volume, (time_to("eager"), bound))
+
+    for case, bound in (
+        ("8x64x512x512 bf16 nhwc, 1x1 to 64", 0.85),
+        ("8x64x512x512 bf16 nchw, 1x1 to 64", 0.85),
+        ("8x512x64x64 bf16 nhwc, 1x1 to 256", 0.85),
+        ("8x64x512x512 bf16 nhwc, 3x3 to 64", 0.98),
+        ("8x128x256x256 bf16 nhwc, 3x3 to 128", 0.98),
+    ):
+        add("conv + BN + act forward", "conv_abn", case, (time_to("ours-aten", "forward", "ours-triton"), bound))
+        add("… under auto", "conv_abn", case, (time_to("ours-aten", "forward"), 1.02))
+    for layout in ("nchw", "nhwc"):
+        pool = "max_pool", f"8x64x512x512 fp16 {layout} window 2 stride 2"
+        add("max-pool 2×2, forward + backward", *pool, (time_to("eager"), 0.65), (time_to("compiled"), 1.0))
+
+    unet = "unet", "U-Net, 8x3x512x512 amp nhwc"
+    times = (time_to("compiled"), 0.95), (time_to("aggressive"), 0.91), (time_to("eager"), 0.82)
+    add("2D U-Net, bf16", *unet, *times, (kept_to("aggressive"), 0.88))
+    volume = "unet", "3D U-Net, InstanceNorm, 2x1x128x128x128 amp nhwc"
+    times = (time_to("compiled"), 0.95), (time_to("aggressive"), 0.92), (time_to("eager"), 0.75)
+    add("3D U-Net, InstanceNorm, bf16", *volume, *times)
+    add("ResNet-50, bf16", "convert", "ResNet-50, 128x3x224x224 amp nhwc", (time_to("compiled"), 0.90))
+    for layout in ("nchw", "nhwc"):
+        planes = "launch", f"batch 8x64x16x16 fp16 {layout}"
+        add("host time of a step, planes of 16×16", *planes, (time_to("eager"), 1.0))
+    return found
+
+
+def judge(files: Files) -> list[Verdict]:
+    """Of what ``report.load`` read."""
+    verdicts = []
+    for goal in goals():
+        try:
+            case = files.get(goal.stem, {}).get("results", {}).get(goal.case)
+            if case is None:
+                raise Absent(f"{goal.stem}.json has no such case" if goal.stem in files else f"no {goal.stem}.json")
+            verdicts.append(Verdict(goal, goal.value(case)))
+        except Absent as reason:
+            verdicts.append(Verdict(goal, None, str(reason)))
+    return verdicts

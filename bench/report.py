@@ -1,0 +1,235 @@
+"""Reads results that the benches have written: their table and goals in Markdown, plots, and what changed between two.
+
+python -m bench.report bench/results/nvidia-h200                     # goals and tables
+python -m bench.report bench/results/nvidia-h200 --plot bench/results/nvidia-h200
+python -m bench.report bench/results/nvidia-h200 --readme README.md  # in place of what stands between its marks
+python -m bench.report OLD NEW                                       # what changed
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+from . import goals
+from .results import COPY, two_digits
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+PARTS = ("forward", "backward", "step")
+BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
+# a median that lies within the other's 20 to 80 % has not changed; nor one that differs by less than that
+NOISE = 0.02
+
+
+class ReportError(Exception):
+    """What cannot be read or written, for the user."""
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Content of every ``<stem>.json`` of a folder, by stem.
+
+    Raises:
+        ReportError: there is none, or one that no bench has written.
+    """
+    files = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise ReportError(f"{path}: not JSON: {error}") from error
+        if not isinstance(content, dict) or not {"machine", "results"} <= content.keys():
+            raise ReportError(f"{path}: expected an object with 'machine' and 'results', as the benches write it")
+        files[path.stem] = content
+    if not files:
+        raise ReportError(f"{folder}: expected a folder with JSON files of the benches, found none")
+    return files
+
+
+def sections(files: goals.Files) -> Iterator[tuple[str, str, Mapping[str, goals.CaseResults]]]:
+    """(stem, title, cases) of those that compare contenders."""
+    for stem, content in files.items():
+        cases = content["results"]
+        if cases and all(isinstance(case, dict) and "contenders" in case for case in cases.values()):
+            yield stem, content.get("title", stem), cases
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def machine_lines(files: goals.Files) -> list[str]:
+    """What the figures were taken on; more than one machine or commit is said."""
+    machines = [content["machine"] for content in files.values()]
+    known = {key: [] for about in machines for key in about if key != "load"}
+    for about in machines:
+        for key, values in known.items():
+            if about.get(key) not in (None, *values):
+                values.append(about.get(key))
+    return [", ".join(f"{key} {' and '.join(map(str, values))}" for key, values in known.items() if values)]
+
+
+def goal_lines(verdicts: Sequence[goals.Verdict]) -> list[str]:
+    rows = []
+    for verdict in verdicts:
+        goal, value = verdict.goal, verdict.value
+        bound = f"{'≥' if goal.at_least else '≤'} {goal.bound:.2f}"
+        state = "met" if verdict.met else f"not measured: {verdict.why}" if value is None else "**missed**"
+        rows.append([goal.what, goal.case, goal.figure, bound, "–" if value is None else f"{value:.3f}", state])
+    met, measured = (sum(map(of, verdicts)) for of in (lambda v: v.met, lambda v: v.value is not None))
+    count = f"{met} of {len(verdicts)} goals met, {measured - met} missed, {len(verdicts) - measured} not measured."
+    return [count, "", *markdown(["", "case", "figure", "goal", "measured", ""], rows)]
+
+
+class Column(NamedTuple):
+    """Ratio of ours to a contender: of a part's time, or of bytes."""
+
+    head: str
+    rival: str
+    key: str
+
+
+COLUMNS = (
+    *(Column(f"{part} / eager", "eager", part) for part in PARTS),
+    *(Column(f"step / {name}", name, "step") for name in ("compiled", "aggressive")),
+    Column("kept / eager", "eager", "kept_bytes"),
+    Column("kept / aggressive", "aggressive", "kept_bytes"),
+    Column("peak / eager", "eager", "peak_bytes"),
+)
+
+
+def figure(case: goals.CaseResults, name: str, key: str) -> float | None:
+    """Median milliseconds of a part, or bytes; None where there is none."""
+    found = case["contenders"].get(name, {}).get(key)
+    return found["median_ms"] if isinstance(found, dict) else found
+
+
+def ratio(case: goals.CaseResults, column: Column) -> float | None:
+    ours, theirs = (figure(case, name, column.key) for name in ("ours", column.rival))
+    return None if ours is None or not theirs else ours / theirs
+
+
+def table_lines(files: goals.Files) -> list[str]:
+    """A table of each bench: ours beside the others; below 1, ours is faster or smaller."""
+    lines: list[str] = []
+    for _, title, cases in sections(files):
+        judged = {name: case for name, case in cases.items() if figure(case, "ours", "step") is not None}
+        ratios = {name: [ratio(case, column) for column in COLUMNS] for name, case in judged.items()}
+        used = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in ratios.values())]
+        if not used:
+            continue
+        rates = any(COPY in case["contenders"] for case in judged.values())
+        rows = []
+        for name, case in judged.items():
+            row = [name, f"{figure(case, 'ours', 'step'):.3f}", *(two_digits(ratios[name][i]) for i in used)]
+            rows.append([*row, two_digits(share_of_copy(case))] if rates else row)
+        means = [geometric_mean([row[i] for row in ratios.values() if row[i]]) for i in used]
+        rows.append(["geometric mean", "", *map(two_digits, means), *[""] * rates])
+        head = [title, "ours, ms", *(COLUMNS[i].head for i in used), *["bandwidth / copy's"] * rates]
+        lines += [*markdown(head, rows), ""]
+    return lines
+
+
+def share_of_copy(case: goals.CaseResults) -> float | None:
+    """Bandwidth of a step, on the fewest passes, of that of a copy."""
+    try:
+        ours, copy = (
+            case["contenders"][name][part]["gb_per_s"] for name, part in (("ours", "step"), (COPY, "forward"))
+        )
+    except KeyError:
+        return None
+    return ours / copy
+
+
+def report_lines(files: goals.Files) -> list[str]:
+    lines = [*machine_lines(files), ""]
+    # the goals are of that GPU
+    if any("H200" in content["machine"].get("gpu", "") for content in files.values()):
+        lines += [*goal_lines(goals.judge(files)), ""]
+    return [*lines, *table_lines(files)]
+
+
+def write_readme(path: Path, lines: Sequence[str]) -> None:
+    """Puts lines between the marks of a file.
+
+    Raises:
+        ReportError: it has not one of each, in order; it is left as it was.
+    """
+    text = path.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ReportError(f"{path}: expected one line {BEGIN!r} and after it one line {END!r}")
+    path.write_text("\n".join([before + begin, *lines, end + after]))
+
+
+def changes(old: goals.Files, new: goals.Files) -> list[str]:
+    """Medians of every contender that moved by more than their spread, bytes that differ, and what only one has."""
+    rows: list[list[str]] = []
+    before, after = ({stem: cases for stem, _, cases in sections(files)} for files in (old, new))
+    only = [
+        f"only in the {which}: {stem}: {case}"
+        for which, here, there in (("old", before, after), ("new", after, before))
+        for stem, cases in here.items()
+        for case in cases
+        if case not in there.get(stem, {})
+    ]
+    for stem in before.keys() & after.keys():
+        for case in before[stem].keys() & after[stem].keys():
+            contenders = [results[stem][case]["contenders"] for results in (before, after)]
+            for name in contenders[0].keys() & contenders[1].keys():
+                rows += [[stem, case, name, *row] for row in changed(*(of[name] for of in contenders))]
+    head = ["bench", "case", "contender", "", "old", "new", "new / old"]
+    lines = ["old: " + machine_lines(old)[0], "new: " + machine_lines(new)[0], ""]
+    return [*lines, *(markdown(head, sorted(rows)) if rows else ["nothing changed"]), "", *only]
+
+
+def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[list[str]]:
+    """(figure, old, new, ratio) of one contender in one case."""
+    for part in PARTS:
+        if part in old and part in new:
+            a, b = old[part], new[part]
+            apart = not a["p20_ms"] <= b["median_ms"] <= a["p80_ms"]
+            times = b["median_ms"] / a["median_ms"]
+            if apart and abs(times - 1) > NOISE:
+                yield [f"{part}, ms", f"{a['median_ms']:.4f}", f"{b['median_ms']:.4f}", f"{times:.3f}"]
+    for key in BYTES:
+        if key in old and key in new and old[key] != new[key]:
+            times = new[key] / old[key] if old[key] else float("inf")
+            yield [key.replace("_", " "), str(old[key]), str(new[key]), f"{times:.3f}"]
+    for key in ("refused", "missing"):
+        if old.get(key, "") != new.get(key, ""):
+            yield [key, old.get(key, "") or "–", new.get(key, "") or "–", ""]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="with the JSON files of a run")
+    parser.add_argument("new", type=Path, nargs="?", help="with those of a later run, to be compared with it")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write times.png and bytes.png there")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    options = parser.parse_args(arguments)
+    if options.new and (options.plot or options.readme):
+        parser.error("--plot and --readme are of one run")
+    try:
+        files = load(options.folder)
+        lines = changes(files, load(options.new)) if options.new else report_lines(files)
+        if options.plot:
+            from .plots import draw
+
+            for path in draw(files, options.plot):
+                print(f"written: {path}", file=sys.stderr)
+        if options.readme:
+            write_readme(options.readme, lines)
+        else:
+            print("\n".join(lines))
+    except ReportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
