@@ -19,7 +19,9 @@ backward, the output among them, which the next layer saves.  peak: the allocato
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--json-out", type=Path, help="folder for the results (default: bench/results/<gpu> or bench/out)")
     parser.addoption(
-        "--quick", action="store_true", help="the fewest rounds: to see that all runs, and to fill compilers' caches"
+        "--rehearse",
+        action="store_true",
+        help="take every contender's first step, which fills compilers' caches; nothing is compared, timed or written",
     )
     # tests/conftest.py has it too, where pytest is given both folders
     with suppress(ValueError):
@@ -31,8 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
-    if config.getoption("--quick"):
-        harness.MAX_ROUNDS = harness.MIN_ROUNDS
+    harness.rehearsal = config.getoption("--rehearse")
     # errors in tests alone: what is measured does not hang on a warning of somebody's library
     config.addinivalue_line("filterwarnings", "default")
     # what fits a terminal; pytest-benchmark reads it when its own configure runs, last
@@ -60,13 +61,14 @@ def report(pytestconfig: pytest.Config) -> Report:
 @pytest.fixture(autouse=True)
 def written(report: Report) -> Iterator[None]:
     yield
-    report.write_sections()
+    if not harness.rehearsal:
+        report.write_sections()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     report = config.stash[REPORT]
-    if not (report.sections or report.notes):
+    if harness.rehearsal or not (report.sections or report.notes):
         return
     terminalreporter.section("fusedseg bench")
     about = ", ".join(f"{key} {value}" for key, value in machine(report.device).items() if value)

@@ -6,8 +6,8 @@
 #   DEVICE=cpu TESTS=tests/unet BENCHES=bench/test_machine.py bench/gpu.sh    rehearses it without a GPU
 #
 # install   the package, by the packages that are here
-# prove     at once, since nothing is timed: the tests, compute-sanitizer over the small ones, and each bench as briefly
-#           as it can, which fills the compilers' caches
+# prove     at once, since nothing is timed: the tests, compute-sanitizer over the small ones, and the first step of all
+#           that the benches time, which fills the compilers' caches
 # bench     the goals' cases, alone on the machine, in one process; JSON to bench/results/<gpu>/
 # more      the benches' other cases (pytest bench/ -m slow)
 # variants  launch constants against each other
@@ -26,8 +26,7 @@ read -ra benches <<<"${BENCHES:-$(printf 'bench/test_%s.py ' machine inplace_abn
 stages=("${@:-install prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # seconds: nine minutes in all
-declare -A limits=([install]=30 [tests]=250 [memcheck]=250 [racecheck]=250 [rehearsal]=250 [bench]=230 [more]=500
-  [variants]=400 [report]=20)
+declare -A limits=([install]=30 [prove]=230 [bench]=260 [more]=500 [variants]=400 [report]=20)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -37,15 +36,15 @@ unset FUSEDSEG_BACKEND TRITON_INTERPRET
 outcomes=()
 failed=()
 
-# run NAME COMMAND...: its log, its limit, its outcome
+# run STAGE NAME COMMAND...: a log, the stage's limit, an outcome
 run() {
-  local name=$1 began=$SECONDS code=0
-  shift
-  timeout --signal=INT --kill-after=15 "${limits[$name]}" "$@" >"$logs/$name.log" 2>&1 || code=$?
+  local limit=${limits[$1]} name=$2 began=$SECONDS code=0
+  shift 2
+  timeout --signal=INT --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1 || code=$?
   local state=passed
   ((code == 0)) || state="failed ($code)"
   # pytest that was interrupted ends with 2
-  ((SECONDS - began < limits[$name])) || state="out of time"
+  ((SECONDS - began < limit)) || state="out of time"
   echo "$name: $state, $((SECONDS - began)) s" | tee "$logs/$name.outcome"
 }
 
@@ -61,22 +60,28 @@ settle() {
 sanitize() {
   local tool
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$1" "$tool" --tool "$1" --error-exitcode 9 \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 \
     "$python" -m pytest tests -m sanitize --device cuda -q -p no:cacheprovider
 }
 
 prove() {
-  local workers=() names=(tests rehearsal)
+  local workers=() names=(tests) name
   if "$python" -c "import xdist" 2>/dev/null; then
     workers=(-n "$(($(nproc) > 4 ? $(nproc) - 4 : 2))" --dist worksteal)
   fi
-  run tests "$python" -m pytest "${tests[@]}" --device "$device" -q -rfE --tb=short "${workers[@]}" &
-  run rehearsal "$python" -m pytest "${benches[@]}" --device "$device" --quick --json-out "$logs/rehearsal" -q &
+  run prove tests "$python" -m pytest "${tests[@]}" --device "$device" -q -rfE --tb=short "${workers[@]}" &
+  for bench in "${benches[@]}"; do
+    name=rehearsal-$(basename "$bench" .py)
+    names+=("$name")
+    # as many compilers at work as there are cores, over all of them
+    TORCHINDUCTOR_COMPILE_THREADS=4 run prove "$name" "$python" -m pytest "$bench" --device "$device" --rehearse -q \
+      -p no:cacheprovider &
+  done
   if [[ $device == cuda ]]; then
     names+=(memcheck racecheck)
     rm -f "$logs"/{mem,race}check.outcome
-    for tool in memcheck racecheck; do
-      (sanitize $tool || echo "$tool: failed: compute-sanitizer is not here" | tee "$logs/$tool.outcome") &
+    for name in memcheck racecheck; do
+      (sanitize $name || echo "$name: failed: compute-sanitizer is not here" | tee "$logs/$name.outcome") &
     done
   fi
   wait
@@ -85,15 +90,15 @@ prove() {
 
 for stage in "${stages[@]}"; do
   case $stage in
-    install) run install "$python" -m pip install --no-deps --no-build-isolation -e . ; settle install ;;
+    install) run install install "$python" -m pip install --no-deps --no-build-isolation -e . ; settle install ;;
     prove) prove ;;
-    bench) run bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
-    more) run more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
-    variants) run variants "$python" -m pytest bench -m variants --device "$device" -q -rfE ; settle variants ;;
+    bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
+    more) run more more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
+    variants) run variants variants "$python" -m pytest bench -m variants --device "$device" -q -rfE ; settle variants ;;
     report)
       results=$("$python" -c "import torch; from bench.results import default_directory
 print(default_directory(torch.device('$device')))") &&
-        run report "$python" -m bench.report "$results"
+        run report report "$python" -m bench.report "$results"
       settle report
       ;;
     *) echo "bench/gpu.sh: no stage '$stage'; there are install, prove, bench, more, variants and report" >&2 && exit 2 ;;

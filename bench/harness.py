@@ -24,8 +24,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WARMUP_ROUNDS = 3
-# rounds of a job; ``--quick`` takes the fewest
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
+# set by ``--rehearse``
+rehearsal = False
 FLUSH_BYTES = 256 * 2**20
 # about a millisecond, in which a few launches are queued
 AHEAD_CYCLES = 2_000_000
@@ -204,7 +205,7 @@ def compete(
     baseline: str = "eager",
     ahead: bool = False,
 ) -> dict[str, Result]:
-    """Checks, counts and times.
+    """Checks, counts and times; in a rehearsal, only takes every contender's first step.
 
     Args:
         contenders: name to what builds its job; it may raise ``Missing``.  The baseline comes first.
@@ -220,7 +221,8 @@ def compete(
     jobs: dict[str, Any] = {}
     outcome: dict[str, Result] = {}
     reference_of = {name: references.get(name, references[""]) for name in contenders}
-    computed: dict[Callable, dict[str, Tensor]] = {make: make() for make in {*reference_of.values()}}
+    makers = set() if rehearsal else {*reference_of.values()}
+    computed: dict[Callable, dict[str, Tensor]] = {make: make() for make in makers}
     for name, build in contenders.items():
         outcome[name] = result = Result()
         try:
@@ -230,6 +232,9 @@ def compete(
         except Missing as reason:
             result.missing = str(reason)
             continue
+        if rehearsal:
+            result.missing = "a rehearsal"
+            continue
         expected = computed[reference_of[name]]
         result.errors = {key: relative_error(got, expected[key]) for key, got in job.results(out, grads).items()}
         result.refused = disagreement(result.errors, outcome[baseline].errors, tolerance)
@@ -238,6 +243,8 @@ def compete(
             result.kept, result.peak, result.reserved = count_bytes(job, device)
             jobs[name] = job
     del computed, reference_of
+    if rehearsal:
+        return outcome
     timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead)
     for name, times in timed.items():
         result = outcome.setdefault(name, Result())

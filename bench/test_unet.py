@@ -19,7 +19,7 @@ from .replay import CLOCK, report_step
 from .results import Section
 
 CLASSES = 4
-SECONDS = {"cpu": 5.0, "cuda": 15.0}
+SECONDS = {"cpu": 5.0, "cuda": 6.0}
 # relative error of the logits and of all gradients together (2-norms), or twice eager's own.  Rounding adds up over the
 # layers, and where it crosses a kink or swaps the maximum of a pooling window, a gradient changes by more than that
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import harness
 from bench.harness import Missing, Result, compete, disagreement, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
@@ -108,3 +109,22 @@ def test_json_has_bytes_a_second_of_the_fewest_passes():
     # what it has taken from the device is known on a GPU alone
     assert "reserved_bytes" not in ours
     assert copy == {"forward": {"median_ms": 2, "p20_ms": 2, "p80_ms": 2, "gb_per_s": 1e3}, "errors": {}}
+
+
+def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
+    monkeypatch.setattr(harness, "rehearsal", True)
+    data = make_data()
+    steps = []
+
+    class Counted(LayerJob):
+        def backward(self, out):
+            steps.append(1)
+            return super().backward(out)
+
+    def refuse():
+        raise AssertionError("nothing is compared")
+
+    contenders = {"eager": lambda: Counted(layer(0.01), data), "absent": absent}
+    results = compete(contenders, {"": refuse}, TOLERANCE, torch.device("cpu"), seconds=1.0)
+    assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
+    assert len(steps) == 1
