@@ -76,6 +76,7 @@ class Case(NamedTuple):
 WIDTHS = (64, 128, 256, 512, 1024)
 # of nnU-Net's plain networks for patches of 128
 NNUNET = (32, 64, 128, 256, 320)
+UNET3D = partial(MultiEncoderUNet, dims=3)
 # reduced sizes of the presets, with their structure
 LIDAR_OPTICAL = {"widths": (16, 32, 64)}
 LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
@@ -89,7 +90,7 @@ CASES = {
     ],
     "cuda": [
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
-        Case("3D U-Net, InstanceNorm", (1,), (128, 128, 128), 2, {"widths": NNUNET}, "amp", True, instance=True),
+        Case("3D U-Net, InstanceNorm", (1,), (128, 128, 128), 2, {"widths": NNUNET}, "amp", True, UNET3D, True),
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", slow=True),
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "fp32", slow=True),
         Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet, slow=True),
