@@ -22,9 +22,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    """Asked while a function is traced: of code that it compiles, PyTorch 2.11 says that it is exported."""
+    return torch.compiler.is_exporting()
+
+
 def wanted() -> bool:
     """Whether what is called is being written down for such a program."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return _exporting() or torch.jit.is_tracing()
 
 
 def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
