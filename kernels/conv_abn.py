@@ -17,6 +17,7 @@ channels.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +26,7 @@ import triton.language as tl
 from .activation import act_fwd
 from .conv import Geometry, conv_blocks
 from .launch import Layout
+from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
 
 
@@ -159,27 +161,21 @@ def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
     return layout.C * D * H * W, 1 if layout.rows else D * H * W, H * W * along, W * along, along
 
 
-def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias=None, norm=(None,) * 5, eps=0.0,
-                act=("identity", 0.0)):  # fmt: skip
-    """Writes ``out``; ``norm`` is weight, bias, mean, var and where rstd goes.  Returns partial statistics, or None."""
+@plan
+def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
+    """The launch, and in how many parts it leaves statistics."""
     geometry, x_layout, layout = Geometry(*geometry), Layout(*x_layout), Layout(*layout)
-    kernel = tuple(w.shape[2:])
-    N, K = out.shape[:2]
-    M, groups = out.numel() // K, geometry.groups
-    # as (K, taps, C): nothing is copied where the weight is channels_last or has one tap
-    w = w.movedim(1, -1).contiguous()
-    C = w.shape[-1]
-    size, out_size = three(tuple(x.shape[2:]), 1), three(tuple(out.shape[2:]), 1)
+    kernel, C = w_shape[2:], w_shape[1]
+    N, K, groups = *out_shape[:2], geometry.groups
+    M = math.prod(out_shape) // K
+    size, out_size = three(shape[2:], 1), three(out_shape[2:], 1)
     x_strides = strides(x_layout, size)
     reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))
     index = tl.int64 if max(M, C * x_strides[1], sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
-    tensor_cores = tf32 or x.dtype != torch.float32
-    blocks = conv_blocks(M, C, K // groups, groups, x.dtype, tensor_cores, x.device, epilogue == "norm")
-    partial = None
-    if epilogue == "stats":
-        partial = torch.empty(3, blocks.splits, K, dtype=torch.float32, device=x.device)
-    constants: dict[str, int] = {}
+    tensor_cores = tf32 or dtype != torch.float32
+    blocks = conv_blocks(M, C, K // groups, groups, dtype, tensor_cores, device, epilogue == "norm")
+    constants: dict[str, Any] = {}
     for names, values in (
         (("KD", "KH", "KW"), three(kernel, 1)),
         (("SD", "SH", "SW"), three(geometry.stride, 1)),
@@ -187,13 +183,26 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
         (("DD", "DH", "DW"), three(geometry.dilation, 1)),
     ):
         constants.update(zip(names, values, strict=True))
-    conv_abn_fwd_kernel[(blocks.channel_tiles, blocks.splits)](
-        x, w, out, partial, conv_bias, *norm, M, *size, *out_size, *x_strides,
-        stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel), blocks.tiles_per_split, blocks.splits,
-        C=C, K=K // groups, GROUPS=groups, INDEX=index, ALIGNED=geometry.pointwise(kernel) and (M // N) % 16 == 0,
-        EPILOGUE=epilogue, EPS=eps, ACT=act[0], PARAM=act[1], PRECISION="tf32" if tf32 else "ieee",
-        **constants, **blocks.meta,
-    )  # fmt: skip
+    constants |= {
+        "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,
+        "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "EPILOGUE": epilogue, "EPS": eps, "ACT": act[0],
+        "PARAM": act[1], "PRECISION": "tf32" if tf32 else "ieee", **blocks.meta,
+    }  # fmt: skip
+    sizes = (M, *size, *out_size, *x_strides, stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel),
+             blocks.tiles_per_split, blocks.splits)  # fmt: skip
+    return Launcher(conv_abn_fwd_kernel, (blocks.channel_tiles, blocks.splits), sizes, constants), blocks.splits
+
+
+def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias=None, norm=(None,) * 5, eps=0.0,
+                act=("identity", 0.0)):  # fmt: skip
+    """Writes ``out``; ``norm`` is weight, bias, mean, var and where rstd goes.  Returns partial statistics, or None."""
+    launch, splits = conv_plan(tuple(x.shape), tuple(w.shape), tuple(out.shape), x_layout, layout, geometry, epilogue,
+                               tf32, x.dtype, x.device, eps, act)  # fmt: skip
+    partial = None
+    if epilogue == "stats":
+        partial = torch.empty(3, splits, out.shape[1], dtype=torch.float32, device=x.device)
+    # as (K, taps, C): nothing is copied where the weight is channels_last or has one tap
+    launch((x, w.movedim(1, -1).contiguous(), out, partial, conv_bias, *norm))
     return partial
 
 

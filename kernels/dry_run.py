@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from .launcher import forget_plans
+
 
 class Launch(NamedTuple):
     """A kernel that a launcher called: its name, what Triton compiled, and the grid it asked for."""
@@ -77,8 +79,11 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
 
     driver.set_active(_AbsentDevice(parse_target(target)))
     JITFunction.run = compile_only
+    # what is decided for a GPU may not fit another
+    forget_plans()
     try:
         yield launches
     finally:
         JITFunction.run = run
         driver._active = active
+        forget_plans()

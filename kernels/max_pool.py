@@ -23,6 +23,7 @@ import triton.language as tl
 from .conv import Geometry
 from .conv_abn import three
 from .launch import acc_dtype, row_lanes, warps
+from .launcher import Launcher, plan
 from .tile import tiles_of
 
 # of x, in bytes, that a program of forward or backward goes through
@@ -249,30 +250,34 @@ def constants(kernel, geometry: Geometry) -> dict[str, int]:
     return named
 
 
-def max_pool_fwd(x, z, codes, rows, kernel, geometry):
-    """Writes z, and codes unless None.  All lie densely, as ``rows`` says: channels_last, or contiguous."""
+@plan
+def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     geometry = Geometry(*geometry)
-    C = x.shape[1]
-    size, out = three(tuple(x.shape[2:]), 1), three(tuple(z.shape[2:]), 1)
+    C = shape[1]
+    size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     L = C if rows else out[2]
-    M = z.numel() // L
+    M = math.prod(out_shape) // L
     named = constants(kernel, geometry)
     pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
     # 128 bytes of channels or, along w, of x
-    along = 128 // x.dtype.itemsize
-    programs, meta = blocks(M, L, along, TILE_BYTES // x.dtype.itemsize // 2)
-    max_pool_fwd_kernel[(programs,)](
-        x, z, codes, M, *size, *out, C if rows else 1, math.prod(kernel) // (2 if pairs else 1), **named,
-        PAIRS=pairs, ROWS=rows, ALIGN=math.gcd(L, 16), INDEX=index_of(M, meta), ACC=acc_dtype(x.dtype), **meta,
-        num_warps=warps_of(meta["BLOCK_R"] * meta["BLOCK_L"], 8),
-    )  # fmt: skip
+    along = 128 // dtype.itemsize
+    programs, meta = blocks(M, L, along, TILE_BYTES // dtype.itemsize // 2)
+    named |= {"PAIRS": pairs, "ROWS": rows, "ALIGN": math.gcd(L, 16), "INDEX": index_of(M, meta),
+              "ACC": acc_dtype(dtype), **meta, "num_warps": warps_of(meta["BLOCK_R"] * meta["BLOCK_L"], 8)}  # fmt: skip
+    sizes = (M, *size, *out, C if rows else 1, math.prod(kernel) // (2 if pairs else 1))
+    return Launcher(max_pool_fwd_kernel, (programs,), sizes, named)
 
 
-def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
-    """Writes dx.  All lie densely, as ``rows`` says."""
+def max_pool_fwd(x, z, codes, rows, kernel, geometry):
+    """Writes z, and codes unless None.  All lie densely, as ``rows`` says: channels_last, or contiguous."""
+    fwd_plan(tuple(x.shape), tuple(z.shape), x.dtype, rows, kernel, geometry)((x, z, codes))
+
+
+@plan
+def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     geometry = Geometry(*geometry)
-    N, C = dx.shape[:2]
-    size, out = three(tuple(dx.shape[2:]), 1), three(tuple(dz.shape[2:]), 1)
+    N, C = shape[:2]
+    size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     named = constants(kernel, geometry)
     cells = []
     for axis, n in zip("DHW", size, strict=True):
@@ -286,16 +291,20 @@ def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
     cell_w = 1 if rows else triton.next_power_of_2(named["SW"])
     L = C if rows else cells[2]
     M = N * math.prod(cells) if rows else N * C * cells[0] * cells[1]
-    along = max(1, 128 // dx.dtype.itemsize // cell_w)
-    programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dx.dtype.itemsize // (cell * cell_w)))
+    along = max(1, 128 // dtype.itemsize // cell_w)
+    programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dtype.itemsize // (cell * cell_w)))
     windows = named["JD"] * named["JH"] * named["JW"]
     # values of dx a thread that let it read 16 bytes of dz at a time; fewer where it holds many windows
-    per_thread = min(64 if windows == 1 else 32, cell * cell_w * (16 // dx.dtype.itemsize))
-    max_pool_bwd_kernel[(programs,)](
-        dz, codes, dx, M, *size, *out, *cells, C if rows else 1, windows, **named, CELL=cell, CELL_W=cell_w,
-        ROWS=rows, ALIGN=math.gcd(C if rows else out[2], 16), INDEX=index_of(M, meta), ACC=acc_dtype(dx.dtype), **meta,
-        num_warps=warps_of(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread),
-    )  # fmt: skip
+    per_thread = min(64 if windows == 1 else 32, cell * cell_w * (16 // dtype.itemsize))
+    named |= {"CELL": cell, "CELL_W": cell_w, "ROWS": rows, "ALIGN": math.gcd(C if rows else out[2], 16),
+              "INDEX": index_of(M, meta), "ACC": acc_dtype(dtype), **meta,
+              "num_warps": warps_of(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread)}  # fmt: skip
+    return Launcher(max_pool_bwd_kernel, (programs,), (M, *size, *out, *cells, C if rows else 1, windows), named)
+
+
+def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
+    """Writes dx.  All lie densely, as ``rows`` says."""
+    bwd_plan(tuple(dx.shape), tuple(dz.shape), dx.dtype, rows, kernel, geometry)((dz, codes, dx))
 
 
 def index_of(M: int, meta: dict):

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .activation import act_fwd
 from .launch import ONCHIP_FWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .launcher import Launcher, plan
 from .norm_stats import load_moments, merged, norm_stats
 from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
 
@@ -158,32 +159,51 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
                    ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
 
 
+def constants_of(source, dtype, layout, eps, act):
+    name, param = act
+    return {"SOURCE": source, "EPS": eps, "D": layout.D, "ACT": name, "PARAM": param, "ACC": acc_dtype(dtype)}
+
+
+@plan
+def onchip_plan(source, layout, dtype, eps, act, K):
+    """One launch that reads whole statistics groups, or None where such a slab is too large."""
+    layout = Layout(*layout)
+    blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
+    if blocks is None:
+        return None
+    constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
+    sizes = (layout.I, layout.N, layout.C, layout.S, K)
+    return Launcher(norm_act_fwd_onchip_kernel, (blocks.groups,), sizes, constants)
+
+
+@plan
+def apply_plan(source, layout, dtype, device, eps, act, K, partials):
+    """The launch that applies statistics which are at hand, in so many parts or merged."""
+    layout = Layout(*layout)
+    blocks = split_blocks(layout, dtype, device)
+    constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
+    constants["BLOCK_P"] = triton.next_power_of_2(partials)
+    return Launcher(norm_act_fwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
+
+
 def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act, kept,
            partial, residual):  # fmt: skip
     """Writes ``out``, and returns xhat of the kept channels."""
-    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
     slots, K = kept if kept is not None else (None, 0)
-    xhat_kept = torch.empty(I * N * K * S, dtype=x.dtype, device=x.device) if K else None
-    name, param = act
-    constants = {"SOURCE": source, "EPS": eps, "D": D, "ACT": name, "PARAM": param, "ACC": acc_dtype(x.dtype)}
+    xhat_kept = x.new_empty(layout.I * layout.N * K * layout.S) if K else None
     tensors = weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots
-    blocks = None
     # statistics at hand need no slab, but small planes of single samples then share a tile
-    if partial is None and (source == "batch" or (source == "saved" and layout.stat != "batch")):
-        blocks = onchip_blocks(layout, x.dtype, ONCHIP_FWD)
-    if blocks is not None:
-        norm_act_fwd_onchip_kernel[(blocks.groups,)](
-            x, out, residual, *tensors, momentum, I, N, C, S, K, **constants, **blocks.meta
-        )
-        return xhat_kept
+    if partial is None and (source == "batch" or (source == "saved" and layout.I * layout.D > 1)):
+        onchip = onchip_plan(source, layout, x.dtype, eps, act, K)
+        if onchip is not None:
+            onchip((x, out, residual, *tensors), momentum)
+            return xhat_kept
     if source == "batch":
         partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
     partials = 1 if partial is None else partial.shape[1]
-    blocks = split_blocks(layout, x.dtype, x.device)
-    norm_act_fwd_apply_kernel[(blocks.groups, blocks.splits)](
-        x, out, residual, partial, *tensors, momentum, I, N, C, S, K, blocks.tiles_per_split, partials,
-        BLOCK_P=triton.next_power_of_2(partials), **constants, **blocks.meta,
-    )  # fmt: skip
+    apply = apply_plan(source, layout, x.dtype, x.device, eps, act, K, partials)
+    apply((x, out, residual, partial, *tensors), momentum)
     return xhat_kept
 
 
@@ -197,8 +217,9 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
     Returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64), and xhat of the kept channels, flat,
     or None.
     """
-    layout = Layout(*layout)
-    mean, rstd = torch.empty(2, layout.I * layout.C // layout.D, dtype=stats_dtype(x.dtype), device=x.device)
+    count, dtype = layout.I * layout.C // layout.D, stats_dtype(x.dtype)
+    mean = torch.empty(count, dtype=dtype, device=x.device)
+    rstd = torch.empty(count, dtype=dtype, device=x.device)
     source = "batch" if training else "running"
     xhat_kept = launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act,
                        kept, partial, residual)  # fmt: skip
@@ -207,5 +228,5 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
 
 def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
     """Writes z into ``out`` again, from x and the statistics that ``norm_act_fwd`` returned: one read, one write."""
-    args = (x, out, Layout(*layout), weight, bias, mean, rstd, None, None, 0.0, 0.0, act, None, None, residual)
+    args = (x, out, layout, weight, bias, mean, rstd, None, None, 0.0, 0.0, act, None, None, residual)
     launch("saved", *args)

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import ONCHIP_BWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .launcher import Launcher, plan
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
@@ -188,12 +189,49 @@ def over_samples(sums, layout, dtype):
     return dweight, dbias
 
 
-def constants_of(saved, mean, act, D):
+def keep_of(mean):
+    return "output" if mean is None else "input"
+
+
+def constants_of(keep, layout, dtype, act):
     name, param = act
     # the middle of what rounds to a distance of 0 from -1: a quarter of the spacing of numbers in [0.5, 1)
-    clamp = torch.finfo(saved.dtype).eps / 8
-    return {"KEEP": "output" if mean is None else "input", "D": D, "ACT": name, "PARAM": param, "CLAMP": clamp,
-            "ACC": acc_dtype(saved.dtype)}  # fmt: skip
+    clamp = torch.finfo(dtype).eps / 8
+    return {"KEEP": keep, "D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(dtype)}
+
+
+@plan
+def onchip_plan(keep, layout, dtype, act, K):
+    """One launch that reads whole statistics groups, or None where such slabs are too large."""
+    layout = Layout(*layout)
+    blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
+    if blocks is None:
+        return None
+    sizes = (layout.I, layout.N, layout.C, layout.S, K)
+    return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes,
+                    constants_of(keep, layout, dtype, act) | blocks.meta)  # fmt: skip
+
+
+@plan
+def reduce_plan(keep, layout, dtype, device, act, K):
+    """The launch that leaves sums, and in how many parts."""
+    layout = Layout(*layout)
+    blocks = split_blocks(layout, dtype, device)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
+    launch = Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes,
+                      constants_of(keep, layout, dtype, act) | blocks.meta)  # fmt: skip
+    return launch, blocks.splits
+
+
+@plan
+def apply_plan(keep, layout, dtype, device, act, K, partials):
+    """The launch that uses sums, which are in so many parts."""
+    layout = Layout(*layout)
+    blocks = split_blocks(layout, dtype, device)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
+    constants = constants_of(keep, layout, dtype, act) | blocks.meta
+    constants["BLOCK_P"] = triton.next_power_of_2(partials)
+    return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 
 def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean=None, residual=None,
@@ -202,16 +240,11 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
 
     ``dx`` given: written as running statistics have it.  ``dresidual`` given: written.
     """
-    layout = Layout(*layout)
-    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
     slots, K = kept if kept is not None else (None, 0)
-    blocks = split_blocks(layout, saved.dtype, saved.device)
-    partial = torch.empty(2, blocks.splits, I * C, dtype=rstd.dtype, device=saved.device)
-    norm_act_bwd_reduce_kernel[(blocks.groups, blocks.splits)](
-        saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, I, N, C, S, K,
-        blocks.tiles_per_split, blocks.splits, **constants_of(saved, mean, act, D), **blocks.meta,
-    )  # fmt: skip
-    return few(partial, C)
+    launch, splits = reduce_plan(keep_of(mean), layout, saved.dtype, saved.device, act, K)
+    partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=saved.device)
+    launch((saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
+    return few(partial, layout.C)
 
 
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
@@ -223,30 +256,26 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     ``kept`` are what the forward launcher returned and took.  ``sums``: what ``norm_act_bwd_sums`` gives, where that is
     known already.
     """
-    layout = Layout(*layout)
-    I, N, C, S, D = layout.I, layout.N, layout.C, layout.S, layout.D
-    batch, affine = layout.stat == "batch", dparam_dtype is not None
+    batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(saved) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
                                  dresidual)  # fmt: skip
         return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
     slots, K = kept if kept is not None else (None, 0)
-    constants = constants_of(saved, mean, act, D)
+    keep = keep_of(mean)
     dweight = dbias = None
     if affine and batch:
         # two allocations: an op's outputs must not share memory
-        dweight, dbias = (torch.empty(C, dtype=dparam_dtype, device=saved.device) for _ in range(2))
+        dweight = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
+        dbias = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
     tensors = saved, dz, residual, dx, dresidual
-    blocks = onchip_blocks(layout, saved.dtype, ONCHIP_BWD) if sums is None else None
-    if blocks is not None:
+    onchip = onchip_plan(keep, layout, saved.dtype, act, K) if sums is None else None
+    if onchip is not None:
         if affine and not batch:
-            sums = torch.empty(2, I * C, dtype=stats_dtype(saved.dtype), device=saved.device)
+            sums = torch.empty(2, layout.I * layout.C, dtype=stats_dtype(saved.dtype), device=saved.device)
             dbias, dweight = sums
-        norm_act_bwd_onchip_kernel[(blocks.groups,)](
-            *tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, I, N, C, S, K, **constants,
-            **blocks.meta,
-        )  # fmt: skip
+        onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     else:
         if sums is None:
             args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
@@ -254,16 +283,12 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                 # g is written with the sums, and read again in place of dz and the residual: one pass less
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual)
                 tensors = saved, dresidual, None, dx, None
-                constants["ACT"] = "identity"
+                act = ("identity", 0.0)
             else:
                 sums = norm_act_bwd_sums(*args)
         partial = merged(sums, layout, weight)
-        partials = partial.shape[1]
-        blocks = split_blocks(layout, saved.dtype, saved.device)
-        norm_act_bwd_apply_kernel[(blocks.groups, blocks.splits)](
-            *tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, I, N, C, S, K,
-            blocks.tiles_per_split, partials, BLOCK_P=triton.next_power_of_2(partials), **constants, **blocks.meta,
-        )  # fmt: skip
+        apply = apply_plan(keep, layout, saved.dtype, saved.device, act, K, partial.shape[1])
+        apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     if affine and not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias

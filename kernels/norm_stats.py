@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .launch import MAX_PARTIALS, MAX_SPLITS, Layout, acc_dtype, split_blocks, stats_dtype
+from .launcher import Launcher, plan
 from .tile import chan_merge, channels_of, tail_period, tile_count, tile_offsets
 
 
@@ -110,18 +111,24 @@ def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS
     tl.store(merged_ptr + (chunks + chunk) * groups + group, v1, mask=group < groups)
 
 
-def merge(partial, C, D=1, weight=None):
-    """One launch of the above: as many splits of each channel, or group of D channels, as a tile takes become one."""
-    k, splits, U = partial.shape
+@plan
+def merge_plan(k, splits, U, C, D):
+    """The launch, and how many chunks it leaves."""
     block_d = triton.next_power_of_2(D)
     block_p = min(triton.next_power_of_2(splits), MAX_SPLITS, max(1, 8192 // block_d))
     chunks = triton.cdiv(splits, block_p)
     block_l = max(1, min(8, 2048 // (block_p * block_d)))
+    constants = {"MOMENTS": k == 3, "D": D, "BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_L": block_l}
+    constants["num_warps"] = 4 if block_p * block_d <= 2048 else 16
+    return Launcher(norm_merge_kernel, (triton.cdiv(U // D, block_l), chunks), (U, C, splits), constants), chunks
+
+
+def merge(partial, C, D=1, weight=None):
+    """One launch of the above: as many splits of each channel, or group of D channels, as a tile takes become one."""
+    k, splits, U = partial.shape
+    launch, chunks = merge_plan(k, splits, U, C, D)
     merged = torch.empty(k, chunks, U // D, dtype=partial.dtype, device=partial.device)
-    norm_merge_kernel[(triton.cdiv(U // D, block_l), chunks)](
-        partial, merged, weight, U, C, splits, MOMENTS=k == 3, D=D, BLOCK_P=block_p, BLOCK_D=block_d, BLOCK_L=block_l,
-        num_warps=4 if block_p * block_d <= 2048 else 16,
-    )  # fmt: skip
+    launch((partial, merged, weight))
     return merged
 
 
@@ -141,14 +148,19 @@ def merged(partial, layout, weight=None):
     return merge(partial, layout.C, layout.D, weight) if layout.D > 1 else partial
 
 
+@plan
+def stats_plan(layout, dtype, device):
+    """The launch, and in how many parts."""
+    layout = Layout(*layout)
+    blocks = split_blocks(layout, dtype, device)
+    sizes = (layout.N, layout.C, layout.S, layout.I * layout.C, blocks.tiles_per_split, blocks.splits)
+    constants = {"ACC": acc_dtype(dtype), **blocks.meta}
+    return Launcher(norm_stats_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
+
+
 def norm_stats(x, layout):
     """(count, mean, M2) of parts of ``x``, (3, parts, I C), in fp32 (fp64)."""
-    layout = Layout(*layout)
-    blocks = split_blocks(layout, x.dtype, x.device)
-    U = layout.I * layout.C
-    partial = torch.empty(3, blocks.splits, U, dtype=stats_dtype(x.dtype), device=x.device)
-    norm_stats_kernel[(blocks.groups, blocks.splits)](
-        x, partial, layout.N, layout.C, layout.S, U, blocks.tiles_per_split, blocks.splits, ACC=acc_dtype(x.dtype),
-        **blocks.meta,
-    )  # fmt: skip
+    launch, splits = stats_plan(layout, x.dtype, x.device)
+    partial = torch.empty(3, splits, layout.I * layout.C, dtype=stats_dtype(x.dtype), device=x.device)
+    launch((x, partial))
     return partial

@@ -28,14 +28,21 @@ class BatchStatistics:
     num_batches_tracked: Any
 
     def _statistics(self) -> Using:
+        training, momentum = self.training, self.momentum
         # a forward that is computed again moves nothing
-        if self.training and (not self.track_running_stats or recomputing()):
+        if training and (not self.track_running_stats or recomputing()):
             return Using(True, None, None, 0.0)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.momentum is None and self.num_batches_tracked is not None:
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
-        return Using(self.training or self.running_mean is None, self.running_mean, self.running_var, momentum)
+        if momentum is None:
+            momentum = 0.0
+            if training and self.num_batches_tracked is not None:
+                momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)
+        # looked up once: attributes that are buffers take a module microseconds
+        running_mean = self.running_mean
+        return Using(training or running_mean is None, running_mean, self.running_var, momentum)
 
     def _count_batch(self) -> None:
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None and not recomputing():
-            self.num_batches_tracked.add_(1)
+        if not (self.training and self.track_running_stats):
+            return
+        count = self.num_batches_tracked
+        if count is not None and not recomputing():
+            count.add_(1)

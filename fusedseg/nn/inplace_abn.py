@@ -87,11 +87,10 @@ class InPlaceABN(Invertible, BatchStatistics, _NormBase):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_shape(x)
         batch_stats, mean, var, momentum = self._statistics()
-        op.check(x, self.weight, self.bias, mean, var, batch_stats, residual)
+        weight, bias = self.weight, self.bias
+        op.check(x, weight, bias, mean, var, batch_stats, residual)
         kept = self._kept_now(x.dtype, residual is not None)
-        z = op.inplace_abn(
-            x, self.weight, self.bias, mean, var, batch_stats, momentum, self.eps, self._act, kept, residual
-        )
+        z = op.inplace_abn(x, weight, bias, mean, var, batch_stats, momentum, self.eps, self._act, kept, residual)
         self._count_batch()
         return z
 

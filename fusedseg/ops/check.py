@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
@@ -22,7 +23,7 @@ def check_transforms(op: str) -> None:
 
 def check_tangents(op: str, *tensors: Tensor) -> None:
     """None of them is a dual tensor of forward-mode differentiation: its tangent would be lost."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use the unfused modules there")
@@ -39,19 +40,26 @@ def check_input(op: str, x: Tensor) -> None:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")
 
 
+def _is_channel_vector(v: Tensor, C: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """In short; which of it is not so, errors say."""
+    if not isinstance(v, Tensor) or v.shape != (C,) or v.device != device:
+        return False
+    return v.dtype == dtype or (v.dtype == torch.float32 and dtype in HALF)
+
+
 def check_channel_vector(
     op: str, name: str, v: Tensor | None, C: int, dtype: torch.dtype, device: torch.device, of: str
 ) -> None:
     """``v`` is None, or one value for each of C channels of what ``of`` names, in its dtype, or in fp32 beside half
     precision."""
-    if v is None:
+    if v is None or _is_channel_vector(v, C, dtype, device):
         return
     if not isinstance(v, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(v).__name__}")
     if v.dim() != 1 or v.shape[0] != C:
         raise ValueError(f"{op}: {name} must have shape ({C},), one value per channel of {of}, got {tuple(v.shape)}")
-    if v.dtype != dtype and not (v.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)):
-        or_fp32 = " or torch.float32" if dtype in (torch.float16, torch.bfloat16) else ""
+    if v.dtype != dtype and not (v.dtype == torch.float32 and dtype in HALF):
+        or_fp32 = " or torch.float32" if dtype in HALF else ""
         raise TypeError(f"{op}: {name} must be {dtype}{or_fp32} for {of} of {dtype}, got {v.dtype}")
     if v.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, the device of {of}, got {v.device}")

@@ -19,6 +19,7 @@ from . import conv_choice, inplace_abn, join_conv, unfused
 from .cast import uncast
 from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
+from .device import device_of
 from .double_backward import differentiated_once
 from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
 from .inplace_abn_aten import activate_
@@ -70,7 +71,7 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     slots = None if kept is None else (kept.slots, kept.count)
     tf32 = x.dtype == torch.float32 and conv_choice.tf32_allowed()
-    with torch.cuda.device_of(x):
+    with device_of(x):
         return z, *conv_abn_fwd(
             x, w, z, x_layout, layout_of(z), geometry, conv_bias, weight, bias, running_mean, running_var, training,
             momentum, eps, act, slots, tf32,

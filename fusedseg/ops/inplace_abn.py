@@ -19,6 +19,7 @@ from .. import _backend
 from ..activation import Activation
 from . import by_sample_aten, double_backward, inplace_abn_aten, recipe, reuse, unfused
 from .check import check_batch_norm, check_input, check_residual, check_writable
+from .device import device_of
 from .double_backward import differentiated_once
 from .kept import Kept
 from .layout import dense, layout_of, like
@@ -47,7 +48,7 @@ def forward(x, out, layout, weight, bias, running_mean, running_var, training, m
         return inplace_abn_aten.forward(*args, kept, residual)
     from ..kernels.norm_act import norm_act_fwd
 
-    with torch.cuda.device_of(x):
+    with device_of(x):
         return norm_act_fwd(*args, None if kept is None else (kept.slots, kept.count), residual=residual)
 
 
@@ -76,7 +77,7 @@ def backward(
 
         slots = None if kept is None else (kept.slots, kept.count)
         also = {"residual": residual, "dresidual": dresidual}
-        with torch.cuda.device_of(z):
+        with device_of(z):
             if exchange is None:
                 grads = norm_act_bwd(*args, slots, training, act, dparam_dtype, into, **also)
             else:

@@ -15,6 +15,7 @@ from .. import _backend
 from . import max_pool_aten, recipe, unfused
 from .check import check_dtype, check_tangents, check_transforms
 from .convolution import FORMATS, per_dimension
+from .device import device_of
 from .layout import dense
 from .max_pool_aten import Pool
 
@@ -52,7 +53,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
         return z, codes
     from ..kernels.max_pool import max_pool_fwd
 
-    with torch.cuda.device_of(x):
+    with device_of(x):
         max_pool_fwd(x, z, codes, rows, pool.kernel, (*pool[1:4], 1))
     return z, codes
 
@@ -68,7 +69,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
         return dx
     from ..kernels.max_pool import max_pool_bwd
 
-    with torch.cuda.device_of(dz):
+    with device_of(dz):
         max_pool_bwd(dz, codes, dx, rows, pool.kernel, (*pool[1:4], 1))
     return dx
 

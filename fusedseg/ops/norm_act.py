@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _backend
 from ..activation import Activation
 from . import double_backward, norm_act_aten, recipe, unfused
+from .device import device_of
 from .double_backward import differentiated_once
 from .inplace_abn_aten import Exchange
 from .layout import Layout, dense, layout_of, like
@@ -70,7 +71,7 @@ def forward(
         z = torch.empty_like(x)
         # kernels move the running statistics of the batch alone
         moved = (running_mean, running_var) if norm.kind == "batch" else (None, None)
-        with torch.cuda.device_of(x):
+        with device_of(x):
             mean, second, _ = norm_act_fwd(
                 x, z, kernel_layout(x, norm), weight, bias, *moved, own, momentum, eps, act, None, residual=residual
             )
@@ -94,7 +95,7 @@ def rebuild(x, weight, bias, residual, slope, stats: Statistics, settings: Setti
         from ..kernels.norm_act import norm_act_fwd, norm_act_rebuild
 
         z, layout, act = torch.empty_like(x), kernel_layout(x, settings.norm), settings.act
-        with torch.cuda.device_of(x):
+        with device_of(x):
             if stats.running:
                 args = (*stats[:2], False, 0.0, settings.eps, act, None)
                 norm_act_fwd(x, z, layout, weight, bias, *args, residual=residual)
@@ -133,7 +134,7 @@ def _backward_triton(
     rstd = (stats.second + settings.eps).rsqrt() if stats.running else stats.second
     args = dz, x, kernel_layout(x, settings.norm), weight, bias, rstd, None, None
     also = {"mean": stats.mean, "residual": residual, "dresidual": dresidual}
-    with torch.cuda.device_of(x):
+    with device_of(x):
         if exchange is None:
             dx, dweight, dbias = norm_act_bwd(*args, not stats.running, settings.act, dtype, **also)
         else:

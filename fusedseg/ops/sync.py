@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from .. import _backend
 from . import inplace_abn_aten
+from .device import device_of
 from .layout import Layout, channel_view
 
 
@@ -36,7 +37,7 @@ def local_moments(x: Tensor, layout: Layout) -> Tensor:
     if _backend.use_triton(x):
         from ..kernels.norm_stats import few, norm_stats
 
-        with torch.cuda.device_of(x):
+        with device_of(x):
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
     mean, var = inplace_abn_aten.moments(channel_view(x, layout), layout, acc)
     count = layout.N * layout.S

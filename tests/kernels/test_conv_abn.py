@@ -139,7 +139,7 @@ def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
 
 
 @pytest.fixture
-def small_grid(monkeypatch):
+def small_grid(monkeypatch, replanned):
     """Few programs, each of several tiles, and few partial results a merge: what large tensors lead to."""
     from fusedseg.kernels import conv, norm_stats
 

@@ -62,12 +62,17 @@ def chosen(kind, M, C, K, device, affine=False):
 
 
 @pytest.fixture
-def processors(monkeypatch):
+def processors(monkeypatch, replanned):
     """Sets how many multiprocessors there are; one program takes all tiles of a column."""
     from fusedseg.kernels import conv
 
     monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 0)
-    return lambda count: monkeypatch.setattr(conv, "multiprocessors", lambda device: count)
+
+    def set_count(count):
+        monkeypatch.setattr(conv, "multiprocessors", lambda device: count)
+        replanned()
+
+    return set_count
 
 
 def test_the_cases_below_reach_every_configuration(processors, device):

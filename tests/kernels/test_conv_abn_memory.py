@@ -121,7 +121,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize(("conv", "rows"), LARGE.values(), ids=LARGE)
-def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch):
+def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch, replanned):
     """The first and the last program: the first and last channel come out right, and no access leaves the tensors."""
     from fusedseg.kernels import conv as blocks
 

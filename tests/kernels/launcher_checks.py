@@ -1,0 +1,252 @@
+"""Checks of ``kernels/launcher.py`` with a driver that records launches, in a process without the interpreter.
+
+    python -m tests.kernels.launcher_checks    ->  {"name of a check": "" or what failed}
+
+Kernels are compiled for sm_90; a GPU is not needed.
+"""
+
+import contextlib
+import json
+import random
+import traceback
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from fusedseg.kernels import launcher
+from fusedseg.kernels.dry_run import dry_run
+from fusedseg.kernels.launcher import Launcher, kind_of
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, factor: tl.float64, N, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    v = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32) * factor.to(tl.float32)
+    if y_ptr is not None:
+        v += tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, v.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class Launched(NamedTuple):
+    """What a driver is given; ``function`` is another one for each kernel that was compiled."""
+
+    grid: tuple[int, ...]
+    stream: int
+    function: int
+    args: tuple
+
+
+class Recorder:
+    """A driver whose launches are listed."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+        self.device, self.stream, self.loaded = 0, 7, 0
+        self.utils = self
+        recorder = self
+
+        class Record:
+            def __init__(self, src, metadata) -> None:
+                pass
+
+            def __call__(self, x, y, z, stream, function, packed_metadata, metadata, enter, leave, *args) -> None:
+                for hook in (enter, leave):
+                    if hook is not None:
+                        hook(metadata)
+                recorder.launched.append(Launched((x, y, z), stream, function, args))
+
+        self.launcher_cls = Record
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream + device
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 2**17}
+
+    def load_binary(self, name, kernel, shared, device) -> tuple[int, ...]:
+        self.loaded += 1
+        return 1, self.loaded, 32, 0, 1024
+
+    def unload_module(self, module) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def recorder():
+    """Kernels that another has loaded are forgotten.  It stays the active one, which unloads what is freed later."""
+    made = Recorder()
+    driver.set_active(made)
+    add_kernel.device_caches.clear()
+    yield made
+
+
+def tensor(dtype: torch.dtype, aligned: bool = True) -> torch.Tensor:
+    size = 100
+    return torch.zeros(size + 16, dtype=dtype)[0 if aligned else 1 :][:size]
+
+
+def add(n: int = 100) -> Launcher:
+    return Launcher(add_kernel, (triton.cdiv(n, 64),), (n,), {"EVEN": n % 2 == 0, "BLOCK": 64, "num_warps": 1})
+
+
+def public(tensors, factor, n=100) -> None:
+    add_kernel[(triton.cdiv(n, 64),)](*tensors, factor, n, EVEN=n % 2 == 0, BLOCK=64, num_warps=1)
+
+
+def as_addresses(launched: Launched) -> Launched:
+    return launched._replace(args=tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in launched.args))
+
+
+@contextlib.contextmanager
+def no_public_launch():
+    """Of a launcher's kernel: what is launched inside goes directly to what was compiled."""
+    with mock.patch.object(JITFunction, "__getitem__", side_effect=AssertionError("launched the public way")):
+        yield
+
+
+def launches_what_triton_would() -> None:
+    """The same compiled kernel with the same arguments, whatever was launched before."""
+    pick = random.Random(0)
+    with recorder() as record:
+        launch = add()
+        direct = 0
+        for _ in range(120):
+            dtypes = [pick.choice((torch.float16, torch.float32)) for _ in range(3)]
+            tensors = [tensor(dtype, pick.random() < 0.7) for dtype in dtypes]
+            tensors[1] = pick.choice((None, tensors[1]))
+            factor = pick.choice((0.0, 1.0, 0.1))
+            with mock.patch.object(
+                JITFunction, "__getitem__", autospec=True, side_effect=JITFunction.__getitem__
+            ) as way:
+                launch(tensors, factor)
+            direct += not way.called
+            public(tensors, factor)
+            ours, theirs = record.launched[-2:]
+            assert as_addresses(ours) == as_addresses(theirs), f"{ours} is not {theirs}"
+    assert direct > 60, f"only {direct} direct launches"
+
+
+def tells_apart_what_triton_does() -> None:
+    pick = random.Random(1)
+    seen: dict[tuple, list] = {}
+    with recorder():
+        binder = add_kernel.device_caches[0][-1]
+        for _ in range(2000):
+            tensors = [
+                None if pick.random() < 0.2 else tensor(pick.choice(DTYPES), pick.random() < 0.6) for _ in range(3)
+            ]
+            factor = pick.choice((0.0, 1.0, 16.0, 0.1))
+            addresses = [None if t is None else t.data_ptr() for t in tensors]
+            _, specialization, _ = binder(*tensors, factor, 100, EVEN=True, BLOCK=64)
+            kind = kind_of(tensors, addresses)
+            assert seen.setdefault(kind, specialization) == specialization, f"{seen[kind]} is not {specialization}"
+    assert len({str(s) for s in seen.values()}) > 100
+
+
+def sizes_and_constants_are_a_launchers_own() -> None:
+    with recorder() as record:
+        x, out = tensor(torch.float32), tensor(torch.float32)
+        for n in (1, 16, 99, 100):
+            launch = add(n)
+            for _ in range(2):
+                launch((x, None, out), 1.0)
+            public((x, None, out), 1.0, n)
+            assert len({as_addresses(launched) for launched in record.launched[-3:]}) == 1
+
+
+def takes_the_current_device_and_stream() -> None:
+    with recorder() as record:
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        for record.device in (0, 0, 1, 1, 0):
+            record.stream += 10
+            launch(tensors, 1.0)
+        streams = [launched.stream for launched in record.launched]
+        functions = [launched.function for launched in record.launched]
+        assert streams == [17, 27, 38, 48, 57]
+        assert functions == [1, 1, 2, 2, 1]
+
+
+def hooks_see_launches() -> None:
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    with recorder() as record:
+        launch, tensors, seen = add(), (tensor(torch.float32), None, tensor(torch.float32)), []
+        launch(tensors, 1.0)
+        for hook in hooks:
+            hook.add(seen.append)
+        launch(tensors, 1.0)
+        for hook in hooks:
+            hook.remove(seen.append)
+        with no_public_launch():
+            launch(tensors, 1.0)
+        assert [of.get()["name"] for of in seen] == ["add_kernel"] * 2
+        assert len(record.launched) == 3
+
+
+def options_take_the_public_way() -> None:
+    for knobs, name, value in (
+        (triton.knobs.runtime, "debug", True),
+        (triton.knobs.compilation, "instrumentation_mode", "something"),
+        (triton.knobs.runtime, "add_stages_inspection_hook", lambda *args: ("", "")),
+    ):
+        with mock.patch.object(knobs, name, value):
+            assert launcher.is_watched(), name
+    assert not launcher.is_watched()
+
+
+def dry_run_lists_every_launch() -> None:
+    with recorder() as record:
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        launch(tensors, 1.0)
+        with dry_run("sm_90") as launches:
+            launch(tensors, 1.0)
+            launch(tensors, 1.0)
+        assert len(launches) == 2
+        assert len(record.launched) == 1
+        with no_public_launch():
+            launch(tensors, 1.0)
+
+
+def unknown_versions_take_the_public_way() -> None:
+    with recorder() as record, mock.patch.object(launcher, "KNOWN", False):
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        for _ in range(3):
+            launch(tensors, 1.0)
+        assert all(isinstance(launched.args[0], torch.Tensor) for launched in record.launched)
+
+
+CHECKS = (
+    launches_what_triton_would,
+    tells_apart_what_triton_does,
+    sizes_and_constants_are_a_launchers_own,
+    takes_the_current_device_and_stream,
+    hooks_see_launches,
+    options_take_the_public_way,
+    dry_run_lists_every_launch,
+    unknown_versions_take_the_public_way,
+)
+
+
+def run(check) -> str:
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps({check.__name__: run(check) for check in CHECKS}))

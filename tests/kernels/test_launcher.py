@@ -1,0 +1,104 @@
+"""Launches that go directly to what Triton compiled, and what is decided once for each shape."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedseg.ops.layout import layout_of
+
+CHECKS = (
+    "launches_what_triton_would",
+    "tells_apart_what_triton_does",
+    "sizes_and_constants_are_a_launchers_own",
+    "takes_the_current_device_and_stream",
+    "hooks_see_launches",
+    "options_take_the_public_way",
+    "dry_run_lists_every_launch",
+    "unknown_versions_take_the_public_way",
+)
+LEAKY = ("leaky_relu", 0.01)
+
+
+@functools.cache
+def results() -> dict[str, str]:
+    """Of a process of its own: this one may have chosen the interpreter."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    command = [sys.executable, "-m", "tests.kernels.launcher_checks"]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(run.stdout)
+
+
+def test_every_check_is_listed():
+    assert set(results()) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_launcher(name):
+    assert not results()[name], results()[name]
+
+
+def test_version_is_known():
+    """Before one is added to VERSIONS: does its ``JITFunction.run`` call ``CompiledKernel.run`` with these arguments?"""
+    import triton
+    from fusedseg.kernels import launcher
+
+    assert launcher.KNOWN, f"launcher.py has not been read beside Triton {triton.__version__}"
+
+
+def forward_and_backward(x, weight, bias, dz):
+    from fusedseg.kernels.norm_act import norm_act_fwd
+    from fusedseg.kernels.norm_act_bwd import norm_act_bwd
+
+    layout, z = layout_of(x), torch.empty_like(x)
+    _, rstd, _ = norm_act_fwd(x, z, layout, weight, bias, None, None, True, 0.1, 1e-5, LEAKY, None)
+    return z, *norm_act_bwd(dz, z, layout, weight, bias, rstd, None, None, True, LEAKY, weight.dtype)
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """A copy at an address that is no multiple of 16."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+# one launch, and two: what fits on chip, and what does not
+@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 192, 256)], ids=["onchip", "split"])
+def test_misaligned_tensors_after_aligned_ones(shape, device):
+    """Code compiled for addresses that are multiples of 16 must not serve others."""
+    x, dz = torch.randn(2, *shape, device=device).unbind()
+    weight, bias = torch.rand(shape[1], device=device) + 0.5, torch.rand(shape[1], device=device)
+    expected = forward_and_backward(x, weight, bias, dz)
+    for arguments in ((x, dz), (misaligned(x), dz), (x, misaligned(dz)), (misaligned(x), misaligned(dz)), (x, dz)):
+        got = forward_and_backward(arguments[0], weight, bias, arguments[1])
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
+    """Not in every call, which takes longer than a small kernel."""
+    from fusedseg.kernels import norm_act, norm_act_bwd, norm_stats
+
+    chosen = []
+    for module in (norm_act, norm_act_bwd, norm_stats):
+        for name in {"onchip_blocks", "split_blocks"} & vars(module).keys():
+            choose = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *args, choose=choose: chosen.append(args) or choose(*args))
+    x, dz = torch.randn(2, 2, 1, 192, 256, device=device).unbind()
+    weight, bias = torch.ones(1, device=device), torch.zeros(1, device=device)
+    forward_and_backward(x, weight, bias, dz)
+    count = len(chosen)
+    assert count == 6
+    forward_and_backward(x, weight, bias, dz)
+    assert len(chosen) == count
+    # what is planned follows constants that are set to others, when it is told
+    replanned()
+    forward_and_backward(x, weight, bias, dz)
+    assert len(chosen) == 2 * count
