@@ -166,8 +166,8 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
     """The launch, and in how many parts it leaves statistics."""
     geometry, x_layout, layout = Geometry(*geometry), Layout(*x_layout), Layout(*layout)
     kernel, C = w_shape[2:], w_shape[1]
-    N, K, groups = *out_shape[:2], geometry.groups
-    M = math.prod(out_shape) // K
+    N, K = out_shape[:2]
+    M, groups = math.prod(out_shape) // K, geometry.groups
     size, out_size = three(shape[2:], 1), three(out_shape[2:], 1)
     x_strides = strides(x_layout, size)
     reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))

@@ -48,7 +48,7 @@ def test_launcher(name):
 
 
 def test_version_is_known():
-    """Before one is added to VERSIONS: does its ``JITFunction.run`` call ``CompiledKernel.run`` with these arguments?"""
+    """Before one is added to VERSIONS: does its ``JITFunction.run`` give ``CompiledKernel.run`` these arguments?"""
     import triton
     from fusedseg.kernels import launcher
 
