@@ -4,7 +4,8 @@ timed in turn.
 Every round times each contender once, in an order drawn anew, so that a drift of the machine meets all of them alike.
 Inputs are prepared outside the timed region.  On CUDA, device events mark the region after a flush of the L2 cache, as
 ``triton.testing.do_bench`` does; the flush also hides part of the launch latency, for all contenders alike.  Where
-kernels alone are meant, the device sleeps first until they are queued (``ahead``).
+kernels alone are meant, the device sleeps first until they are queued (``ahead``).  Where the host's part is meant, it
+makes many calls without waiting for the device (``host_calls``).
 """
 
 import functools
@@ -149,13 +150,44 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = Fals
     return middle - start, end - middle, end - start
 
 
-def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False) -> dict[str, Result]:
-    """Times all jobs in turn for about ``seconds``."""
+def host_lap(job: Any, device: torch.device, calls: int) -> tuple[float, float, float]:
+    """Seconds of the host in one forward, one backward, and both, on average over so many calls.
+
+    They must be few enough for the device's queue, and their kernels shorter than the host takes: or it waits for both.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    prepared = [job.prepare() for _ in range(calls)]
+    wait()
+    start = time.perf_counter()
+    outs = [job.forward(given) for given in prepared]
+    forward = time.perf_counter() - start
+    wait()
+    start = time.perf_counter()
+    # named, so that freeing the gradients is not timed
+    grads = [job.backward(out) for out in outs]
+    backward = time.perf_counter() - start
+    wait()
+    del grads
+    return forward / calls, backward / calls, (forward + backward) / calls
+
+
+def interleave(
+    jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False, host_calls: int = 0
+) -> dict[str, Result]:
+    """Times all jobs in turn for about ``seconds``; their kernels, or with ``host_calls`` the host."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+
+    def once_round(job: Any) -> tuple[float, float, float]:
+        return host_lap(job, device, host_calls) if host_calls else lap(job, device, flush, ahead)
+
     for _ in range(WARMUP_ROUNDS):
         begin = time.perf_counter()
         for job in jobs.values():
-            lap(job, device, flush, ahead)
+            once_round(job)
         round_seconds = time.perf_counter() - begin
     rounds = min(max(int(seconds / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
     results = {name: Result() for name in jobs}
@@ -165,7 +197,7 @@ def interleave(jobs: Mapping[str, Any], device: torch.device, seconds: float, ah
     try:
         for _ in range(rounds):
             for name in shuffle(sorted(jobs), len(jobs)):
-                forward, backward, step = lap(jobs[name], device, flush, ahead)
+                forward, backward, step = once_round(jobs[name])
                 results[name].forward.append(forward)
                 results[name].backward.append(backward)
                 results[name].step.append(step)
@@ -204,6 +236,7 @@ def compete(
     probes: Mapping[str, Any] | None = None,
     baseline: str = "eager",
     ahead: bool = False,
+    host_calls: int = 0,
 ) -> dict[str, Result]:
     """Checks, counts and times; in a rehearsal, only takes every contender's first step.
 
@@ -216,6 +249,7 @@ def compete(
         probes: jobs to time beside the contenders, neither checked nor counted.
         baseline: whose own errors the others may double.
         ahead: time kernels alone, without the latency of their launches.
+        host_calls: time the host instead, over so many calls in a row; 0 for the device.
     """
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}
@@ -245,7 +279,7 @@ def compete(
     del computed, reference_of
     if rehearsal:
         return outcome
-    timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead)
+    timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead, host_calls)
     for name, times in timed.items():
         result = outcome.setdefault(name, Result())
         result.forward, result.backward, result.step = times.forward, times.backward, times.step

@@ -75,9 +75,10 @@ def compete_norms(
     contenders: Mapping[str, tuple[Callable[[NormCase], nn.Module], Treat]],
     slopes: Mapping[str, float],
     seconds: float,
+    host_calls: int = 0,
 ) -> dict[str, Result]:
     """contenders: name to what builds the layer of a case, and what is done to it.  slopes: of contenders, "" of all
-    that are not named."""
+    that are not named.  host_calls: as in ``compete``."""
     data, dtype = make_data(case, device), DTYPES[case.dtype]
 
     def build(name: str) -> LayerJob:
@@ -90,9 +91,10 @@ def compete_norms(
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
         device,
         seconds,
-        probes={COPY: Copy(data["x"])},
+        probes=None if host_calls else {COPY: Copy(data["x"])},
         # what a launch costs the host is measured apart
         ahead=device.type == "cuda",
+        host_calls=host_calls,
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bench import harness
-from bench.harness import Missing, Result, compete, disagreement, once
+from bench.harness import Missing, Result, compete, disagreement, host_lap, interleave, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
 from bench.results import Section
@@ -128,3 +128,31 @@ def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
     results = compete(contenders, {"": refuse}, TOLERANCE, torch.device("cpu"), seconds=1.0)
     assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
     assert len(steps) == 1
+
+
+def test_the_host_is_timed_over_calls_in_a_row():
+    """All forward passes, then all backward passes: nothing is waited for between them."""
+    calls = []
+
+    class Recording(LayerJob):
+        def prepare(self):
+            calls.append("prepare")
+            return super().prepare()
+
+        def forward(self, prepared):
+            calls.append("forward")
+            return super().forward(prepared)
+
+        def backward(self, out):
+            calls.append("backward")
+            return super().backward(out)
+
+    job, cpu = Recording(layer(0.01), make_data()), torch.device("cpu")
+    forward, backward, step = host_lap(job, cpu, 3)
+    assert calls == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
+    assert step == pytest.approx(forward + backward)
+    calls.clear()
+    result = interleave({"ours": job}, cpu, 0.0, host_calls=3)["ours"]
+    assert calls[:9] == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
+    assert len(calls) % 9 == 0
+    assert len(result.step) == len(result.forward) == len(result.backward)

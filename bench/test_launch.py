@@ -1,0 +1,62 @@
+"""What a call costs the host, where kernels take less than that: planes of 16 x 16.
+
+On CUDA: from the call of a module to the driver's last launch, without waiting for the device.  On a CPU nothing is
+launched: a tensor of 16 values, so that all but the dispatch of aten's ops is next to nothing.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+
+from .contenders import CONTENDERS as LAYERS
+from .contenders import SLOPE
+from .data import parametrize_cases
+from .harness import Result, once
+from .jobs import Treat, as_it_is
+from .norm_layers import NormCase, compete_norms
+from .replay import CLOCK, report_step
+from .results import Section
+
+SECONDS = {"cpu": 3.0, "cuda": 3.0}
+# a round's: at most five launches each, and a queue of a GPU holds about a thousand
+CALLS = 100
+CASES = {
+    "cpu": [NormCase("batch", (1, 4, 2, 2), "fp32")],
+    "cuda": [NormCase("batch", (8, 64, 16, 16), "fp16", channels_last) for channels_last in (False, True)],
+}
+
+
+def exact(case: NormCase) -> nn.Module:
+    return fusedseg.BatchNormAct(case.shape[1])
+
+
+def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
+    return lambda case: build(case.dims)(case.shape[1])
+
+
+CONTENDERS: dict[str, tuple[Callable[[NormCase], nn.Module], Treat]] = {
+    **{name: (layer_of(build), treat) for name, (build, treat) in LAYERS.items()},
+    "ours-exact": (exact, as_it_is),
+}
+
+
+@once
+def run(case: NormCase, device: torch.device) -> dict[str, Result]:
+    return compete_norms(case, device, CONTENDERS, {"": SLOPE, "relu": 0.0}, SECONDS[device.type], CALLS)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize_cases(metafunc, CASES)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_step(case, contender, device, report, benchmark):
+    results = run(case, device)
+    section = report.section("launch", Section("Time of the host, BatchNorm and activation, forward + backward"))
+    section.cases[str(case)] = results
+    report_step(benchmark, f"host time of {case}", contender, results[contender])
