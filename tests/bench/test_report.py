@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from bench import goals, test_conv_abn, test_convert, test_inplace_abn, test_inplace_norm_act, test_max_pool, test_unet
+from bench import (
+    goals,
+    test_conv_abn,
+    test_convert,
+    test_inplace_abn,
+    test_inplace_norm_act,
+    test_launch,
+    test_max_pool,
+    test_unet,
+)
 from bench.contenders import conv_contenders, norm_contenders
 from bench.harness import Result
 from bench.report import BEGIN, END, ReportError, changes, load, main, report_lines, write_readme
@@ -18,6 +27,7 @@ CASES = {
     "max_pool": test_max_pool.CASES["cuda"],
     "unet": [case for case in test_unet.CASES["cuda"] if not case.slow],
     "convert": test_convert.CASES["cuda"],
+    "launch": test_launch.CASES["cuda"],
 }
 CONTENDERS = {
     "inplace_abn": norm_contenders("cuda"),
@@ -26,6 +36,7 @@ CONTENDERS = {
     "max_pool": test_max_pool.contenders("cuda"),
     "unet": test_unet.CASES["cuda"][1].contenders(),
     "convert": next(iter(test_convert.CASES["cuda"].values())).contenders(),
+    "launch": test_launch.CONTENDERS,
 }
 MIB = 2**20
 
@@ -64,8 +75,6 @@ def norm_run(folder, ours: float = 1.0, eager: float = 10.0, **options) -> None:
 
 def test_every_goal_is_of_a_case_that_runs():
     for goal in goals.goals():
-        if goal.stem == "launch":
-            continue
         assert goal.case in map(str, CASES[goal.stem])
         # a case with figures of every contender gives the goal's
         case = {"tensor_bytes": 1, "contenders": {name: figures() for name in (*CONTENDERS[goal.stem], "copy")}}
