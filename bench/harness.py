@@ -12,6 +12,7 @@ import functools
 import gc
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -78,8 +79,9 @@ def once(run: Callable[P, T]) -> Callable[P, T]:
         try:
             return run(*args, **kwargs), None
         except Exception as error:
-            # its frames hold tensors
-            return None, error.with_traceback(None)
+            # the frames of its traceback hold tensors
+            traceback.clear_frames(error.__traceback__)
+            return None, error
 
     @functools.wraps(run)
     def known(*args: P.args, **kwargs: P.kwargs) -> T:

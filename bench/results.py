@@ -184,10 +184,11 @@ def byte_rows(judged: dict[str, dict[str, Result]], counts: tuple[str, ...]) -> 
     rows, ratios = [], []
     for case, results in judged.items():
         row = [case]
-        numbers = []
+        numbers: list[float | None] = []
         for what in counts:
             row += [mib(results, name, what) for name in names]
-            numbers.append(getattr(results["ours"], what) / getattr(results["eager"], what))
+            ours, eager = (getattr(results[name], what) for name in ("ours", "eager"))
+            numbers.append(ours / eager if eager else None)
             row.append(two_digits(numbers[-1]))
         ratios.append(numbers)
         rows.append(row)
