@@ -126,8 +126,9 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
     # unused without codes
     first = _first_positions(size, out_size, pool, x, _narrow(size, pool))
     inside = None
-    if rows and len(size) == 3 and x.device.type == "cpu" and x.shape[1] % VECTOR:
-        # in channels_last_3d, of channels that fill no vector, aten's index is too low where all of a window is -inf
+    if rows and (x.shape[1] % VECTOR and len(size) == 3 if x.device.type == "cpu" else len(size) == 2):
+        # where all of a window is -inf, aten's index is too low: on a CPU in channels_last_3d, of channels that fill no
+        # vector, and on GPUs in channels_last
         inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
     index = None
     for of_x, of_z in _chunks(x, z, rows, pool):

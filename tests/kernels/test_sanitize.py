@@ -37,31 +37,39 @@ def split(monkeypatch):
     monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
-def check_norm(rows, groups, device):
-    """Forward and backward with a residual and kept channels; and of the input, which is normalised once more."""
+def check_kept(rows, groups, device):
+    """The output kept, with kept channels and a residual."""
     given = norms.inputs(SHAPE, rows, torch.float32, device)
     weight, bias = given[3:]
-    norms.check(*given, groups, keep="input")
     weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
     norms.check(*given, groups, kept=slots_of([0, 2], SHAPE[1], device))
 
 
+by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+
+
 @by_layout
-@pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
-def test_norm_on_chip(groups, rows, device):
-    check_norm(rows, groups, device)
+@by_statistics
+def test_on_chip(groups, rows, device):
+    check_kept(rows, groups, device)
 
 
 @pytest.mark.usefixtures("split")
 @by_layout
-@pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
-def test_norm_split(groups, rows, device):
-    check_norm(rows, groups, device)
+@by_statistics
+def test_split(groups, rows, device):
+    """The input kept, which is normalised once more."""
+    norms.check(*norms.inputs(SHAPE, rows, torch.float32, device), groups, keep="input")
 
 
 @pytest.mark.usefixtures("split")
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @by_layout
+def test_kept_channels_split(rows, device):
+    check_kept(rows, 6, device)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize(("rows", "training"), [(True, True), (False, False), (True, False)])
 def test_running_statistics(rows, training, device):
     C = 37
     x, dz, *affine = batches.inputs((2, C, 7, 9), None if rows else torch.contiguous_format, torch.float16, device)
@@ -69,16 +77,17 @@ def test_running_statistics(rows, training, device):
     batches.check(x, dz, *affine, training=training, running=running)
 
 
-# 3 positions along each axis but one, so that taps leave x on either side; one tap and aligned; and a volume
+TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))
+# taps that leave x on either side; a single one, and aligned; and a volume
 CONVS = {
-    "taps": Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2)),
-    "one-tap": Conv((2, 40, 8, 6), (20, 40, 1, 1)),
-    "volume": Conv((2, 4, 5, 6, 7), (6, 2, 3, 1, 2), stride=(1, 2, 2), padding=(1, 0, 1), groups=2),
+    "taps": (TAPS, False),
+    "taps-rows": (TAPS, True),
+    "one-tap": (Conv((2, 40, 8, 6), (20, 40, 1, 1)), False),
+    "volume-rows": (Conv((2, 4, 5, 6, 7), (6, 2, 3, 1, 2), (1, 2, 2), (1, 0, 1), groups=2), True),
 }
 
 
-@by_layout
-@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+@pytest.mark.parametrize(("conv", "rows"), CONVS.values(), ids=CONVS)
 def test_convolution(conv, rows, device):
     """Its three epilogues: statistics of the batch; running ones; and those with kept channels, as it is."""
     running = convs.running_statistics(conv, device)
@@ -101,7 +110,16 @@ def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
     convs.check(conv, given, out, running=convs.running_statistics(conv, device))
 
 
-@by_layout
-@pytest.mark.parametrize("name", ["halving-odd", "overlapping", "dilation", "3d-overlapping"])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("halving-odd", False),
+        ("halving-odd", True),
+        ("overlapping", False),
+        ("overlapping", True),
+        ("dilation", False),
+        ("3d-overlapping", True),
+    ],
+)
 def test_max_pool(name, rows, device):
     pools.check(*pools.CASES[name], rows, device)
