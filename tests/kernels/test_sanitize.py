@@ -26,7 +26,7 @@ SHAPE = (3, 6, 7, 9)
 
 
 @pytest.fixture
-def split(monkeypatch):
+def split(monkeypatch, replanned):
     """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves."""
     from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
 
@@ -97,6 +97,7 @@ def test_convolution(conv, rows, device):
         convs.check(conv, given, out, training=training, running=running, kept=kept)
 
 
+@pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, (72, 120)), (torch.bfloat16, (20, 60))], ids=str)
 def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
     """Tiles of 128 positions, several a program."""
