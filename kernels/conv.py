@@ -58,15 +58,19 @@ def conv_blocks(
     # scale and shift of 128 channels take 128 registers a thread beside the product on sm_100: hundreds of bytes spill
     candidates = (128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16)
     block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
-    channel_tiles = triton.cdiv(K, block_k) * groups
-    processors = multiprocessors(device)
-    block_m = TILE_ROWS if triton.cdiv(M, TILE_ROWS) * channel_tiles >= processors else TILE_ROWS // 2
-    tiles = triton.cdiv(M, block_m)
-    splits = min(tiles, max(1, PROGRAMS_PER_SM * processors // channel_tiles))
-    tiles_per_split = triton.cdiv(tiles, splits)
+    tiles = triton.cdiv(M, TILE_ROWS) * triton.cdiv(K, block_k) * groups
+    block_m = TILE_ROWS if tiles >= multiprocessors(device) else TILE_ROWS // 2
     # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and in fp32 that of 128 x 16
     num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
     meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
+    return dealt(M, C, K, groups, device, meta)
+
+
+def dealt(M: int, C: int, K: int, groups: int, device: torch.device, meta: dict) -> ConvBlocks:
+    """Tiles of ``meta``, dealt to as many programs as fill the device."""
+    tiles, channel_tiles = triton.cdiv(M, meta["BLOCK_M"]), triton.cdiv(K, meta["BLOCK_K"]) * groups
+    splits = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // channel_tiles))
+    tiles_per_split = triton.cdiv(tiles, splits)
     return ConvBlocks(
-        channel_tiles, triton.cdiv(C, block_c), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
+        channel_tiles, triton.cdiv(C, meta["BLOCK_C"]), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
     )

@@ -3,8 +3,9 @@
 An implicit matrix product of M = N OD OH OW rows (output positions) and K columns (output channels), reduced over the
 taps of the kernel and the input's channels; the epilogue works on the fp32 accumulator:
 
-    "stats"   y is stored, and (count, mean, M2) of the stored values left per run of tiles; ``norm_act`` merges them
-              in a fixed order, normalises and activates in one more pass
+    "stats"   y is stored, and (count, mean, M2) of the stored values left per program; ``norm_act`` merges them in a
+              fixed order, normalises and activates in one more pass.  A program keeps them per lane (pair of rows) and
+              merges lanes once, at its end: a tile costs no exchange between threads
     "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale,
               z = phi(scale y + shift); nothing else touches memory
     "none"    y + conv_bias is stored
@@ -28,6 +29,33 @@ from .conv import Geometry, conv_blocks
 from .launch import Layout
 from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
+from .tile import chan_merge
+
+
+@triton.jit
+def taps_inside(d0, h0, w0, D, H, W, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr,
+                DH: tl.constexpr, DW: tl.constexpr):  # fmt: skip
+    """Bit t of a row: whether tap t, of at most 32, reads a value and no padding."""
+    # what lies before the first position is large without a sign
+    d0, h0, w0 = d0.to(tl.uint32), h0.to(tl.uint32), w0.to(tl.uint32)
+    along_w = tl.zeros_like(w0)
+    for kw in tl.static_range(KW):
+        along_w |= (w0 + kw * DW < W).to(tl.uint32) << kw
+    inside = tl.zeros_like(w0)
+    for kd in tl.static_range(KD):
+        for kh in tl.static_range(KH):
+            in_dh = (d0 + kd * DD < D) & (h0 + kh * DH < H)
+            inside |= tl.where(in_dh, along_w, 0) << ((kd * KH + kh) * KW)
+    return inside
+
+
+@triton.jit
+def halves(v, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
+    """(BLOCK_M, LANES) as two of half as many rows: rows that are 8 apart, as one thread holds them that multiplied on
+    tensor cores."""
+    v = tl.permute(tl.reshape(v, (BLOCK_M // 16, 2, 8, LANES)), (0, 2, 3, 1))
+    a, b = tl.split(v)
+    return tl.reshape(a, (BLOCK_M // 2, LANES)), tl.reshape(b, (BLOCK_M // 2, LANES))
 
 
 @triton.jit
@@ -37,11 +65,17 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         K: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
                         SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr,
                         PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-                        INDEX: tl.constexpr, ALIGNED: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr,
-                        ACT: tl.constexpr, PARAM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                        BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                        INDEX: tl.constexpr, ALIGNED: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
+                        EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                        PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+                        ORDER: tl.constexpr, X_CACHE: tl.constexpr, X_VECTOR: tl.constexpr):  # fmt: skip
     """C and K count the channels of one group.  INDEX: int64 where positions, or offsets in one sample, pass 2**31.
-    ALIGNED: 16 adjacent positions lie in one sample, and in memory side by side, in x and in out."""
+    ALIGNED: 16 adjacent positions lie in one sample, and in memory side by side, in x and in out.  X_ROWS, OUT_ROWS:
+    they hold rows of channels, so that positions of all samples are evenly spaced.
+
+    ORDER, of a program's tiles: "runs", adjacent ones; "strided", so that programs of one time share an image's rows;
+    "down", adjacent ones that lie below each other (OW is a multiple of BLOCK_M).  X_CACHE and X_VECTOR: cache modifier
+    of loads of x, and how many elements each takes at most (0: as many as can be)."""
     # neighbours in the grid share rows of x, and differ in the channels that they make of them
     column = tl.program_id(0)
     split = tl.program_id(1)
@@ -63,25 +97,43 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         scale = weight * rstd
         if conv_bias_ptr is not None:
             mean -= tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)
-        shift = bias - mean * scale
-    n_run = tl.full((1,), 0.0, tl.float32)
-    mean_run = tl.zeros((BLOCK_K,), tl.float32)
-    m2_run = tl.zeros((BLOCK_K,), tl.float32)
+        shift_k = bias - mean * scale
+    n_run = tl.zeros((BLOCK_M // 2, 1), tl.float32)
+    mean_run = tl.zeros((BLOCK_M // 2, BLOCK_K), tl.float32)
+    m2_run = tl.zeros((BLOCK_M // 2, BLOCK_K), tl.float32)
 
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, (M - 1) // BLOCK_M + 1)
-    for tile in range(first, last):
-        m = tl.cast(tile, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
+    taps: tl.constexpr = KD * KH * KW
+    padded: tl.constexpr = PD + PH + PW > 0
+    blocks_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    b_ptrs = w_ptr + (w_row[:, None] + c[None, :])
+    if taps * blocks_c == 1:
+        # the only step's: loaded once
+        b = tl.load(b_ptrs, mask=in_k[:, None] & (c < C)[None, :], other=0.0)
+    first, last, stride = split * tiles_per_split, (M - 1) // BLOCK_M + 1, 1
+    if ORDER == "strided":
+        first, stride = split, splits
+    else:
+        last = tl.minimum(first + tiles_per_split, last)
+    for tile in range(first, last, stride):
+        if ORDER == "down":
+            # OW is a multiple of BLOCK_M
+            along_w, image = OW // BLOCK_M, tile // (OH * (OW // BLOCK_M))
+            within = tile % (OH * along_w)
+            m = (tl.cast(image, INDEX) * OH + within % OH) * OW + within // OH * BLOCK_M + tl.arange(0, BLOCK_M)
+        else:
+            m = tl.cast(tile, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
         in_m = m < M
         plane = tl.cast(OH, INDEX) * OW
         n = (m // (OD * plane)).to(tl.int64)
         s = m % (OD * plane)
         if ALIGNED:
             s = tl.max_contiguous(tl.multiple_of(s, 16), 16)
-        if KD * KH * KW == 1 and SD * SH * SW == 1 and PD + PH + PW == 0:
+        if taps == 1 and SD * SH * SW == 1 and not padded:
             # positions of the input are those of the output, and evenly spaced
-            d0, h0, w0 = s, s, s
-            x_row = n * stride_xn + s.to(tl.int64) * stride_xw
+            if X_ROWS:
+                x_row = m.to(tl.int64) * stride_xw
+            else:
+                x_row = n * stride_xn + s.to(tl.int64) * stride_xw
         else:
             d0 = (s // plane) * SD - PD
             h0 = (s // OW % OH) * SH - PH
@@ -89,63 +141,77 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             x_row = n * stride_xn + d0.to(tl.int64) * stride_xd + h0.to(tl.int64) * stride_xh
             x_row += w0.to(tl.int64) * stride_xw
         x_row += (group * C).to(tl.int64) * stride_xc
+        offs_c = (c.to(INDEX) * stride_xc)[None, :]
+        if X_ROWS:
+            offs_x = x_row[:, None] + offs_c
+            if X_VECTOR > 0:
+                offs_x = tl.max_contiguous(offs_x, [1, X_VECTOR])
+            a_ptrs = x_ptr + offs_x
+        if padded and taps <= 32:
+            inside = tl.where(in_m, taps_inside(d0, h0, w0, D, H, W, KD, KH, KW, DD, DH, DW), 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        blocks_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
         # one loop over taps and channels: a nest would drain its pipeline of loads at every tap; and of a length that
         # compilers do not know, or they unroll nine taps and run out of registers
         for i in range(steps):
             tap = i // blocks_c
-            ci = (i % blocks_c) * BLOCK_C + c
-            offs_c = ci.to(INDEX) * stride_xc
+            first_c = (i % blocks_c) * BLOCK_C
             kd = tl.cast(tap // (KH * KW) * DD, INDEX)
             kh = tl.cast(tap // KW % KH * DH, INDEX)
             kw = tl.cast(tap % KW * DW, INDEX)
-            mask = in_m
-            if PD > 0:
-                mask = mask & (d0 + kd >= 0) & (d0 + kd < D)
-            if PH > 0:
-                mask = mask & (h0 + kh >= 0) & (h0 + kh < H)
-            if PW > 0:
+            shift = kd * stride_xd + kh * stride_xh + kw * stride_xw + tl.cast(first_c, INDEX) * stride_xc
+            if padded and taps <= 32:
+                mask = (inside >> tap) & 1 != 0
+            elif padded:
+                mask = in_m & (d0 + kd >= 0) & (d0 + kd < D) & (h0 + kh >= 0) & (h0 + kh < H)
                 mask = mask & (w0 + kw >= 0) & (w0 + kw < W)
-            shifted = x_row + (kd * stride_xd + kh * stride_xh + kw * stride_xw)
-            if C % BLOCK_C == 0:
-                a = tl.load(x_ptr + shifted[:, None] + offs_c[None, :], mask=mask[:, None], other=0.0)
-                b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None], other=0.0)
             else:
-                in_c = ci < C
-                a = tl.load(x_ptr + shifted[:, None] + offs_c[None, :], mask=mask[:, None] & in_c[None, :],
-                            other=0.0)  # fmt: skip
-                b = tl.load(w_ptr + w_row[:, None] + (tap * C + ci)[None, :], mask=in_k[:, None] & in_c[None, :],
-                            other=0.0)  # fmt: skip
+                mask = in_m
+            mask_a, mask_b = mask[:, None], in_k[:, None]
+            if C % BLOCK_C != 0:
+                in_c = (first_c + c < C)[None, :]
+                mask_a, mask_b = mask_a & in_c, mask_b & in_c
+            if X_ROWS:
+                a = tl.load(a_ptrs + shift, mask=mask_a, other=0.0, cache_modifier=X_CACHE)
+            else:
+                # an address for every value, which are too many to keep
+                a = tl.load(x_ptr + ((x_row + shift)[:, None] + offs_c), mask=mask_a, other=0.0)
+            if taps * blocks_c > 1:
+                b = tl.load(b_ptrs + (tap * C + first_c), mask=mask_b, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
 
-        out_row = n * stride_on + s.to(tl.int64) * stride_os
+        if OUT_ROWS:
+            out_row = m.to(tl.int64) * stride_os
+        else:
+            out_row = n * stride_on + s.to(tl.int64) * stride_os
         offs = out_row[:, None] + (channel.to(tl.int64) * stride_ok)[None, :]
         mask_out = in_m[:, None] & in_k[None, :]
         if EPILOGUE == "norm":
-            acc = act_fwd(acc * scale[None, :] + shift[None, :], ACT, PARAM)
+            acc = act_fwd(acc * scale[None, :] + shift_k[None, :], ACT, PARAM)
         elif EPILOGUE == "none" and conv_bias_ptr is not None:
             acc += tl.load(conv_bias_ptr + channel, mask=in_k, other=0.0).to(tl.float32)[None, :]
         y = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs, y, mask=mask_out)
         if EPILOGUE == "stats":
-            # of what was stored; rows beyond the last are 0, since nothing was loaded for them
-            stored = y.to(tl.float32)
-            n_tile = tl.minimum(M - tile * BLOCK_M, BLOCK_M).to(tl.float32)
-            mean_tile = tl.sum(stored, axis=0) / n_tile
-            apart = tl.where(in_m[:, None], stored - mean_tile[None, :], 0.0)
-            # Chan's formula for two
-            delta = mean_tile - mean_run
-            n_both = n_run + n_tile
-            mean_run += delta * (n_tile / n_both)
-            m2_run += tl.sum(apart * apart, axis=0) + delta * delta * (n_run * n_tile / n_both)
+            # of what was stored; rows beyond the last, for which nothing was loaded, count 0
+            y0, y1 = halves(y.to(tl.float32), BLOCK_M, BLOCK_K)
+            in0, in1 = halves(in_m.to(tl.float32)[:, None], BLOCK_M, 1)
+            # Chan's formula for two, of which one is a pair
+            n_pair = in0 + in1
+            n_both = n_run + n_pair
+            share = n_pair / tl.maximum(n_both, 1.0)
+            delta = (y0 + y1) * (1.0 / tl.maximum(n_pair, 1.0)) - mean_run
+            apart = y0 - y1
+            mean_run += delta * share
+            m2_run += apart * apart * (0.5 * in0 * in1) + delta * delta * (n_run * share)
             n_run = n_both
     if EPILOGUE == "stats":
+        n, mean, m2 = chan_merge(n_run, mean_run, m2_run, True)
         all_k: tl.constexpr = GROUPS * K
-        tl.store(partial_ptr + split * all_k + channel, n_run + tl.zeros((BLOCK_K,), tl.float32), mask=in_k)
-        tl.store(partial_ptr + (splits + split) * all_k + channel, mean_run, mask=in_k)
-        tl.store(partial_ptr + (2 * splits + split) * all_k + channel, m2_run, mask=in_k)
+        partial_ptrs = partial_ptr + split * all_k + channel[None, :]
+        tl.store(partial_ptrs, n + tl.zeros((1, BLOCK_K), tl.float32), mask=in_k[None, :])
+        tl.store(partial_ptrs + splits * all_k, mean, mask=in_k[None, :])
+        tl.store(partial_ptrs + 2 * splits * all_k, m2, mask=in_k[None, :])
 
 
 def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
@@ -171,7 +237,7 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
     size, out_size = three(shape[2:], 1), three(out_shape[2:], 1)
     x_strides = strides(x_layout, size)
     reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))
-    index = tl.int64 if max(M, C * x_strides[1], sum(reach)) >= 2**31 else tl.int32
+    index = tl.int64 if max(M, C * x_strides[1] + sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
     tensor_cores = tf32 or dtype != torch.float32
     blocks = conv_blocks(M, C, K // groups, groups, dtype, tensor_cores, device, epilogue == "norm")
@@ -185,8 +251,9 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
         constants.update(zip(names, values, strict=True))
     constants |= {
         "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,
-        "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "EPILOGUE": epilogue, "EPS": eps, "ACT": act[0],
-        "PARAM": act[1], "PRECISION": "tf32" if tf32 else "ieee", **blocks.meta,
+        "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "X_ROWS": x_layout.rows, "OUT_ROWS": layout.rows,
+        "EPILOGUE": epilogue, "EPS": eps, "ACT": act[0], "PARAM": act[1], "PRECISION": "tf32" if tf32 else "ieee",
+        "ORDER": "runs", "X_CACHE": "", "X_VECTOR": 0, **blocks.meta,
     }  # fmt: skip
     sizes = (M, *size, *out_size, *x_strides, stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel),
              blocks.tiles_per_split, blocks.splits)  # fmt: skip

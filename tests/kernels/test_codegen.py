@@ -25,18 +25,21 @@ LEAST_SHARED = 99 * 1024
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 # bytes a thread that are known to spill
 SPILLS = {
-    # inference of the deepest stage of the 3D U-Net, beside 255 registers
-    ("sm_100", "3x3x3-512-512-fp16-norm"): 8,
-    ("sm_100", "3x3x3-512-512-bf16-norm"): 8,
-    ("sm_100", "3x3x3-512-512-tf32-norm"): 16,
+    # under Triton 3.6, statistics of 128 x 128 values beside the product, or of few channels in TF32
+    **{("sm_100", f"3x3-128-128-{of}"): 8 for of in ("bf16", "bf16-stats", "fp16-stats")},
+    **{("sm_100", f"{of}-tf32-stats"): 8 for of in ("1x1-128-3", "1x1x1-64-5")},
     # backward of a slab of 32 KiB in one tile, the largest, where a thread holds 32 values of g and of xhat; 32 warps
     # of 64 registers spill 176 bytes (48 on sm_100), and in two launches the slab would be read twice
     ("sm_80", "gelu_tanh-onchip-fp16-rows"): 64,
     ("sm_90", "gelu_tanh-onchip-fp16-rows"): 64,
     ("sm_100", "gelu_tanh-onchip-fp16-rows"): 112,
-    # without tensor cores, where ptxas stops at 128 registers
-    ("sm_80", "1x1-64-64-fp32-stats"): 16,
+    # without tensor cores, where "auto" takes the vendor's convolution
     ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
+    **{("sm_80", f"{of}-fp32-norm"): 8 for of in ("1x1-128-3", "1x1x1-64-5")},
+    **{("sm_90", f"{of}-fp32-stats"): 32 for of in ("1x1-2048-1024", "3x3-3-64", "3x3-5-64", "3x3x3-512-512")},
+    **{("sm_100", f"{of}-fp32-stats"): 32 for of in ("1x1-128-3", "1x1x1-64-5", "3x3-3-64", "3x3-5-64")},
+    # taps of planes, which are left to it too, with offsets of 64 bits
+    ("gfx942", "3x3x3-64-64-fp16-planes-huge"): 176,
 }
 # arguments as large as the activation tensor
 ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr"}
