@@ -3,11 +3,13 @@
 ``"auto"`` takes the vendor's, followed by our statistics kernel, unless the shape is one where Triton's can win and a
 measurement on this device has shown that it does: ``could_win`` is the rule, ``choose`` refines it.  The measurement
 happens once, at the first call of a kind of convolution (see ``Key``): it runs both, compares their results and takes
-Triton's where they agree and it needs at most ``MARGIN`` of the vendor's time.  What cannot be measured is the
+Triton's where they agree and it needs at most ``MARGIN`` of the vendor's time.  That call waits for the device,
+compiles Triton's kernel and runs some thirty forwards; memory peaks by one more output.  What cannot be measured is the
 vendor's: while a CUDA graph is captured, and where deterministic algorithms are asked for, as a choice by time differs
 from run to run.
 """
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -36,6 +38,8 @@ MARGIN = 0.98
 # relative difference of two results: each is off by the rounding of y, amplified by the normalisation of what it left
 AGREEMENT = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 5e-3}
 WARMUP, ROUNDS = 3, 10
+# about a millisecond, in which a forward is queued
+AHEAD_CYCLES = 2_000_000
 
 
 class Key(NamedTuple):
@@ -53,6 +57,9 @@ class Key(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     log2_positions: int
+    # what the user lets the vendor do
+    tf32: bool
+    benchmark: bool
 
 
 class Record(NamedTuple):
@@ -115,9 +122,14 @@ def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -
     )
 
 
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
 def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
     return Key(
-        device=torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type,
+        device=_device_name(x.device) if x.is_cuda else x.device.type,
         dtype=str(x.dtype).removeprefix("torch."),
         training=training,
         channels_last=layout is not None and layout.rows,
@@ -129,6 +141,8 @@ def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, trai
         dilation=geometry.dilation,
         groups=geometry.groups,
         log2_positions=math.ceil(math.log2(positions)),
+        tf32=x.dtype == torch.float32 and tf32_allowed(),
+        benchmark=torch.backends.cudnn.benchmark,
     )
 
 
@@ -167,9 +181,11 @@ def choose(
     key = key_of(x, layout, w, geometry, training, positions)
     record = _records.get(key)
     if record is None:
-        if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not x.is_cuda or _capturing(x):
             return "triton" if conv_backend == "triton" else "aten"
-        record = measure(x.dtype, forward, cuda_seconds)
+        # events are of the current device, which need not be that of x
+        with torch.cuda.device_of(x):
+            record = measure(x.dtype, forward, cuda_seconds)
         if math.isnan(record.difference):
             # a batch without a finite result says nothing about the next
             return "triton" if conv_backend == "triton" else "aten"
@@ -184,19 +200,29 @@ def choose(
     return "triton"
 
 
+def _capturing(x: Tensor) -> bool:
+    with torch.cuda.device_of(x):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def measure(
     dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
 ) -> Record:
-    """Runs both in turn; medians.  The difference is NaN where the vendor's result is not finite."""
-    expected = forward("aten").float()
-    norm = torch.linalg.vector_norm(expected).item()
-    difference = torch.linalg.vector_norm(forward("triton").float() - expected).item()
+    """Runs both in turn; medians.  The difference is NaN, and nothing was timed, where the vendor's result is not
+    finite."""
+
+    def norm(t: Tensor) -> float:
+        # in float32, without a copy
+        return torch.linalg.vector_norm(t.detach(), dtype=torch.float32).item()
+
+    expected = forward("aten")
+    size = norm(expected)
+    if not math.isfinite(size):
+        return Record(math.nan, math.nan, math.nan, False)
+    difference = norm(forward("triton").detach().sub_(expected))
     del expected
-    if math.isfinite(norm):
-        # zeros, as of a norm's zero weight, differ absolutely
-        difference = math.inf if math.isnan(difference) else difference / (norm or 1.0)
-    else:
-        difference = math.nan
+    # zeros, as of a norm's zero weight, differ absolutely
+    difference = math.inf if math.isnan(difference) else difference / (size or 1.0)
     times: dict[str, list[float]] = {"triton": [], "aten": []}
     for round_ in range(WARMUP + ROUNDS):
         for name, taken in times.items():
@@ -208,7 +234,9 @@ def measure(
 
 
 def cuda_seconds(run: Callable[[], Any]) -> float:
+    """Of the current device alone: it sleeps while kernels are queued, as it would lag behind in training."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD_CYCLES)
     start.record()
     run()
     end.record()
