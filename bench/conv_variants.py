@@ -1,0 +1,164 @@
+"""The convolution kernel of ``conv_abn`` under other launch constants: cases, and the variants that compete.
+
+Predictions are for an H200: 132 multiprocessors at 1.75 GHz, each with 19 bytes a cycle from memory (4.3 TB/s), about
+28 from L2 (6.5 TB/s) and 128 of shared memory, and 2048 multiplications a cycle in half precision.  A step of the
+128 x 64 tile, 64 channels of a tap, then takes 256 cycles of tensor cores, 448 of shared memory, 232 to issue, and 880
+of L2.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from .conv_kernels import TritonJob, flops
+from .data import DTYPES, memory_format_of
+from .test_conv_abn import Case
+from .variants import Variant, Work, applied
+
+CONV, CONV_ABN = "fusedseg.kernels.conv", "fusedseg.kernels.conv_abn"
+# up to Triton 3.6 copies of 16 bytes pass by the L1 cache, whatever is asked for, and those of 8 go through it
+ANY_WIDTH = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 8)
+THROUGH_L1 = {"X_CACHE": ".ca"} if ANY_WIDTH else {"X_CACHE": ".ca", "X_VECTOR": 4}
+
+
+class Blocks(dict):
+    """Stands in for ``conv_blocks``: constants of the kernel, warps and stages, and the grid that follows."""
+
+    def __call__(self, M, C, K, groups, dtype, tensor_cores, device, affine=False):
+        from fusedseg.kernels import conv
+
+        chosen = conv.conv_blocks(M, C, K, groups, dtype, tensor_cores, device, affine)
+        return conv.dealt(M, C, K, groups, device, chosen.meta | self)
+
+
+def variant(name: str, prediction: str, **values: Any) -> Variant:
+    return Variant(name, prediction, {CONV_ABN: {"conv_blocks": Blocks(values)}})
+
+
+PROGRAMS = Variant(
+    "2-programs",
+    "one wave of long runs instead of four: fewer partial results, but the slowest program decides; within 2 %",
+    {CONV: {"PROGRAMS_PER_SM": 2}},
+)
+STRIDED = variant(
+    "strided",
+    "programs of one time share rows of x: 1.0 reads of it from memory, not 1.5; L2 decides, so 0 to 3 % faster",
+    ORDER="strided",
+)
+L1 = variant(
+    "x-through-l1",
+    "two of three taps along a row hit L1: 13 KB a step from L2, not 24, 480 cycles; shared memory's 640 decide: 25 % "
+    "faster",
+    **THROUGH_L1,
+)
+DOWN_L1 = variant(
+    "down-through-l1",
+    "rows above hit L1 too: 10 KB a step from L2, 360 cycles; shared memory decides: 0 to 5 % beyond x-through-l1",
+    ORDER="down",
+    **THROUGH_L1,
+)
+ROWS_256 = variant(
+    "256-rows",
+    "weights half as often, 20 KB from L2 for 24; but one program of 16 warps, whose epilogue shows: 5 % faster",
+    BLOCK_M=256,
+    num_warps=16,
+)
+FOUR_STAGES = variant("4-stages", "three stages cover the latency of L2: no change", num_stages=4)
+CASES = {
+    # one step: the loop over tiles is what is pipelined
+    "pointwise": [Case((8, 64, 512, 512), 64, 1, "bf16", rows) for rows in (True, False)],
+    "pointwise-deep": [
+        Case(shape, out, 1, "bf16", rows)
+        for shape, out in (((8, 128, 256, 256), 64), ((8, 512, 64, 64), 256))
+        for rows in (True, False)
+    ],
+    # a row of an image is two tiles of 128 positions, or four
+    "images": [Case((8, channels, 512, 512), 64, 3, "bf16", True) for channels in (64, 128)],
+    "images-128": [Case((8, 128, 256, 256), 128, 3, "bf16", True)],
+    "volumes": [Case((2, 64, 320, 150, 26), 64, 3, "fp16", True)],
+}
+VARIANTS: dict[str, tuple[Variant, ...]] = {
+    "pointwise": (
+        variant(
+            "64-rows",
+            "four programs of 4 warps for two of 8, as many bytes ahead, in smaller turns: 0 to 5 % faster",
+            BLOCK_M=64,
+            num_warps=4,
+        ),
+        variant(
+            "4-stages",
+            "140 registers, one program: 48 KB ahead instead of 64, and its epilogue shows: 5 % slower",
+            num_stages=4,
+        ),
+        variant("strided", "adjacent tiles at one time, longer bursts from memory: 0 to 3 % faster", ORDER="strided"),
+        PROGRAMS,
+    ),
+    "pointwise-deep": (
+        variant(
+            "whole-steps",
+            "128 channels a step: of 128, tiles are pipelined, 5 % faster; of 512, half the barriers, no change",
+            BLOCK_C=128,
+        ),
+        variant(
+            "whole-steps-64-rows",
+            "the same in three programs of 4 warps, not one of 8: of 128 channels 10 % faster; of 512, 64 KB of L2 "
+            "for 48 a step, 30 % slower",
+            BLOCK_C=128,
+            BLOCK_M=64,
+            num_warps=4,
+        ),
+        variant("4-stages", "of 512 channels 8 steps drain once a tile, a third ahead: 3 % faster", num_stages=4),
+        PROGRAMS,
+    ),
+    "images": (
+        L1,
+        STRIDED,
+        variant("down", "runs go down an image, and read 18 rows for 16: as strided, 0 to 3 % faster", ORDER="down"),
+        DOWN_L1,
+        ROWS_256,
+        FOUR_STAGES,
+        PROGRAMS,
+    ),
+    # 32 KB of 128 x 128 tiles a step from L2 take 1170 cycles, tensor cores 512
+    "images-128": (
+        L1._replace(
+            prediction="two of three taps hit L1: 22 KB a step from L2, not 32, 790 cycles, not 1170: 25 % faster"
+        ),
+        STRIDED,
+        DOWN_L1._replace(prediction="18 KB a step from L2; shared memory's 768 cycles decide: 0 to 5 % beyond that"),
+        variant(
+            "64-channels",
+            "124 registers, so two programs hide each other's epilogues; x twice, 48 KB for 32 from L2: 30 % slower",
+            BLOCK_K=64,
+        ),
+        FOUR_STAGES,
+    ),
+    "volumes": (L1, STRIDED, ROWS_256, FOUR_STAGES),
+}
+
+
+def work(case: Case) -> Work:
+    """One tap: bytes of x and y.  Several: operations."""
+    x, y = (torch.Size((*case.shape[:1], channels, *case.shape[2:])) for channels in (case.shape[1], case.out_channels))
+    if case.kernel == 1:
+        return Work((x.numel() + y.numel()) * DTYPES[case.dtype].itemsize, "GB/s")
+    return Work(flops(*(torch.empty(s, device="meta") for s in (x, case.weight_shape)), case.geometry), "TFLOP/s")
+
+
+def launch(case: Case, overrides: Any) -> None:
+    """On tensors that nobody touches, for ``bench.precompile``."""
+    dtype, memory_format = DTYPES[case.dtype], memory_format_of(len(case.shape), case.channels_last)
+    x, w = (torch.empty(s, dtype=dtype, memory_format=memory_format) for s in (case.shape, case.weight_shape))
+    with applied(overrides):
+        TritonJob(x, w, case.geometry).forward(None)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    f"{case} {name}": partial(launch, case, overrides)
+    for kind, cases in CASES.items()
+    for case in cases
+    for name, overrides in (("default", {}), *((v.name, v.overrides) for v in VARIANTS[kind]))
+}

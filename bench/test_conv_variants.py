@@ -1,0 +1,53 @@
+"""The convolution kernel on a GPU under other launch constants, beside the vendor's.
+
+pytest bench/test_conv_variants.py -m variants --device cuda
+"""
+
+from functools import partial
+
+import pytest
+
+from .conv_kernels import KERNELS, VENDOR, VENDOR_STATS, TritonJob
+from .conv_variants import CASES, VARIANTS, work
+from .harness import Copy
+from .precompile import precompile
+from .test_conv_abn import expected_of_kernels, make_data, tolerance
+from .variants import VariantSection, compete_variants
+
+SECONDS = 1.5
+pytestmark = pytest.mark.variants
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device):
+    """Compilers take longer than all that is timed; what fails here fails again below, by name."""
+    if device.type != "cuda":
+        pytest.skip("variants are those of launches on a GPU")
+    precompile("bench.conv_variants:LAUNCHES")
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
+def test_variants(kind, case, device, report):
+    data = make_data(case, device)
+    x, w = data["x"].detach(), data["conv_weight"]
+    output, gradient = tolerance(case, device)
+    results = compete_variants(
+        VARIANTS[kind],
+        partial(TritonJob, x, w, case.geometry),
+        partial(expected_of_kernels, case, data),
+        # statistics are sums, as gradients are
+        {"y": output, "mean": gradient, "var": gradient},
+        device,
+        SECONDS,
+        others={name: partial(KERNELS[name], x, w, case.geometry) for name in (VENDOR, VENDOR_STATS)},
+        probes={"copy": Copy(x)},
+    )
+    section = report.section(
+        "conv_variants",
+        VariantSection("Convolution with statistics under other constants", parts=("forward",), counts=()),
+    )
+    section.variants |= {f"{kind}, {variant.name}": variant for variant in VARIANTS[kind]}
+    section.cases[str(case)], section.work[str(case)] = results, {"forward": work(case)}
+    section.tensor_bytes[str(case)] = x.nbytes
+    wrong = {name: result.refused or result.missing for name, result in results.items()}
+    assert not any(wrong.values()), {name: why for name, why in wrong.items() if why}
