@@ -26,7 +26,7 @@ read -ra benches <<<"${BENCHES:-$(printf 'bench/test_%s.py ' machine inplace_abn
 stages=("${@:-install prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # seconds: nine minutes in all
-declare -A limits=([install]=30 [prove]=230 [bench]=260 [more]=500 [variants]=400 [report]=20)
+declare -A limits=([install]=30 [prove]=245 [bench]=250 [more]=500 [variants]=400 [report]=20)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -60,7 +60,8 @@ settle() {
 sanitize() {
   local tool
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 \
+  # errors of the driver's own functions are PyTorch's questions, such as whether a pointer is of the device
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
     "$python" -m pytest tests -m sanitize --device cuda -q -p no:cacheprovider
 }
 
@@ -73,9 +74,9 @@ prove() {
   for bench in "${benches[@]}"; do
     name=rehearsal-$(basename "$bench" .py)
     names+=("$name")
-    # as many compilers at work as there are cores, over all of them
-    TORCHINDUCTOR_COMPILE_THREADS=4 run prove "$name" "$python" -m pytest "$bench" --device "$device" --rehearse -q \
-      -p no:cacheprovider &
+    # the tests, which take longest, go first
+    TORCHINDUCTOR_COMPILE_THREADS=4 run prove "$name" nice "$python" -m pytest "$bench" --device "$device" --rehearse \
+      -q -p no:cacheprovider &
   done
   if [[ $device == cuda ]]; then
     names+=(memcheck racecheck)
