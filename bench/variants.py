@@ -9,7 +9,6 @@ A constant is overridden where it is read: a module that imports it by name has 
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,14 +18,11 @@ import torch
 from torch import Tensor
 
 from .harness import Job, Missing, Result, compete
-from .results import COPY_PASSES, Section, aligned, spread, two_digits
+from .results import COPY, COPY_PASSES, Section, aligned, spread, two_digits
 
-DEFAULT, COPY = "default", "copy"
+DEFAULT = "default"
 # module: its constants
 Overrides = Mapping[str, Mapping[str, Any]]
-# whose functions may remember what followed from a constant
-REMEMBER = ("fusedseg.kernels", "fusedseg.ops")
-Cached = type(functools.cache(int))
 
 
 class Variant(NamedTuple):
@@ -47,15 +43,6 @@ class Work(NamedTuple):
         return self.amount / seconds / {"GB/s": 1e9, "TFLOP/s": 1e12}[self.unit]
 
 
-def forget() -> None:
-    """Clears what functions of the package have cached."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(REMEMBER):
-            for value in vars(module).values():
-                if isinstance(value, Cached):
-                    value.cache_clear()
-
-
 @contextlib.contextmanager
 def applied(overrides: Overrides) -> Iterator[None]:
     """Constants of modules have other values inside.
@@ -63,6 +50,8 @@ def applied(overrides: Overrides) -> Iterator[None]:
     Raises:
         AttributeError: a module has no constant of that name.
     """
+    from fusedseg.kernels.launcher import forget_plans
+
     modules = {name: importlib.import_module(name) for name in overrides}
     before = {name: {key: getattr(modules[name], key) for key in constants} for name, constants in overrides.items()}
 
@@ -71,7 +60,7 @@ def applied(overrides: Overrides) -> Iterator[None]:
             for key, value in constants.items():
                 setattr(modules[name], key, value)
         if values:
-            forget()
+            forget_plans()
 
     try:
         assign(overrides)
@@ -151,10 +140,15 @@ class VariantSection(Section):
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
     variants: dict[str, Variant] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        about = {name: {"prediction": v.prediction, "overrides": v.overrides} for name, v in self.variants.items()}
-        work = {case: {part: of._asdict() for part, of in parts.items()} for case, parts in self.work.items()}
-        return {"variants": about, "work": work, "cases": super().to_json()}
+    def case_to_json(self, case: str) -> dict[str, Any]:
+        content = super().case_to_json(case)
+        for of in content["contenders"].values():
+            for part, work in self.work[case].items():
+                if part in of:
+                    del of[part]["gb_per_s"]
+                    of[part][work.unit] = work.rate(of[part]["median_ms"] / 1e3)
+        content["predictions"] = {name: v.prediction for name, v in self.variants.items() if name in self.cases[case]}
+        return content
 
     def lines(self) -> list[str]:
         lines = [self.title]

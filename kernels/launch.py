@@ -7,15 +7,26 @@ import torch
 import triton
 import triton.language as tl
 
-# a tile of the split kernels: two 16-byte loads a thread and half-precision tensor
-TILE_BYTES = 8192
-# largest slab that one program keeps in registers, in bytes of the tensor: x alone (forward), z beside dz (backward)
-ONCHIP_FWD, ONCHIP_BWD = 65536, 32768
-# thread blocks a multiprocessor, so that loads of one overlap with the arithmetic of another
-PROGRAMS_PER_SM = 4
-MAX_SPLITS = 256
-# partial results a channel that every program of the second launch still merges for itself
-MAX_PARTIALS = 16
+# a tile of the split kernels, of each tensor that they read: for THREADS two 16-byte loads each, in any dtype;
+# statistics, which read one tensor alone, have four under way where no tile is cut short
+TILE_BYTES, STATS_TILE_BYTES, THREADS = 8192, 16384, 256
+# largest slab that one program keeps in registers, in bytes of the tensor: x alone (forward), z beside dz (backward);
+# and values a thread
+ONCHIP_FWD, ONCHIP_BWD, PER_THREAD = 65536, 32768, 16
+# thread blocks a multiprocessor, so that loads of one overlap with the arithmetic of another: no more than registers
+# allow at once, since the rest would run alone.  In rows a thread holds parameters for every channel of its vector
+PROGRAMS_PER_SM, ROWS_PER_SM = 4, 3
+# partial results a channel that every program of the second launch still merges for itself; a channel group of up to so
+# many bytes is dealt to no more programs than that, rather than another launch made to merge
+MAX_PARTIALS, FEW_BYTES = 16, 2**20
+# partial results a channel, as many as one tile of the merging kernel takes
+MAX_SPLITS = 512
+# bytes of adjacent channels that a program of rows walks
+ROW_BYTES = 128
+# tiles that are loaded ahead, by way of shared memory; None: into registers, none ahead
+STAGES = None
+# what L2 is told of the input of a first pass, and of the output of the second
+FIRST_PASS_EVICTION, OUTPUT_EVICTION = "", ""
 # stands in for a GPU's where kernels are compiled or interpreted without one
 DEFAULT_SMS = 132
 
@@ -104,23 +115,37 @@ def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks |
     if block_n * block_l * dtype.itemsize > capacity:
         return None
     meta = {"STAT": stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
-    return Blocks(groups, 1, 1, meta | {"num_warps": warps(block_n * block_l, 16)})
+    return Blocks(groups, 1, 1, meta | {"num_warps": warps(block_n * block_l, PER_THREAD)})
 
 
-def split_blocks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Blocks:
-    """Tiles of ``TILE_BYTES``, dealt to as many programs as fill the device, in runs of adjacent tiles."""
-    tile = TILE_BYTES // dtype.itemsize
+def split_blocks(
+    layout: Layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
+) -> Blocks:
+    """Tiles, dealt to as many programs as fill the device, in runs of adjacent ones.
+
+    ``reduces``: every program leaves a partial result.  ``stats``: one tensor is read, and nothing else.
+    """
+    tile_bytes = STATS_TILE_BYTES if stats else TILE_BYTES
+    programs_per_sm = ROWS_PER_SM if layout.rows and not stats else PROGRAMS_PER_SM
+    tile = tile_bytes // dtype.itemsize
     if layout.rows:
-        block_l = row_lanes(layout.C, 128 // dtype.itemsize)
+        block_l = row_lanes(layout.C, ROW_BYTES // dtype.itemsize)
         groups = layout.I * triton.cdiv(layout.C, block_l)
     else:
         block_l = min(triton.next_power_of_2(layout.S), tile)
         groups = layout.I * layout.C
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
-    splits = min(tiles, MAX_SPLITS, max(1, PROGRAMS_PER_SM * multiprocessors(device) // groups))
+    splits = min(tiles, max(1, programs_per_sm * multiprocessors(device) // groups))
+    if reduces:
+        splits = min(splits, MAX_PARTIALS if tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
     tiles_per_split = triton.cdiv(tiles, splits)
     meta = {"STAT": layout.stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
+    meta |= {"STAGES": STAGES, "EVICT": FIRST_PASS_EVICTION if reduces else OUTPUT_EVICTION}
     # of what there is: few small planes are less than a tile
-    meta["num_warps"] = warps(block_n * block_l, 16)
+    num_warps = warps(block_n * block_l, max(1, tile // THREADS))
+    # 16-byte vectors that a thread has of a tile
+    fold = block_n * block_l * dtype.itemsize // (16 * 32 * num_warps)
+    meta |= {"num_warps": num_warps, "FOLD": max(1, min(fold, block_n) if layout.rows else fold)}
+    meta["WHOLE"] = layout.N % block_n == 0 and (layout.C if layout.rows else layout.S) % block_l == 0
     return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)

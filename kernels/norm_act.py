@@ -40,32 +40,23 @@ def load_slot(slot_ptr, c, valid):
     """Places in the side buffer of kept channels, -1 of the others."""
     slot = c
     if slot_ptr is not None:
-        slot = tl.load(slot_ptr + c, mask=valid, other=-1)
+        # a block for planes too, whose masks it meets
+        slot = tl.load(slot_ptr + c, mask=valid, other=-1) + tl.zeros((1, 1), tl.int32)
     return slot
 
 
 @triton.jit
-def update_running(running_ptr, value, momentum, c, valid):
+def update_running(running_ptr, running, value, momentum, c, valid):
     """running += momentum * (value - running), rounded once to the buffer's dtype."""
-    running = tl.load(running_ptr + c, mask=valid)
     value = running + momentum * (value - running)
     tl.store(running_ptr + c, value.to(running_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u, valid):
-    """Leaves mean and rstd, and moves the running statistics (of the batch alone)."""
-    tl.store(mean_ptr + u, mean, mask=valid)
-    tl.store(rstd_ptr + u, rstd, mask=valid)
-    if running_mean_ptr is not None:
-        update_running(running_mean_ptr, mean, momentum, u, valid)
-        update_running(running_var_ptr, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, valid)
-
-
-@triton.jit
 def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
                    ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+                   ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                   EVICT: tl.constexpr):  # fmt: skip
     """z of one tile, and xhat of its kept channels."""
     xhat = (x - mean) * rstd
     if kept_ptr is not None:
@@ -75,7 +66,7 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
     if residual_ptr is not None:
         y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
     z = act_fwd(y, ACT, PARAM)
-    tl.store(out_ptr + offs, z.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offs, z.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -83,7 +74,8 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               running_mean_ptr, running_var_ptr, kept_ptr, slot_ptr, momentum: tl.float64, I, N, C, S,
                               K, tiles_per_split, partials, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
                               ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
-                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+                              WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
                               BLOCK_P: tl.constexpr):  # fmt: skip
     """SOURCE of the statistics: "batch" (what ``partial_ptr`` holds), "running", or "saved" in mean and rstd."""
     split = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -93,11 +85,18 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     if SOURCE == "batch":
-        n, mean, m2 = load_moments(partial_ptr, u, valid, I * C // D, partials, BLOCK_P)
+        n, mean, m2 = load_moments(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if split == 0:
-            store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u,
-                        valid & (c % D == 0))  # fmt: skip
+            one_of_group = valid & (c % D == 0)
+            tl.store(mean_ptr + u, mean, mask=one_of_group)
+            tl.store(rstd_ptr + u, rstd, mask=one_of_group)
+            if running_mean_ptr is not None:
+                # one after the other: together they take registers from the loop below
+                running = tl.load(running_mean_ptr + u, mask=one_of_group)
+                update_running(running_mean_ptr, running, mean, momentum, u, one_of_group)
+                running = tl.load(running_var_ptr + u, mask=one_of_group)
+                update_running(running_var_ptr, running, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, one_of_group)
     elif SOURCE == "running":
         mean = tl.load(running_mean_ptr + c, mask=valid, other=0.0).to(ACC)
         rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + c, mask=valid, other=1.0).to(ACC) + EPS)
@@ -110,12 +109,12 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
 
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
-    for k in range(last - first):
+    for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
         normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
-                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
 
 
 @triton.jit
@@ -140,6 +139,10 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+    if running_mean_ptr is not None:
+        # here, where they are waited for together with x
+        running_mean = tl.load(running_mean_ptr + u, mask=valid)
+        running_var = tl.load(running_var_ptr + u, mask=valid)
     if SOURCE == "batch":
         n = slab_sum(mask.to(ACC), STAT, ROWS)
         mean = slab_sum(x, STAT, ROWS) / tl.maximum(n, 1.0)
@@ -147,16 +150,20 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
         m2 = slab_sum(d * d, STAT, ROWS)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if STAT == "group":
-            tl.store(mean_ptr + program + tl.zeros((1, 1), tl.int32), mean)
-            tl.store(rstd_ptr + program + tl.zeros((1, 1), tl.int32), rstd)
+            tl.store(mean_ptr + program, mean)
+            tl.store(rstd_ptr + program, rstd)
         else:
-            store_stats(mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum, n, mean, m2, rstd, u, valid)
+            tl.store(mean_ptr + u, mean, mask=valid)
+            tl.store(rstd_ptr + u, rstd, mask=valid)
+            if running_mean_ptr is not None:
+                update_running(running_mean_ptr, running_mean, mean, momentum, u, valid)
+                update_running(running_var_ptr, running_var, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, valid)
     else:
         mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
         rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
     slot = load_slot(slot_ptr, c, valid)
     normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
-                   ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+                   ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
 
 
 def constants_of(source, dtype, layout, eps, act):

@@ -31,16 +31,27 @@ from .launch import ONCHIP_BWD, Layout, acc_dtype, onchip_blocks, split_blocks, 
 from .launcher import Launcher, plan
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
-from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
+from .tile import (
+    as_rows,
+    channel_sum,
+    channels_of,
+    folded,
+    group_sum,
+    kept_offsets,
+    slab_offsets,
+    tile_count,
+    tile_offsets,
+)
 
 
 @triton.jit
 def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
                   KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
-                  STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+                  STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                  EVICT: tl.constexpr):  # fmt: skip
     """g and xhat of one tile; both 0 where masked."""
-    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
-    dz = tl.load(dz_ptr + offs, mask=mask, other=0.0).to(ACC)
+    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     shift = b
     if residual_ptr is not None:
         shift = b + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
@@ -70,8 +81,8 @@ def grad_of_input(g, xhat, s1, s2, w, rstd, STAT: tl.constexpr):
 
 
 @triton.jit
-def store_grads(dx_ptr, dresidual_ptr, offs, mask, dx, g):
-    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+def store_grads(dx_ptr, dresidual_ptr, offs, mask, dx, g, EVICT: tl.constexpr):
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
     if dresidual_ptr is not None:
         tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
 
@@ -88,7 +99,8 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
                                bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
                                splits, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
-                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+                               WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Leaves sums of g and g * xhat of one split, per channel; with running statistics (dx_ptr given) dx needs neither
     and is written here."""
     split = tl.program_id(1)
@@ -101,20 +113,23 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     slot = load_slot(slot_ptr, c, valid)
     scale = w * rstd
 
-    s1 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
-    s2 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
+    s1 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
+    s2 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
-    for j in range(first, last):
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+    for j in tl.range(first, last, num_stages=STAGES):
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
-        s1 += g
-        s2 += g * xhat
+                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
+                                EVICT)  # fmt: skip
+        s1 += tl.sum(folded(g, FOLD), axis=0, keep_dims=True)
+        s2 += tl.sum(folded(g * xhat, FOLD), axis=0, keep_dims=True)
         if dx_ptr is not None:
-            store_grads(dx_ptr, dresidual_ptr, offs, mask, g * scale, g)
+            store_grads(dx_ptr, dresidual_ptr, offs, mask, g * scale, g, "")
         elif dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+    if ROWS:
+        s1, s2 = as_rows(s1, BLOCK_L), as_rows(s2, BLOCK_L)
     U = I * C
     tl.store(partial_ptr + split * U + u, channel_sum(s1, "batch", ROWS), mask=valid)
     tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
@@ -125,7 +140,8 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
                               bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
                               tiles_per_split, partials, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                               PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
-                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+                              WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
                               BLOCK_P: tl.constexpr):  # fmt: skip
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
@@ -135,7 +151,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     mean = load_channel(mean_ptr, u, valid, 0.0, ACC)
     rstd = load_channel(rstd_ptr, u, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
-    s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, BLOCK_P)
+    s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
     if split == 0:
         store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
     # those of a group have been weighted as they were merged
@@ -145,12 +161,14 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
 
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
-    for k in range(last - first):
+    for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
-        store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g)
+                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
+                                "")  # fmt: skip
+        store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g,
+                    EVICT)  # fmt: skip
 
 
 @triton.jit
@@ -168,7 +186,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
     g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
-                            N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L)  # fmt: skip
+                            N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
     s2 = channel_sum(g * xhat, STAT, ROWS)
     store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
@@ -180,7 +198,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     s2 /= m
     # here, where fewer registers are taken
     rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
-    store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g)
+    store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
 def over_samples(sums, layout, dtype):
@@ -216,11 +234,10 @@ def onchip_plan(keep, layout, dtype, act, K):
 def reduce_plan(keep, layout, dtype, device, act, K):
     """The launch that leaves sums, and in how many parts."""
     layout = Layout(*layout)
-    blocks = split_blocks(layout, dtype, device)
+    blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
-    launch = Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes,
-                      constants_of(keep, layout, dtype, act) | blocks.meta)  # fmt: skip
-    return launch, blocks.splits
+    constants = constants_of(keep, layout, dtype, act) | blocks.meta
+    return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 
 @plan

@@ -12,38 +12,58 @@ import triton.language as tl
 
 from .launch import MAX_PARTIALS, MAX_SPLITS, Layout, acc_dtype, split_blocks, stats_dtype
 from .launcher import Launcher, plan
-from .tile import chan_merge, channels_of, tail_period, tile_count, tile_offsets
+from .tile import as_rows, chan_merge, channel_sum, channels_of, cut_period, folded, tile_count, tile_offsets
+
+
+@triton.jit
+def merge_two(count, mean, m2, n, other_mean, other_m2):
+    """Chan's formula for two; either may be of no values."""
+    total = count + n
+    share = n / tl.maximum(total, 1.0)
+    apart = other_mean - mean
+    return total, mean + apart * share, m2 + other_m2 + apart * apart * (count * share)
 
 
 @triton.jit
 def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
-                      ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """Leaves (count, mean, M2) of one split of a channel group: Welford per lane, lanes merged at the end."""
+                      ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+                      WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+    """Leaves (count, mean, M2) of one split of a channel group.
+
+    A thread finds mean and M2 of the FOLD values that it has of each lane of a tile, and merges them with the lane's so
+    far; lanes are merged at the end.  Of tiles that are not cut short all lanes have counted the same.
+    """
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
-    tiles = tile_count(N, S, ROWS, BLOCK_N, BLOCK_L)
-    period = tail_period(N, S, ROWS, BLOCK_N, BLOCK_L)
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tiles)
+    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    period = cut_period(N, S, ROWS, BLOCK_N, BLOCK_L)
 
-    mean = tl.zeros((BLOCK_N, BLOCK_L), ACC)
-    m2 = tl.zeros((BLOCK_N, BLOCK_L), ACC)
-    # a lane is valid in every tile of the range, or in all but those cut short: two counts serve all lanes
-    _, in_tail = tile_offsets(tiles - 1, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
-    n_all = tl.zeros((1, 1), ACC)
-    n_full = tl.zeros((1, 1), ACC)
-    for j in range(first, last):
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
-        n_all += 1.0
-        n_full += tl.where((j + 1) % period == 0, 0.0, 1.0)
-        d = tl.where(mask, x - mean, 0.0)
-        mean += d * tl.where(in_tail, 1.0 / n_all, 1.0 / tl.maximum(n_full, 1.0))
-        m2 += d * (x - mean)
+    LANES: tl.constexpr = BLOCK_N * BLOCK_L // FOLD
+    count = tl.full((), 0, ACC)
+    mean = tl.zeros((1, LANES), ACC)
+    m2 = tl.zeros((1, LANES), ACC)
+    for j in tl.range(first, last, num_stages=STAGES):
+        if WHOLE or (j + 1) % period != 0:
+            offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+            x = folded(x.to(ACC), FOLD)
+            tile_mean = tl.sum(x, axis=0, keep_dims=True) * (1.0 / FOLD)
+            d = x - tile_mean
+            count, mean, m2 = merge_two(count, mean, m2, FOLD, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
 
-    _, whole = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
-    # the first tile shows which lanes lie inside the tensor at all, unless it is also the last, cut short
-    count = tl.where(in_tail, n_all, tl.where(whole, n_full, 0.0))
+    count += tl.zeros((1, LANES), ACC)
+    if not WHOLE:
+        for j in range(first + period - 1 - first % period, last, period):
+            offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+            x = folded(tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC), FOLD)
+            valid = folded(mask, FOLD)
+            n = tl.sum(valid.to(ACC), axis=0, keep_dims=True)
+            tile_mean = tl.sum(x, axis=0, keep_dims=True) / tl.maximum(n, 1.0)
+            d = tl.where(valid, x - tile_mean, 0.0)
+            count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
+    if ROWS:
+        count, mean, m2 = as_rows(count, BLOCK_L), as_rows(mean, BLOCK_L), as_rows(m2, BLOCK_L)
     n, mean, m2 = chan_merge(count, mean, m2, ROWS)
     u = i * C + c
     tl.store(partial_ptr + split * U + u, n, mask=c < C)
@@ -55,25 +75,27 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
 def load_partials(partial_ptr, k: tl.constexpr, u, valid, U, partials, BLOCK_P: tl.constexpr):
     """Entry k of all parts, shape (BLOCK_P, channels); the buffer is (k, partials, U)."""
     p = tl.arange(0, BLOCK_P)[:, None]
-    return tl.load(partial_ptr + (k * partials + p) * U + u, mask=(p < partials) & valid, other=0.0)
+    # no conjunction: Triton's interpreter makes integers of the single truth value of planes
+    mask = p < tl.where(valid, partials, 0)
+    return tl.load(partial_ptr + (k * partials + p) * U + u, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_moments(partial_ptr, u, valid, U, partials, BLOCK_P: tl.constexpr):
+def load_moments(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
     """(count, mean, M2) of the channels, or groups, u."""
     return chan_merge(
         load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P),
         load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P),
         load_partials(partial_ptr, 2, u, valid, U, partials, BLOCK_P),
-        True,
+        ROWS,
     )
 
 
 @triton.jit
-def load_sums(partial_ptr, u, valid, U, partials, BLOCK_P: tl.constexpr):
+def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
     """(s1, s2) of the channels, or groups, u."""
-    s1 = tl.sum(load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P), axis=0, keep_dims=True)
-    s2 = tl.sum(load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P), axis=0, keep_dims=True)
+    s1 = channel_sum(load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P), "batch", ROWS)
+    s2 = channel_sum(load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P), "batch", ROWS)
     return s1, s2
 
 
@@ -152,7 +174,10 @@ def merged(partial, layout, weight=None):
 def stats_plan(layout, dtype, device):
     """The launch, and in how many parts."""
     layout = Layout(*layout)
-    blocks = split_blocks(layout, dtype, device)
+    blocks = split_blocks(layout, dtype, device, reduces=True, stats=True)
+    if not blocks.meta["WHOLE"]:
+        # counts of every lane take registers as well
+        blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.N, layout.C, layout.S, layout.I * layout.C, blocks.tiles_per_split, blocks.splits)
     constants = {"ACC": acc_dtype(dtype), **blocks.meta}
     return Launcher(norm_stats_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits

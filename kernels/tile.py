@@ -14,9 +14,9 @@ STAT says what shares a mean and a variance, and with that what I, N and D are:
 What is found per channel has I C values, c of sample i at i C + c; per statistics group I C / D, at (i C + c) // D.
 
 A tile is a block (BLOCK_N, BLOCK_L) whose lanes, the last axis, are adjacent in memory: positions of one channel
-(planes) or channels (rows).  Values per channel have the shape (1, 1), (1, BLOCK_L) or, where a tile holds planes of
-several channels, (BLOCK_N, 1), so that all share one code.  Planes with S > BLOCK_L have BLOCK_N = 1; a tile therefore
-is cut short along one axis only.
+(planes) or channels (rows).  Values per channel are a scalar, or have the shape (1, BLOCK_L) or, where a tile holds
+planes of several channels, (BLOCK_N, 1), so that all share one code.  Planes with S > BLOCK_L have BLOCK_N = 1; a tile
+therefore is cut short along one axis only.
 """
 
 import triton
@@ -38,12 +38,14 @@ def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 
 @triton.jit
-def tail_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Every how many tiles one may be cut short: the last of a plane, or of all where a tile spans samples."""
-    if ROWS or BLOCK_N > 1:
+def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Every how many tiles one may be cut short: the last of a plane, or of all; planes that share tiles: each."""
+    if ROWS:
         period = tiles_of(N, BLOCK_N)
-    else:
+    elif BLOCK_N == 1:
         period = tiles_of(S, BLOCK_L)
+    else:
+        period = tl.where(S == BLOCK_L, tiles_of(N, BLOCK_N), 1)
     return period
 
 
@@ -61,7 +63,7 @@ def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.
     if ROWS:
         c = group * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
     else:
-        c = group + tl.zeros((1, 1), tl.int32)
+        c = group
     return i, group, c
 
 
@@ -79,8 +81,12 @@ def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 
 @triton.jit
-def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Offsets and mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L)."""
+def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                 WHOLE: tl.constexpr = False):  # fmt: skip
+    """Offsets and mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L).
+
+    WHOLE: no tile of the tensor is cut short, and compilers see that nothing is masked.
+    """
     n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
     # int64 within the tile too: 128 samples of 2**25 elements are one tile where planes are small
     n = tl.arange(0, BLOCK_N)[:, None].to(tl.int64)
@@ -96,6 +102,8 @@ def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
     else:
         offs = (first * C + group) * S + (n * C * S + lane)
         mask = (n0 + n < N) & (lane < S)
+    if WHOLE:
+        mask = tl.zeros((BLOCK_N, BLOCK_L), tl.int32) == 0
     return offs, mask
 
 
@@ -150,6 +158,18 @@ def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BL
 
 
 @triton.jit
+def folded(v, FOLD: tl.constexpr):
+    """A tile as FOLD rows, of what adjacent threads hold each: a sum over them stays within a thread."""
+    return tl.reshape(v, (FOLD, v.shape[0] * v.shape[1] // FOLD))
+
+
+@triton.jit
+def as_rows(v, BLOCK_L: tl.constexpr):
+    """What the rows of a folded tile were merged to, (1, values), with a column for each channel again."""
+    return tl.reshape(v, (v.shape[1] // BLOCK_L, BLOCK_L))
+
+
+@triton.jit
 def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
     """Sum of a tile per channel."""
     if ROWS:
@@ -163,10 +183,9 @@ def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def group_sum(v):
-    """Sum over all of a tile, or of its channels' values, where what is masked is 0; of shape (1, 1)."""
-    # through a scalar, which has no layout: for that of one axis after the other Triton 3.6 computes counts of a tile
-    # anew, all of them in every thread
-    return tl.full((1, 1), tl.sum(v), v.dtype)
+    """Sum over all of a tile, or of its channels' values, where what is masked is 0: a scalar."""
+    # which has no layout: of a block of one, Triton 3.6 deals whatever meets it to threads anew, in registers
+    return tl.sum(v)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def compete(case, *variants, job=KernelJob):
         probes={"copy": Copy(data["x"])},
     )
     section = VariantSection("title", variants={variant.name: variant for variant in variants})
-    section.cases["case"], section.work["case"] = results, work(case, "small")
+    section.cases["case"], section.work["case"] = results, work(case, "slab")
     section.tensor_bytes["case"] = nbytes(case)
     return results, section
 
@@ -63,31 +63,29 @@ def test_wrong_variants_are_refused_and_failing_ones_named():
         """Goes wrong by the constants that it runs under."""
 
         def forward(self, prepared):
-            if launch.MAX_SPLITS == 2:
+            if launch.PROGRAMS_PER_SM == 2:
                 raise RuntimeError("out of resource: shared memory\nand more")
-            return super().forward(prepared).mul_(launch.MAX_SPLITS / 256)
+            return super().forward(prepared).mul_(launch.PROGRAMS_PER_SM / 4)
 
-    variants = [Variant(f"{n}-splits", f"{n} of them", {LAUNCH: {"MAX_SPLITS": n}}) for n in (255, 2)]
+    variants = [Variant(f"{n}-programs", f"{n} of them", {LAUNCH: {"PROGRAMS_PER_SM": n}}) for n in (5, 2)]
     results, section = compete(CASE, *variants, job=Judged)
     assert results["default"].refused == results["default"].missing == ""
-    assert results["255-splits"].refused.startswith("z off by ")
-    assert results["2-splits"].missing == "RuntimeError: out of resource: shared memory"
+    assert results["5-programs"].refused.startswith("z off by ")
+    assert results["2-programs"].missing == "RuntimeError: out of resource: shared memory"
     assert len(results["default"].forward) == len(results["copy"].forward) == 5
     lines = "\n".join(section.lines())
-    assert "failed: 2-splits: RuntimeError" in lines
-    assert "refused: 255-splits, case: z off by" in lines
+    assert "failed: 2-programs: RuntimeError" in lines
+    assert "refused: 5-programs, case: z off by" in lines
     content = json.loads(json.dumps(section.to_json()))
-    assert content["variants"]["2-splits"] == {
-        "prediction": "2 of them",
-        "overrides": {"fusedseg.kernels.launch": {"MAX_SPLITS": 2}},
-    }
+    assert content["case"]["predictions"] == {"5-programs": "5 of them", "2-programs": "2 of them"}
+    assert {"p80_ms", "GB/s"} <= content["case"]["contenders"]["default"]["backward"].keys()
 
 
 def test_table():
     """Of a case of 1.68 MB: forward counts two passes, backward three, and a copy two."""
     case = CASE._replace(shape=(2, 6, 5, 7000))
     section = VariantSection("title", variants={"b": Variant("b", "half the time", {})})
-    section.work["case"], section.tensor_bytes["case"] = work(case, "small"), 1_680_000
+    section.work["case"], section.tensor_bytes["case"] = work(case, "slab"), 1_680_000
     section.cases["case"] = {
         "default": Result([8e-6] * 5, [24e-6] * 5, [32e-6] * 5),
         "b": Result([4e-6] * 5, [12e-6] * 5, [16e-6] * 5),
@@ -104,6 +102,6 @@ def test_table():
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 5, 20, 20)], ids=str)
 @pytest.mark.parametrize(("norm", "channels_last"), [("batch", False), ("batch", True), ("instance", False)])
 def test_norms_are_right_under_every_variant(norm, channels_last, shape):
-    variants = {variant.name: variant for kind in VARIANTS.values() for variant in kind}
-    results, _ = compete(NormCase(norm, shape, "fp32", channels_last), *variants.values())
+    case = NormCase(norm, shape, "fp32", channels_last)
+    results, _ = compete(case, *(variant for kind in VARIANTS.values() for variant in kind))
     assert {name: r.refused or r.missing for name, r in results.items()} == dict.fromkeys((*results,), "")

@@ -129,6 +129,7 @@ def describe(case: str, launch) -> dict:
         "kernel": launch.name,
         "grid": launch.grid,
         "warps": launch.compiled.metadata.num_warps,
+        "code": launch.compiled.hash,
         **resources(launch.compiled),
         "accesses": accesses(launch.compiled),
         "matrix": matrix_instructions(launch.compiled),

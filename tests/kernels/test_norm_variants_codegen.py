@@ -1,0 +1,27 @@
+"""What compilers make of the normalisation kernels' variants: no spills; and that each changes a launch at all."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.tools.codegen import compile_launches
+
+
+def signature(launch):
+    """What a variant may change of a launch."""
+    return launch["kernel"], tuple(launch["grid"]), launch["warps"], launch["code"]
+
+
+@pytest.mark.slow
+def test_variants_compile_without_spills_and_differ():
+    from bench.norm_variants import CASES, VARIANTS
+
+    launches: dict[str, list] = {}
+    for launch in compile_launches("sm_90", "bench.norm_variants", "LAUNCHES"):
+        launches.setdefault(launch["case"], []).append(launch)
+    spilled = {case: of["spilled"] for case, all_of in launches.items() for of in all_of if of["spilled"]}
+    assert spilled == {}
+    for kind, variants in VARIANTS.items():
+        for variant in variants:
+            pairs = [(launches[f"{case} default"], launches[f"{case} {variant.name}"]) for case in CASES[kind]]
+            assert any([*map(signature, a)] != [*map(signature, b)] for a, b in pairs), variant.name
