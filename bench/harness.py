@@ -30,8 +30,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 100
 # set by ``--rehearse``
 rehearsal = False
 FLUSH_BYTES = 256 * 2**20
-# about a millisecond, in which a few launches are queued
-AHEAD_CYCLES = 2_000_000
+# about two milliseconds, in which a few launches are queued, those of variants after their plans are made anew
+AHEAD_CYCLES = 4_000_000
 
 
 class Job(Protocol):
