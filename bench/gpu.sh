@@ -3,6 +3,7 @@
 #
 #   bench/gpu.sh                    install, prove, bench, report
 #   bench/gpu.sh install variants   those stages alone; their names are below
+#   BENCH_COMMIT=abc1234 bench/gpu.sh    says what is measured, in a copy without its history
 #   DEVICE=cpu TESTS=tests/unet BENCHES=bench/test_machine.py bench/gpu.sh    rehearses it without a GPU
 #
 # install   the package, by the packages that are here

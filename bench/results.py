@@ -76,8 +76,11 @@ def run(*command: str) -> str:
 
 
 def commit() -> str:
-    changed = run("git", "status", "--porcelain", "--untracked-files=no")
-    return run("git", "rev-parse", "--short", "HEAD") + ("" if changed in ("", "unknown") else " with changes")
+    """What was measured; of a copy without its history, what ``BENCH_COMMIT`` says."""
+    head = run("git", "rev-parse", "--short", "HEAD")
+    if head == "unknown":
+        return os.environ.get("BENCH_COMMIT", head)
+    return head + (" with changes" if run("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def default_directory(device: torch.device) -> Path:

@@ -8,7 +8,7 @@ from bench import harness
 from bench.harness import Missing, Result, compete, disagreement, host_lap, interleave, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
-from bench.results import Section
+from bench.results import Section, commit
 
 TOLERANCE = dict.fromkeys(("z", "dx", "dweight", "dbias"), 1e-4)
 
@@ -156,3 +156,12 @@ def test_the_host_is_timed_over_calls_in_a_row():
     assert calls[:9] == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
     assert len(calls) % 9 == 0
     assert len(result.step) == len(result.forward) == len(result.backward)
+
+
+def test_a_copy_without_its_history_is_told_its_commit(monkeypatch):
+    monkeypatch.setattr("bench.results.run", lambda *command: "unknown")
+    assert commit() == "unknown"
+    monkeypatch.setenv("BENCH_COMMIT", "abc1234")
+    assert commit() == "abc1234"
+    monkeypatch.setattr("bench.results.run", lambda *command: "fed4321" if "rev-parse" in command else " M a.py")
+    assert commit() == "fed4321 with changes"
