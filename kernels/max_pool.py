@@ -294,8 +294,10 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     along = max(1, 128 // dtype.itemsize // cell_w)
     programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dtype.itemsize // (cell * cell_w)))
     windows = named["JD"] * named["JH"] * named["JW"]
-    # values of dx a thread that let it read 16 bytes of dz at a time; fewer where it holds many windows
-    per_thread = min(64 if windows == 1 else 32, cell * cell_w * (16 // dtype.itemsize))
+    # values of dx a thread that let it read 16 bytes of dz at a time; fewer where it holds many windows, and in rows,
+    # where 64 of them spill under Triton 3.6
+    most = 64 if windows == 1 and not rows else 32
+    per_thread = min(most, cell * cell_w * (16 // dtype.itemsize))
     named |= {"CELL": cell, "CELL_W": cell_w, "ROWS": rows, "ALIGN": math.gcd(C if rows else out[2], 16),
               "INDEX": index_of(M, meta), "ACC": acc_dtype(dtype), **meta,
               "num_warps": warps_of(meta["BLOCK_R"] * meta["BLOCK_L"] * cell * cell_w, per_thread)}  # fmt: skip

@@ -63,9 +63,15 @@ def first_and_last(grid):
 
 
 @pytest.fixture(params=[True, False], ids=["rows", "planes"])
-def stage(request):
-    """A stage of a U-Net, 64 MiB in fp16: its convolution reads x and writes y once."""
-    conv = Conv((8, 64, 256, 256), (64, 64, 1, 1))
+def stage(request, monkeypatch, replanned):
+    """A stage of a U-Net, 64 MiB in fp16, or 96 of rows: its convolution reads x and writes y once.  Of so many
+    multiprocessors that tiles are dealt evenly: all programs of a launch do the same work."""
+    from fusedseg.kernels import conv as blocks
+    from fusedseg.kernels import launch
+
+    for module in (blocks, launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 128)
+    conv = Conv((8, 64, 384 if request.param else 256, 256), (64, 64, 1, 1))
     x, out = (empty(conv.x, torch.float16, request.param).zero_() for _ in range(2))
     return conv, x, torch.zeros(conv.w, dtype=torch.float16), out, first_middle_last
 

@@ -90,7 +90,12 @@ def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
     for module in (norm_act, norm_act_bwd, norm_stats):
         for name in {"onchip_blocks", "split_blocks"} & vars(module).keys():
             choose = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *args, choose=choose: chosen.append(args) or choose(*args))
+
+            def choosing(*args, choose=choose, **options):
+                chosen.append(args)
+                return choose(*args, **options)
+
+            monkeypatch.setattr(module, name, choosing)
     x, dz = torch.randn(2, 2, 1, 192, 256, device=device).unbind()
     weight, bias = torch.ones(1, device=device), torch.zeros(1, device=device)
     forward_and_backward(x, weight, bias, dz)
