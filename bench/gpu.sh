@@ -27,7 +27,7 @@ read -ra benches <<<"${BENCHES:-$(printf 'bench/test_%s.py ' machine inplace_abn
 stages=("${@:-install prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # seconds: nine minutes in all
-declare -A limits=([install]=30 [prove]=245 [bench]=250 [more]=500 [variants]=400 [report]=20)
+declare -A limits=([install]=20 [prove]=245 [bench]=250 [more]=500 [variants]=400 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
