@@ -57,7 +57,7 @@ def type_bytes(text: str) -> int:
     return int(count or 1) * (BITS.get(element) or int(element[1:])) // 8
 
 
-NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
+NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
 # into shared memory
 ASYNC_COPY = r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x(\w+).*ptr addrspace\(1\) (%[\w.]+)"
 AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]+)"

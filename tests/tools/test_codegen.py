@@ -27,6 +27,12 @@ def test_type_bytes(text, nbytes):
             "ptr addrspace(1) %75, i1 %79) #5",
             ("store", 4, "%75"),
         ),
+        # with an eviction policy
+        (
+            'tail call void asm sideeffect "st.global.L1::evict_first.L2::cache_hint.v4.b32 [ $4 + 0 ], '
+            '{ $0, $1, $2, $3 }, $5;", "r,r,r,r,l,l"(i32 %1, i32 %2, i32 %3, i32 %4, ptr addrspace(1) %186, i64 %264) #5',
+            ("store", 16, "%186"),
+        ),
         (
             "%153 = tail call <4 x i32> @llvm.amdgcn.raw.ptr.buffer.load.v4i32(ptr addrspace(8) %123, i32 %152, i32 0)",
             ("load", 16, "%123"),
