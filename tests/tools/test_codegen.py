@@ -30,7 +30,8 @@ def test_type_bytes(text, nbytes):
         # with an eviction policy
         (
             'tail call void asm sideeffect "st.global.L1::evict_first.L2::cache_hint.v4.b32 [ $4 + 0 ], '
-            '{ $0, $1, $2, $3 }, $5;", "r,r,r,r,l,l"(i32 %1, i32 %2, i32 %3, i32 %4, ptr addrspace(1) %186, i64 %264) #5',
+            '{ $0, $1, $2, $3 }, $5;", "r,r,r,r,l,l"(i32 %1, i32 %2, i32 %3, i32 %4, '
+            "ptr addrspace(1) %186, i64 %264) #5",
             ("store", 16, "%186"),
         ),
         (
