@@ -10,9 +10,8 @@ import pytest
 from .conv_kernels import KERNELS, VENDOR, VENDOR_STATS, TritonJob
 from .conv_variants import CASES, VARIANTS, work
 from .harness import Copy
-from .precompile import precompile
 from .test_conv_abn import expected_of_kernels, make_data, tolerance
-from .variants import VariantSection, compete_variants
+from .variants import VariantSection, compete_variants, compile_ahead
 
 SECONDS = 1.5
 pytestmark = pytest.mark.variants
@@ -20,10 +19,7 @@ pytestmark = pytest.mark.variants
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(device):
-    """Compilers take longer than all that is timed; what fails here fails again below, by name."""
-    if device.type != "cuda":
-        pytest.skip("variants are those of launches on a GPU")
-    precompile("bench.conv_variants:LAUNCHES")
+    compile_ahead(device, "bench.conv_variants:LAUNCHES")
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
@@ -46,8 +42,5 @@ def test_variants(kind, case, device, report):
         "conv_variants",
         VariantSection("Convolution with statistics under other constants", parts=("forward",), counts=()),
     )
-    section.variants |= {f"{kind}, {variant.name}": variant for variant in VARIANTS[kind]}
-    section.cases[str(case)], section.work[str(case)] = results, {"forward": work(case)}
-    section.tensor_bytes[str(case)] = x.nbytes
-    wrong = {name: result.refused or result.missing for name, result in results.items()}
-    assert not any(wrong.values()), {name: why for name, why in wrong.items() if why}
+    section.add(str(case), VARIANTS[kind], results, {"forward": work(case)}, x.nbytes)
+    assert not section.wrong(str(case)), section.wrong(str(case))

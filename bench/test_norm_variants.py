@@ -14,8 +14,7 @@ from .data import DTYPES
 from .harness import Copy
 from .norm_layers import expected, make_data
 from .norm_variants import CASES, VARIANTS, KernelJob, nbytes, work
-from .precompile import precompile
-from .variants import VariantSection, compete_variants
+from .variants import VariantSection, compete_variants, compile_ahead
 
 SECONDS = 2.0
 pytestmark = pytest.mark.variants
@@ -23,10 +22,7 @@ pytestmark = pytest.mark.variants
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(device):
-    """Compilers take longer than all that is timed; what fails here fails again below, by name."""
-    if device.type != "cuda":
-        pytest.skip("variants are those of launches on a GPU")
-    precompile("bench.norm_variants:LAUNCHES")
+    compile_ahead(device, "bench.norm_variants:LAUNCHES")
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
@@ -42,8 +38,5 @@ def test_variants(kind, case, device, report):
         probes={"copy": Copy(data["x"])},
     )
     section = report.section("norm_variants", VariantSection("Norm and activation under other constants"))
-    section.variants |= {variant.name: variant for variant in VARIANTS[kind]}
-    section.cases[str(case)], section.work[str(case)] = results, work(case, kind)
-    section.tensor_bytes[str(case)] = nbytes(case)
-    wrong = {name: result.refused or result.missing for name, result in results.items()}
-    assert not any(wrong.values()), {name: why for name, why in wrong.items() if why}
+    section.add(str(case), VARIANTS[kind], results, work(case, kind), nbytes(case))
+    assert not section.wrong(str(case)), section.wrong(str(case))

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from .harness import Job, Missing, Result, compete
+from .precompile import precompile
 from .results import COPY, COPY_PASSES, Section, aligned, spread, two_digits
 
 DEFAULT = "default"
@@ -106,6 +108,14 @@ class Overridden:
         return self.job.owned()
 
 
+def compile_ahead(device: torch.device, launches: str) -> None:
+    """Before a bench of variants: compilers take longer than all that is timed.  What fails here fails again there, by
+    name.  ``launches``: see ``precompile.py``."""
+    if device.type != "cuda":
+        pytest.skip("variants are those of launches on a GPU")
+    precompile(launches)
+
+
 def compete_variants(
     variants: tuple[Variant, ...],
     build: Callable[[], Job],
@@ -133,12 +143,23 @@ def compete_variants(
 
 @dataclass
 class VariantSection(Section):
-    """``work``: of each case, by part.  ``variants``: all that were tried, by name."""
+    """Of each case, ``work`` by part, and the ``variants`` that were tried."""
 
     parts: tuple[str, ...] = ("forward", "backward")
     counts: tuple[str, ...] = ("peak",)
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
-    variants: dict[str, Variant] = field(default_factory=dict)
+    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
+
+    def add(
+        self, case: str, variants: tuple[Variant, ...], results: dict[str, Result], work: dict[str, Work], nbytes: int
+    ) -> None:
+        """Of a case whose tensor has so many bytes."""
+        self.cases[case], self.variants[case] = results, variants
+        self.work[case], self.tensor_bytes[case] = work, nbytes
+
+    def wrong(self, case: str) -> dict[str, str]:
+        """Those without times, and why."""
+        return {name: why for name, result in self.cases[case].items() if (why := result.refused or result.missing)}
 
     def case_to_json(self, case: str) -> dict[str, Any]:
         content = super().case_to_json(case)
@@ -147,7 +168,7 @@ class VariantSection(Section):
                 if part in of:
                     del of[part]["gb_per_s"]
                     of[part][work.unit] = work.rate(of[part]["median_ms"] / 1e3)
-        content["predictions"] = {name: v.prediction for name, v in self.variants.items() if name in self.cases[case]}
+        content["predictions"] = {variant.name: variant.prediction for variant in self.variants[case]}
         return content
 
     def lines(self) -> list[str]:
@@ -155,7 +176,9 @@ class VariantSection(Section):
         for case, results in self.cases.items():
             lines += ["", case + self.copied(case), *aligned(self.rows(case))]
             lines += [f"failed: {name}: {result.missing}" for name, result in results.items() if result.missing]
-        return [*lines, "", *(f"{name}: {v.prediction}" for name, v in self.variants.items()), *self.refusals()]
+        # cases of a kind share theirs
+        predictions = dict.fromkeys(f"{v.name}: {v.prediction}" for tried in self.variants.values() for v in tried)
+        return [*lines, "", *predictions, *self.refusals()]
 
     def copy_rate(self, case: str) -> float | None:
         """Bytes a second that a copy of the case's tensor reads and writes."""

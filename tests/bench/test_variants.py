@@ -35,9 +35,8 @@ def compete(case, *variants, job=KernelJob):
         seconds=0.0,
         probes={"copy": Copy(data["x"])},
     )
-    section = VariantSection("title", variants={variant.name: variant for variant in variants})
-    section.cases["case"], section.work["case"] = results, work(case, "slab")
-    section.tensor_bytes["case"] = nbytes(case)
+    section = VariantSection("title")
+    section.add("case", variants, results, work(case, "slab"), nbytes(case))
     return results, section
 
 
@@ -73,6 +72,7 @@ def test_wrong_variants_are_refused_and_failing_ones_named():
     assert results["5-programs"].refused.startswith("z off by ")
     assert results["2-programs"].missing == "RuntimeError: out of resource: shared memory"
     assert len(results["default"].forward) == len(results["copy"].forward) == 5
+    assert section.wrong("case").keys() == {"5-programs", "2-programs"}
     lines = "\n".join(section.lines())
     assert "failed: 2-programs: RuntimeError" in lines
     assert "refused: 5-programs, case: z off by" in lines
@@ -84,19 +84,23 @@ def test_wrong_variants_are_refused_and_failing_ones_named():
 def test_table():
     """Of a case of 1.68 MB: forward counts two passes, backward three, and a copy two."""
     case = CASE._replace(shape=(2, 6, 5, 7000))
-    section = VariantSection("title", variants={"b": Variant("b", "half the time", {})})
-    section.work["case"], section.tensor_bytes["case"] = work(case, "slab"), 1_680_000
-    section.cases["case"] = {
+    section = VariantSection("title")
+    results = {
         "default": Result([8e-6] * 5, [24e-6] * 5, [32e-6] * 5),
         "b": Result([4e-6] * 5, [12e-6] * 5, [16e-6] * 5),
         "copy": Result([4e-6] * 5, [0.0] * 5, [4e-6] * 5),
     }
+    for name in ("case", "another"):
+        section.add(name, (Variant("b", "half the time", {}),), results, work(case, "slab"), 1_680_000)
     lines = section.lines()
     assert lines[2] == "case: a copy takes 0.0040 ms, 840 GB/s"
     rows = [line.split() for line in lines[4:6]]
     assert rows[0] == ["default", *["0.0080"] * 3, "420", "0.50", "1.000", *["0.0240"] * 3, "210", "0.25", "1.000"]
     assert rows[1] == ["b", *["0.0040"] * 3, "840", "1.00", "0.500", *["0.0120"] * 3, "420", "0.50", "0.500"]
+    # once, for both
+    assert lines.count("b: half the time") == 1
     assert lines[-1] == "b: half the time"
+    assert section.wrong("case") == {}
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 5, 20, 20)], ids=str)
