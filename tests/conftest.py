@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tools.threads import threads
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -107,7 +109,5 @@ def poison():
 @pytest.fixture
 def one_thread():
     """Tensors of a few kilobytes are not worth more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield

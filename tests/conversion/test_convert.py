@@ -308,8 +308,7 @@ def test_lazy_modules_are_left_until_they_have_run(example):
 
 
 def test_wrappers_are_seen_through(image):
-    make = lambda: nn.DataParallel(networks.double_conv(3, 8))  # noqa: E731
-    _, report = converted(make, image, example_inputs=image)
+    _, report = converted(lambda: nn.DataParallel(networks.double_conv(3, 8)), image, example_inputs=image)
     assert replaced(report) == {"module.1": "BatchNormAct(relu)"}
 
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg.unet import UNet
+from tests.tools.threads import threads
 
 
 def unet(**options):
@@ -91,10 +92,8 @@ class LayoutCopies(TorchDispatchMode):
 @pytest.fixture
 def two_threads():
     """With one, torch convolves small volumes by a loop, which copies them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    with threads(2):
+        yield
 
 
 @pytest.mark.usefixtures("two_threads")
