@@ -42,7 +42,12 @@ R = TypeVar("R")
 
 
 def innermost() -> Registry | None:
-    """The registry whose hooks see what this thread saves now; None where other hooks lie within it."""
+    """The registry whose hooks see what this thread saves now.
+
+    None where other hooks lie within it, and inside a transform of ``torch.func``, whose tensors have no memory.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
     return registry if type(registry) is Registry else None

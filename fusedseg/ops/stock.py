@@ -107,15 +107,16 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 
 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """Autocast casts the weight within the call."""
+    """Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not (weight.is_leaf and weight.requires_grad and plain(weight)):
         return func(*args, **kwargs)
-    if not torch.is_autocast_enabled(weight.device.type):
+    if not Autocast.now(weight.device.type).enabled:
         return func(*args, **kwargs)
+    first_node = torch.autograd._get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
-        return registry.offer_cast(t, weight) if is_cast(t, weight) else None
+        return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
 
     with recipe.claimed(registry, copy_of_weight):
         return func(*args, **kwargs)
@@ -136,7 +137,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
             return kept
         mask, dtype, at = t != 0, t.dtype, Place.of(t)
         source = registry.keep(mask), Place.of(mask)
-        made = Recipe(at, lambda m: m.to(dtype).div_(1 - p), None, Autocast.now(t.device.type), [source])
+        made = Recipe(at, t.device, lambda m: m.to(dtype).div_(1 - p), None, Autocast.now(t.device.type), [source])
         drawn.append(made)
         return Handle(made, at)
 
@@ -196,11 +197,28 @@ def _rules() -> dict[Function, Rule]:
 RULES = _rules()
 
 
+# what Python calls for |= and the like; the others have names of their own, such as add_
+INPLACE_OPERATORS = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
 @functools.cache
 def _writes(func: Function) -> bool:
-    """Whether it is one of those that change an argument, by its name: relu_, aten.relu_.default, __setitem__."""
+    """Whether a function changes its first argument, by its name: relu_, aten.relu_.default, __setitem__."""
     name = getattr(func, "__name__", "").split(".")[0]
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return name in INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that a function of ``torch.ops`` changes, by its schemas."""
+    if isinstance(func, torch._ops.OpOverload):
+        schemas = [func._schema]
+    elif isinstance(func, torch._ops.OpOverloadPacket):
+        schemas = list(func._schemas.values())
+    else:
+        return ()
+    changed = ((i, arg) for schema in schemas for i, arg in enumerate(schema.arguments))
+    return tuple({(i, arg.name) for i, arg in changed if arg.alias_info is not None and arg.alias_info.is_write})
 
 
 def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -208,11 +226,32 @@ def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
     if _writes(func) or kwargs.get("inplace"):
         written += args[:1] or [kwargs.get("input", kwargs.get("tensor"))]
+    for i, name in _schemas(func):
+        written.append(args[i] if i < len(args) else kwargs.get(name))
+    if func in EMBEDDINGS:
+        # with max_norm, rows of the weight are scaled in place
+        written.append(args[1] if len(args) > 1 else kwargs.get("weight"))
     flat = [part for tree in written for part in (tree if isinstance(tree, (tuple, list)) else [tree])]
     return [part for part in flat if isinstance(part, Tensor)]
 
 
-_data = Tensor.data.__get__  # type: ignore[attr-defined]
+EMBEDDINGS = (F.embedding, F.embedding_bag)
+# They give access to the memory of a tensor, through which it can be changed without a new version.
+EXPOSING = {
+    Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
+    Tensor.storage, Tensor.share_memory_, Tensor.__cuda_array_interface__.__get__,
+}  # fmt: skip
+# They give another name to the memory, with which functions that the scope does not see may be called.
+DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
+
+
+def _made(registry: Registry, out: Any, args: Any) -> None:
+    """Notes that a call has allocated ``out``, unless it returned memory of its arguments."""
+    if isinstance(out, Tensor) and plain(out) and not out._is_view():
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        own = out.untyped_storage()
+        if all(not isinstance(t, Tensor) or (plain(t) and t.untyped_storage() is not own) for t in given):
+            registry.note_made(out)
 
 
 class Watch(TorchFunctionMode):
@@ -226,14 +265,20 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is not None and "out" not in kwargs and recipe.active() is self.registry:
-            return rule(self.registry, func, args, kwargs)
-        if kwargs or _writes(func):
+        registry, rule = self.registry, RULES.get(func)
+        if rule is not None and "out" not in kwargs and recipe.innermost() is registry:
+            if torch.is_grad_enabled():
+                return rule(registry, func, args, kwargs)
+            if not _writes(func) and not kwargs.get("inplace"):
+                out = func(*args, **kwargs)
+                with torch._C.DisableTorchFunction():
+                    _made(registry, out, args)
+                return out
+        with torch._C.DisableTorchFunction():
             for t in _written(func, args, kwargs):
-                self.registry.before_change(t)
-        out = func(*args, **kwargs)
-        if func == _data:
-            # another view of the memory, whose changes no version counts
-            self.registry.forget(out)
-        return out
+                registry.before_change(t)
+            if func in EXPOSING:
+                registry.expose(args[0])
+            elif func in DETACHING:
+                registry.secure(args[0])
+        return func(*args, **kwargs)
