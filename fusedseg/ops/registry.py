@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .rebuild import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe
 
@@ -152,15 +153,16 @@ class _Memory:
     kept: saved tensors that lie in it.
     made: this scope saw torch allocate it for a result.
     exposed: something may write to it without raising a version.
+    named: a detached tensor gives it another name, on which functions may be called that the scope does not see.
     """
 
-    __slots__ = ("exposed", "kept", "made", "offers", "storage")
+    __slots__ = ("exposed", "kept", "made", "named", "offers", "storage")
 
     def __init__(self, storage: _Storage) -> None:
         self.storage = storage
         self.offers: list[Offer] = []
         self.kept: list[weakref.ref[Kept]] = []
-        self.made = self.exposed = False
+        self.made = self.exposed = self.named = False
 
     def keepers(self) -> Iterator[Kept]:
         """Saved tensors that still share the memory, with the values that were saved."""
@@ -195,6 +197,8 @@ class Registry:
         self.saves_sources = False
         # nodes of the graph with this number or a higher one were made in the scope, if by this thread
         self.first_node = torch.autograd._get_sequence_nr()
+        # of ``joined.py``: what a tensor was made of, gone with it
+        self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         registry = weakref.ref(self)
 
@@ -334,12 +338,21 @@ class Registry:
         memory.exposed = True
 
     def secure(self, t: Tensor) -> None:
-        """``t`` gets another name, under which calls that the scope does not see could change it: copies what is kept
-        of its memory for recipes alone."""
-        memory = self._find(t) if self._memories and plain(t) else None
-        for kept in memory.keepers() if memory is not None else ():
+        """``t`` gets another name, with which calls that the scope does not see could change it.
+
+        What is kept of its memory for recipes alone is copied, and nothing more is kept so.
+        """
+        if not plain(t):
+            return
+        memory = self._memory(t.untyped_storage())
+        memory.named = True
+        for kept in memory.keepers():
             if kept.in_recipe and not kept.in_graph:
                 kept.copy_before_change(t.untyped_storage())
+
+    def is_source(self, t: Tensor) -> bool:
+        memory = self._find(t) if plain(t) else None
+        return memory is not None and any(kept.in_recipe for kept in memory.keepers())
 
     def is_exposed(self, t: Tensor) -> bool:
         memory = self._find(t)
@@ -357,8 +370,8 @@ class Registry:
         if not t.untyped_storage().resizable():
             return False
         memory = self._find(t)
-        if memory is not None and (memory.made or memory.exposed):
-            return not memory.exposed
+        if memory is not None and (memory.made or memory.exposed or memory.named):
+            return not (memory.exposed or memory.named)
         node = t.grad_fn
         return node is not None and not t._version and not t._is_view() and node._sequence_nr() >= self.first_node
 
@@ -375,6 +388,7 @@ class Registry:
 
     def close(self) -> None:
         self._memories.clear()
+        self.notes.clear()
 
     def _link(self, t: Tensor, output: Tensor) -> "tuple[_Input | None, Place]":
         """How the value of ``t`` will be had in backward; None where that is not certain."""

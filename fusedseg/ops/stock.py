@@ -18,6 +18,7 @@ Everything else runs as it is, but what writes in place is told to the registry.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -109,17 +110,20 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if not isinstance(weight, Tensor) or not (weight.is_leaf and weight.requires_grad and plain(weight)):
-        return func(*args, **kwargs)
-    if not Autocast.now(weight.device.type).enabled:
-        return func(*args, **kwargs)
+    cached = isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad and plain(weight)
+    if not cached or not Autocast.now(weight.device.type).enabled:
+        out = func(*args, **kwargs)
+        registry.note_made(out)
+        return out
     first_node = torch.autograd._get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
         return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
 
     with recipe.claimed(registry, copy_of_weight):
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+    registry.note_made(out)
+    return out
 
 
 def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
@@ -243,6 +247,18 @@ EXPOSING = {
 }  # fmt: skip
 # They give another name to the memory, with which functions that the scope does not see may be called.
 DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
+NAMING = EXPOSING | DETACHING
+
+
+def _dispatched() -> bool:
+    """Whether a ``TorchDispatchMode`` has made the call.
+
+    Memory trackers ask for the memory of a tensor to tell it from others.  They do not write to it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _made(registry: Registry, out: Any, args: Any) -> None:
@@ -254,12 +270,37 @@ def _made(registry: Registry, out: Any, args: Any) -> None:
             registry.note_made(out)
 
 
+def _changes(graph: Any) -> bool:
+    """Whether a scripted graph calls a function that writes in place."""
+    return any(node.kind().endswith("_") or any(map(_changes, node.blocks())) for node in graph.nodes())
+
+
+@functools.cache
+def _watch_scripted() -> None:
+    """Makes calls of scripted functions known to the scope of the calling thread, for good.
+
+    PyTorch does not show these calls to a function mode.  Without a scope the call costs one more look at the thread's
+    modes.
+    """
+    for cls in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+
+        def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
+            tensors = replay(_run, args, kwargs)[1] if torch._C._len_torch_function_stack() else []
+            if any(map(recipe.is_source, tensors)) and _changes(self.inlined_graph):
+                for t in tensors:
+                    recipe.changing(t)
+            return _run(self, *args, **kwargs)
+
+        cls.__call__ = functools.wraps(cls.__call__)(call)
+
+
 class Watch(TorchFunctionMode):
     """Sees stock functions as they are called, on behalf of one registry."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__()
         self.registry = registry
+        _watch_scripted()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -277,8 +318,6 @@ class Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for t in _written(func, args, kwargs):
                 registry.before_change(t)
-            if func in EXPOSING:
-                registry.expose(args[0])
-            elif func in DETACHING:
-                registry.secure(args[0])
+            if func in NAMING and not _dispatched():
+                (registry.secure if func in DETACHING else registry.expose)(args[0])
         return func(*args, **kwargs)

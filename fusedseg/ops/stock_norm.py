@@ -84,7 +84,5 @@ def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
     if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
         return None
     size, kept = t.size(), registry.keep(x)
-    source = Recipe(
-        Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)]
-    )
+    source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])
     return Handle(source, source.at)
