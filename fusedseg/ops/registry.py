@@ -381,10 +381,10 @@ class Registry:
         if not plain(t):
             return False
         at, memory = Place.of(t), self._find(t)
-        if memory is not None and not memory.exposed:
-            if memory.kept_at(at, t._version) is not None or memory.offer_of(at, t._version) is not None:
-                return True
-        return self.made_here(t)
+        if memory is None or memory.exposed:
+            return self.made_here(t)
+        known = memory.kept_at(at, t._version) or memory.offer_of(at, t._version)
+        return known is not None or self.made_here(t)
 
     def close(self) -> None:
         self._memories.clear()

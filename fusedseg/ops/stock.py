@@ -242,8 +242,8 @@ def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 # They give access to the memory of a tensor, through which it can be changed without a new version.
 EXPOSING = {
-    Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
-    Tensor.storage, Tensor.share_memory_, Tensor.__cuda_array_interface__.__get__,
+    Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,  # type: ignore[attr-defined]
+    Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.__cuda_array_interface__.__get__,
 }  # fmt: skip
 # They give another name to the memory, with which functions that the scope does not see may be called.
 DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
@@ -282,7 +282,8 @@ def _watch_scripted() -> None:
     PyTorch does not show these calls to a function mode.  Without a scope the call costs one more look at the thread's
     modes.
     """
-    for cls in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+    classes: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
+    for cls in classes:
 
         def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
             tensors = replay(_run, args, kwargs)[1] if torch._C._len_torch_function_stack() else []
