@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import _backend
 from . import max_pool_aten, recipe, unfused
 from .check import check_dtype, check_tangents, check_transforms
-from .double_backward import batched, one_by_one
 from .convolution import FORMATS, per_dimension
 from .device import device_of
+from .double_backward import batched, one_by_one
 from .layout import dense
 from .max_pool_aten import Pool
 
