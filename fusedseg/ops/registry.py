@@ -323,6 +323,8 @@ class Registry:
         if not plain(t):
             return
         memory = self._memory(t.untyped_storage())
+        if memory.exposed:
+            return
         for kept in memory.keepers():
             if not kept.in_recipe:
                 kept.exposed = True
@@ -332,7 +334,8 @@ class Registry:
                 kept.copy_before_change(t.untyped_storage())
         for offer in memory.offers:
             recipe = offer.recipe()
-            if recipe is not None and recipe.orders and offer.at.dtype == t.dtype:
+            # Saved tensors of an older version have the values of that version in eager mode as well, or raise.
+            if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
                 recipe.data = Kept(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
         memory.offers.clear()
         memory.exposed = True

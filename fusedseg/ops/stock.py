@@ -126,6 +126,24 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
     return out
 
 
+def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """Under autocast, the slopes of the recipe are those that the call has computed with (see ``is_cast``)."""
+    again, tensors = replay(func, args, kwargs)
+    slopes = tensors[1]
+    if not Autocast.now(slopes.device.type).enabled:
+        return _call(registry, func, args, kwargs, tensors, again, None)
+
+    def used(t: Tensor) -> None:
+        if t.numel() == slopes.numel() and t.dtype != slopes.dtype:
+            tensors[1] = t.detach().flatten()
+
+    with recipe.claimed(registry, used):
+        out = func(*args, **kwargs)
+    if tensors[1] is not slopes or not slopes.requires_grad:
+        _offer(registry, out, again, tensors)
+    return out
+
+
 def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """Dropout of elements or channels.  The mask is drawn once, by the function itself."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
@@ -167,7 +185,7 @@ FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.
 # names of functions, and methods, that have a twin with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
 PURE = (
-    F.gelu, F.prelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+    F.gelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     torch.stack, torch.flatten, torch.reshape, torch.clone,
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
@@ -188,6 +206,7 @@ def _rules() -> dict[Function, Rule]:
     for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
         rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
     rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
+    rules.update(dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu))
     rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_pure, note_cat)))
     rules[F.interpolate] = noted(_pure, note_interpolated)
     for name in TWINS:
