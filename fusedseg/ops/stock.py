@@ -110,20 +110,17 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    cached = isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad and plain(weight)
-    if not cached or not Autocast.now(weight.device.type).enabled:
-        out = func(*args, **kwargs)
-        registry.note_made(out)
-        return out
+    if not isinstance(weight, Tensor) or not Autocast.now(weight.device.type).enabled:
+        return func(*args, **kwargs)
+    if not (weight.is_leaf and weight.requires_grad and plain(weight)):
+        return func(*args, **kwargs)
     first_node = torch.autograd._get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
         return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
 
     with recipe.claimed(registry, copy_of_weight):
-        out = func(*args, **kwargs)
-    registry.note_made(out)
-    return out
+        return func(*args, **kwargs)
 
 
 def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
@@ -269,6 +266,12 @@ DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
 NAMING = EXPOSING | DETACHING
 
 
+@functools.cache
+def _may_change(func: Function) -> bool:
+    """Whether a function, called without keywords, may write to a tensor or give its memory another name."""
+    return func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
+
+
 def _dispatched() -> bool:
     """Whether a ``TorchDispatchMode`` has made the call.
 
@@ -335,9 +338,10 @@ class Watch(TorchFunctionMode):
                 with torch._C.DisableTorchFunction():
                     _made(registry, out, args)
                 return out
-        with torch._C.DisableTorchFunction():
-            for t in _written(func, args, kwargs):
-                registry.before_change(t)
-            if func in NAMING and not _dispatched():
-                (registry.secure if func in DETACHING else registry.expose)(args[0])
+        if kwargs or _may_change(func):
+            with torch._C.DisableTorchFunction():
+                for t in _written(func, args, kwargs):
+                    registry.before_change(t)
+                if func in NAMING and not _dispatched():
+                    (registry.secure if func in DETACHING else registry.expose)(args[0])
         return func(*args, **kwargs)
