@@ -53,6 +53,15 @@ def _unwrapped(t: Tensor) -> Tensor:
     return t
 
 
+def _is_trained_leaf(t: Tensor) -> bool:
+    """Whether ``t`` is a parameter, or an input whose gradient is wanted."""
+    try:
+        return t.is_leaf and t.requires_grad
+    except RuntimeError:
+        # Autograd does not say it of a view that was made without grad mode and whose base was changed since.
+        return False
+
+
 class _Held:
     """An input that is there for the offer alone.
 
@@ -219,8 +228,7 @@ class Registry:
         """The hook of forward; that of backward is ``unpack``."""
         with torch._C.DisableTorchFunction():
             # parameters, and vectors of statistics, of which recipes have copies anyway
-            # requires_grad first: of a view made without grad mode, autograd may refuse to say whether it is a leaf
-            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and t.is_leaf) or not plain(t):
+            if (t.dim() < 2 and t.numel() <= VECTOR) or _is_trained_leaf(t) or not plain(t):
                 if self.vectors is not None:
                     self.vectors.append(t.detach())
                 return Kept(t, self.outer)
