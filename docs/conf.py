@@ -40,14 +40,15 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 
 
-def escape_formulas(app, what, name, obj, options, lines):
-    """Lets docstrings say ``(N, C, *spatial)`` and ``|x|``, which reStructuredText would take for emphasis.
+# a star before a word, and a bar on one side of a word: emphasis and substitutions in reStructuredText
+FORMULA = re.compile(r"(?<![\w*])\*(?=\w)|(?<!\w)\|(?=\w)|(?<=\w)\|(?!\w)")
 
-    Text in double backticks, indented code and words with an emphasis that ends are left alone.
-    """
+
+def escape_formulas(app, what, name, obj, options, lines):
+    """Lets docstrings say ``(N, C, *spatial)`` and ``|x|`` as they are; text in double backticks is left alone."""
     for number, line in enumerate(lines):
         parts = re.split(r"(``.*?``)", line)
-        parts[::2] = [re.sub(r"(?<![\w*])\*(?=\w)|(?<!\w)\|(?=\w)|(?<=\w)\|(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+        parts[::2] = [FORMULA.sub(r"\\\g<0>", part) for part in parts[::2]]
         lines[number] = "".join(parts)
 
 
