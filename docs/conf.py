@@ -29,13 +29,12 @@ html_show_copyright = False
 html_show_sourcelink = False
 # Nothing is loaded from another host: the site works without a network.
 html_theme_options = {
-    "show_prev_next": True,
-    "navbar_align": "left",
-    "header_links_before_dropdown": 4,
+    "navbar_center": [],
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": [],
     "footer_end": [],
 }
+html_sidebars = {"**": ["globaltoc.html"]}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 
