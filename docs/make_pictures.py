@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
+from fusedseg import __main__ as commands
 from fusedseg import convert, memory, unet
-from fusedseg.__main__ import DEMOS, main
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from fusedseg.memory.plot import WIDTHS, curves
 from fusedseg.memory.strategy import Strategy
@@ -182,7 +182,7 @@ def draw_memory() -> None:
 
 
 def draw_demos() -> None:
-    for name in DEMOS:
+    for name in commands.DEMOS:
         with tempfile.TemporaryDirectory() as folder:
             run("demo", name, "--out", folder)
             shrink(Path(folder) / f"{name}.png", FOLDER / f"demo-{name}.png")
@@ -198,7 +198,7 @@ def shrink(source: Path, target: Path) -> None:
 def run(*arguments: str) -> None:
     """A command of fusedseg, without its output."""
     with contextlib.redirect_stdout(None):
-        code = main(arguments)
+        code = commands.main(arguments)
     if code:
         raise SystemExit(f"fusedseg {' '.join(arguments)} ended with {code}")
 
@@ -209,13 +209,17 @@ def too_large() -> list[str]:
     ]
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m docs.make_pictures", description=__doc__.partition("\n")[0])
     parser.add_argument("--demos", action="store_true", help="run the three demos too, and draw their results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     FOLDER.mkdir(exist_ok=True)
     draw_memory()
     if options.demos:
         draw_demos()
-    for line in too_large():
-        raise SystemExit(f"larger than {LARGEST_FILE} bytes: {line}")
+    if too_large():
+        raise SystemExit(f"larger than {LARGEST_FILE} bytes: {', '.join(too_large())}")
+
+
+if __name__ == "__main__":
+    main()
