@@ -17,9 +17,9 @@ class BatchNormActSync(Synchronised, BatchNormAct):
     CPUs.  Processes, batch sizes, fallbacks and gradients: see ``InPlaceABNSync``.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, activation, activation_param, num_slopes, device,
-            dtype: as in ``BatchNormAct``.
-        process_group: of ``torch.distributed``; None for that of all processes.
+        process_group: a group of ``torch.distributed``; None means the group of all processes.
+
+    All other arguments are those of ``BatchNormAct``.
 
     Kept for backward: as in ``BatchNormAct``, and two more vectors of C values.  On aten, backward has g = dz phi'(y)
     beside dx, in one piece each.
