@@ -409,7 +409,6 @@ def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
         model(torch.randn(2, 3, 8, 8))
     assert active == [True, True]
     assert innermost() is None
-    assert not scope._active.scopes
 
 
 def test_part_of_a_model_and_then_all_of_it(image):
