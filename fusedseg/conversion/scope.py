@@ -2,8 +2,8 @@
 ``__call__`` enters the scope.
 
 Hooks would not do: PyTorch runs those with ``always_call`` after an ``Exception`` alone, so that a
-``KeyboardInterrupt`` would leave the scope open for good.  A ``forward`` among the root's own attributes would not do either: copies of the
-model would call the forward of the original.
+``KeyboardInterrupt`` would leave the scope open for good.  A ``forward`` among the root's own attributes would not do
+either: copies of the model would call the forward of the original.
 """
 
 import copy

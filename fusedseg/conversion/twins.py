@@ -10,30 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..nn import (
-    BatchNormAct,
-    GroupNormAct,
-    InPlaceABN,
-    InPlaceGroupNormAct,
-    InPlaceInstanceNormAct,
-    InstanceNormAct,
-    MaxPool2d,
-    MaxPool3d,
-)
-from .convs import NormOfConv
-from .flow import BATCH_NORMS, INSTANCE_NORMS
+from ..nn import MaxPool2d, MaxPool3d
+from .norms import NORM_OF_CONV, STORE_INPUT, STORE_OUTPUT
 
-# of a stock norm: what keeps its input, and what writes its output over its input
-STORE_INPUT: dict[type, Any] = {
-    **dict.fromkeys(BATCH_NORMS, BatchNormAct),
-    **dict.fromkeys(INSTANCE_NORMS, InstanceNormAct),
-    nn.GroupNorm: GroupNormAct,
-}
-STORE_OUTPUT: dict[type, Any] = {
-    **dict.fromkeys(BATCH_NORMS, InPlaceABN),
-    **dict.fromkeys(INSTANCE_NORMS, InPlaceInstanceNormAct),
-    nn.GroupNorm: InPlaceGroupNormAct,
-}
 POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
 # z = phi(z): to call it once more changes nothing
 IDEMPOTENT = ("relu", "relu6")
@@ -92,7 +71,7 @@ def check_hooks(module: nn.Module) -> None:
 def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
     """A fused module with the settings of ``norm``, without parameters and buffers.  ``of_conv``: the convolution
     before it may do its work."""
-    cls: Any = NormOfConv if of_conv else (STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
+    cls = (NORM_OF_CONV if of_conv else STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
     act = {"activation": spec.name, "activation_param": spec.param}
     if isinstance(norm, nn.GroupNorm):
         return cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import Activation, parse_activation
@@ -135,7 +135,7 @@ def _adopt(norm: Any, other: Any) -> None:
     norm.train(other.training)
 
 
-class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
+class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     """Batch normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, for one to three spatial dimensions, or none::
@@ -164,13 +164,15 @@ class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
 
     Falls back: an input that is neither contiguous nor channels_last is copied once, a residual of other strides than x
     likewise; ``momentum=None`` breaks the graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
-    ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone: ``fusedseg.convert_sync`` is for that.
+
+    It is a ``torch.nn.modules.batchnorm._BatchNorm``, as which ``torch.optim.swa_utils.update_bn`` and FSDP find it.
 
     Raises:
         ValueError: an unknown activation, or a parameter for one that has none; an input of another number of channels
             or dimensions, or one value per channel in training; a residual unlike x.
         TypeError: an integer or complex input or dtype, an ``activation_param`` that is no number.
-        RuntimeError: in backward, when it is differentiated itself.
+        RuntimeError: in backward, when it is differentiated itself; from ``nn.SyncBatchNorm.convert_sync_batchnorm``,
+            which would replace it by a norm without an activation: call ``fusedseg.convert_sync`` instead.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; the name of ``inplace_abn``'s exact twin is ``ABN``.
     """
