@@ -28,12 +28,17 @@ class Fusion:
     twin: nn.Module
     # the convolution that may do all three
     conv: nn.Module | None = None
+    # convolutions whose output it writes over
+    over: tuple[nn.Module, ...] = ()
     # an activation is also called elsewhere
     marks: bool = False
 
 
 @dataclass
 class Plan:
+    """paths: a path of every module of the model."""
+
+    paths: dict[nn.Module, str]
     fusions: list[Fusion] = field(default_factory=list)
     pools: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     # convolutions of a concatenation, or of a fusion
@@ -57,7 +62,7 @@ class Planner:
         self._joined: set[nn.Module] = set()
 
     def plan(self) -> Plan:
-        plan = Plan()
+        plan = Plan({module: paths[0] for module, paths in self._paths.items()})
         fusions = dict(self._each(NORMS, self._fusion))
         while dropped := [norm for norm, fusion in fusions.items() if not self._sharing_allowed(fusion, fusions)]:
             for norm in dropped:
@@ -104,7 +109,9 @@ class Planner:
             raise Refused("it is called without a batch dimension")
         inplace = specs[0].invertible and all(self._may_overwrite(flow, call) for flow, call in calls)
         conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
-        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv)
+        makers = [flow.maker(call.reads[0]) for flow, call in calls] if inplace else []
+        over = tuple(dict.fromkeys(maker.module for maker in makers if maker and maker.module))
+        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv, over)
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
         value = call.makes[0]

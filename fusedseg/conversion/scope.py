@@ -16,9 +16,10 @@ from torch import fx, nn
 
 from ..ops import unfused
 from ..ops.recompute import recompute
+from .wiring import Wiring
 
-# set on a root that has a scope; kept on copies
-ENTERS = "_fusedseg_enters"
+# an attribute of a root that has a scope
+WIRING = "_fusedseg_wiring"
 # an attribute of a root's new class: the class that the root had
 STOCK_CLASS = "_fusedseg_stock_class"
 
@@ -26,20 +27,33 @@ STOCK_CLASS = "_fusedseg_stock_class"
 class Scoped:
     """The first base class of a root's new class; the second one is the class that the root had."""
 
+    _fusedseg_stock_class: type
+    _fusedseg_wiring: Wiring | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # the model's class may have an __init_subclass__ that asks for arguments, or that registers its subclasses
         if STOCK_CLASS not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, ENTERS, False) or _apart(self, args, kwargs):
+        if self._fusedseg_wiring is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self._check_wiring()
+        if _apart(self, args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with recompute():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    @torch.compiler.assume_constant_result
+    def _check_wiring(self) -> bool:
+        """Under ``torch.compile`` once, while the call is traced; it is traced anew where a module is another."""
+        assert self._fusedseg_wiring is not None
+        self._fusedseg_wiring.check()
+        return True
+
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` calls first."""
-        if getattr(self, ENTERS, False):
+        if self._fusedseg_wiring is not None:
             raise RuntimeError(
                 "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before "
                 "torch.jit.script"
@@ -53,7 +67,7 @@ class Scoped:
             # somebody else has changed the class once more, and answers for that
             return super().__reduce_ex__(protocol)
         make, args, *rest = _as_stock(self).__reduce_ex__(protocol)
-        return (_made_again, (make, args, getattr(self, ENTERS, False)), *rest)
+        return (_made_again, (make, args, self._fusedseg_wiring is not None), *rest)
 
 
 class _ScopedGraph(Scoped):
@@ -62,22 +76,33 @@ class _ScopedGraph(Scoped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # GraphModule.recompile() changes __call__ and forward of type(self): this runs below them
         call: Any = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
-        if not getattr(self, ENTERS, False) or _apart(self, args, kwargs):
+        if self._fusedseg_wiring is None:
+            return call(self, *args, **kwargs)
+        self._check_wiring()
+        if _apart(self, args, kwargs):
             return call(self, *args, **kwargs)
         with recompute():
             return call(self, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if STOCK_CLASS not in type(self).__dict__:
+            return super().__reduce_ex__(protocol)
+        # its attributes are among the arguments, which must not refer to it as the wiring does
+        state = {WIRING: self.__dict__[WIRING]} if WIRING in self.__dict__ else {}
+        view = _as_stock(self)
+        object.__setattr__(view, "__dict__", {name: v for name, v in self.__dict__.items() if name != WIRING})
+        return (_made_again, (*view.__reduce__(), bool(state)), state)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._like_this(copy.deepcopy(_as_stock(self), memo), memo)
+        made = memo[id(self)] = copy.deepcopy(_as_stock(self), memo)
+        if self._fusedseg_wiring is not None:
+            install(made, copy.deepcopy(self._fusedseg_wiring, memo))
+        return made
 
     def __copy__(self) -> Any:
-        return self._like_this(copy.copy(_as_stock(self)), None)
-
-    def _like_this(self, made: Any, memo: dict[int, Any] | None) -> Any:
-        if memo is not None:
-            memo[id(self)] = made
-        if getattr(self, ENTERS, False):
-            install(made)
+        made = copy.copy(_as_stock(self))
+        if self._fusedseg_wiring is not None:
+            install(made, self._fusedseg_wiring.of(made))
         return made
 
 
@@ -95,11 +120,11 @@ def _as_stock(root: Any) -> Any:
     return view
 
 
-def _made_again(make: Callable[..., Any], args: Any, enters: bool) -> Any:
-    """Unpickles a root, or copies one."""
+def _made_again(make: Callable[..., Any], args: Any, has_scope: bool) -> Any:
+    """Unpickles a root, or copies one; its attributes follow."""
     made = make(*args)
-    if enters:
-        install(made)
+    if has_scope:
+        _change_class(made)
     return made
 
 
@@ -121,15 +146,16 @@ def _change_class(root: Any) -> None:
     root.__class__ = cls
 
 
-def install(root: nn.Module) -> None:
+def install(root: nn.Module, wiring: Wiring) -> None:
+    """Every call of ``root`` enters the scope from now on, after it was compared with ``wiring``."""
     if not isinstance(root, Scoped):
         _change_class(root)
-    root.__dict__[ENTERS] = True
+    root.__dict__[WIRING] = wiring
 
 
 def remove(module: nn.Module) -> None:
     """The module without a scope; in the class that it had, unless somebody else has changed the class since."""
-    module.__dict__.pop(ENTERS, None)
+    module.__dict__.pop(WIRING, None)
     stock = type(module).__dict__.get(STOCK_CLASS)
     if stock is not None:
         module.__class__ = stock

@@ -113,7 +113,7 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
 
     # the module, not the function of its name
     monkeypatch.setattr(sys.modules["fusedseg.conversion.convert"], "become", fails)
-    monkeypatch.setattr(scope, "install", lambda root: fails(root, None))
+    monkeypatch.setattr(scope, "install", lambda root, wiring: fails(root, None))
     with pytest.raises(KeyboardInterrupt):
         fusedseg.convert(model, example_inputs=image)
     assert anatomy(model) == before
