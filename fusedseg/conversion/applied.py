@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
+
+from ..nn.leaf import as_leaf
 
 
 class Known(NamedTuple):
@@ -69,6 +72,8 @@ class Applied(_DoneByNorm):
     """Stands for an activation that the fused norms before it have applied, in every call: returns what comes."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         self._check_parameter()
         return input
 
@@ -80,6 +85,8 @@ class AppliedOnce(_DoneByNorm):
     """Stands for an activation that a fused norm has applied in some of its calls: what is marked stays as it is."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         self._check_parameter()
         if getattr(input, "_fusedseg_applied", False):
             input._fusedseg_applied = False  # type: ignore[attr-defined]

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..nn import InPlaceABN
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
 from ..nn.join_conv import arguments_of
+from ..nn.leaf import as_leaf
 from ..ops import join_conv, joined
 from ..ops.convolution import looped
 from ..ops.sources import Source, is_tensor, padded, tensors_of
@@ -40,6 +42,8 @@ class _LeanConv(nn.Module):
     norm: InPlaceABN | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         if not torch.compiler.is_compiling():
             sources = joined.sources_of(input)
             if sources is not None and not is_tensor(sources):

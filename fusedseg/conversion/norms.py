@@ -8,6 +8,7 @@ them so.  They have the names of the public classes, by which they are printed; 
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..nn import (
     BatchNormAct,
@@ -20,6 +21,7 @@ from ..nn import (
     InstanceNormAct,
 )
 from ..nn.convert_sync import SYNCHRONISED
+from ..nn.leaf import as_leaf
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
 MARK = "_fusedseg_normalised"
@@ -29,6 +31,8 @@ class NormOfConv(InPlaceABN):
     """The norm of a ``LeanConv``: passes on what that has normalised."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         if getattr(x, MARK, False):
             setattr(x, MARK, False)
             return x

@@ -1,6 +1,7 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..ops import inplace_abn as op
@@ -8,6 +9,7 @@ from ..ops.check import check_dtype
 from ..ops.recipe import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
+from .leaf import as_leaf
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -88,6 +90,8 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         self._check_shape(x)
         batch_stats, mean, var, momentum = self._statistics()
         weight, bias = self.weight, self.bias

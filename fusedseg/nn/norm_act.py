@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -15,6 +16,7 @@ from ..ops.norm_act_check import check
 from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .batch_statistics import BatchStatistics
+from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -198,6 +200,8 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         own, running_mean, running_var, momentum = self._statistics()
         settings = Settings(Norm("batch"), own, momentum, self.eps, self._act)
         z = self._run(x, residual, self.num_features, (running_mean, running_var), settings)
@@ -247,6 +251,8 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
@@ -295,6 +301,8 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         settings = Settings(Norm("group", self.num_groups), True, 0.0, self.eps, self._act)
         return self._run(x, residual, self.num_channels, (None, None), settings)
 
