@@ -9,7 +9,7 @@ from ..activation import parse_invertible
 from ..memory import Footprint, measure
 from . import scope
 from .applied import applied, mark_applied
-from .flow import Flow
+from .flow import Flow, listed
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
@@ -25,7 +25,7 @@ OP = "fusedseg.convert"
 
 
 def convert(
-    model: nn.Module, *, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
+    model: nn.Module, *unnamed: Any, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
 ) -> ConversionReport:
     """Makes a model keep less for backward, in place, and says what it did.
 
@@ -53,12 +53,12 @@ def convert(
     Args:
         model: any module.  It may be on any device, or fake.
         example_inputs: a tensor, a sequence of arguments, or a mapping of keywords, that the model can be called with.
-        mode: "exact" never changes the function.  "leaky" first turns ReLU modules that follow a norm into LeakyReLU,
-            for models that are trained with it: ``revert`` gives LeakyReLU modules back.
+        mode: "exact" never changes the function, but for rounding.  "leaky" first turns ReLU modules that follow a norm
+            into LeakyReLU, for models that are trained with it: ``revert`` gives LeakyReLU modules back.
         slope: of mode "leaky", > 0.
 
     Raises:
-        TypeError: ``model`` is no module, or the example is none of these.
+        TypeError: ``model`` is no module; the example is none of these, or is not given by its name.
         ValueError: another mode; a slope that is not positive; an example that the model cannot be called with.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
@@ -80,6 +80,12 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
+    if unnamed:
+        raise TypeError(
+            f"{OP}: every argument after the model is given by its name, such as fusedseg.convert(model, "
+            f"example_inputs=torch.randn(1, 3, 64, 64)); got {listed(type(value).__name__ for value in unnamed)} "
+            "without a name"
+        )
     if mode not in MODES:
         raise ValueError(f"{OP}: mode must be one of {', '.join(MODES)}, got {mode!r}")
     parse_invertible(OP, "leaky_relu", slope)
@@ -122,7 +128,9 @@ def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Fl
     if inputs is None and errors:
         reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
         return [], f"torch.fx cannot trace it ({reason}); pass example_inputs to have modules replaced"
-    return flows, " and ".join(flow.how for flow in flows)
+    # "observed in training and eval mode"
+    hows = [flow.how for flow in flows]
+    return flows, hows[0] if len(hows) == 1 else f"{hows[0].removesuffix(' mode')} and eval mode"
 
 
 def _make_leaky(flows: list[Flow], slope: float) -> None:
