@@ -87,20 +87,23 @@ class _ScopedGraph(Scoped):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if STOCK_CLASS not in type(self).__dict__:
             return super().__reduce_ex__(protocol)
-        # its attributes are among the arguments, which must not refer to it as the wiring does
         state = {WIRING: self.__dict__[WIRING]} if WIRING in self.__dict__ else {}
+        return (_made_again, (*self._without_scope().__reduce__(), bool(state)), state)
+
+    def _without_scope(self) -> Any:
+        """A GraphModule's own copies are made of its attributes, which must not refer to it as the wiring does."""
         view = _as_stock(self)
         object.__setattr__(view, "__dict__", {name: v for name, v in self.__dict__.items() if name != WIRING})
-        return (_made_again, (*view.__reduce__(), bool(state)), state)
+        return view
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = copy.deepcopy(_as_stock(self), memo)
+        made = memo[id(self)] = copy.deepcopy(self._without_scope(), memo)
         if self._fusedseg_wiring is not None:
             install(made, copy.deepcopy(self._fusedseg_wiring, memo))
         return made
 
     def __copy__(self) -> Any:
-        made = copy.copy(_as_stock(self))
+        made = copy.copy(self._without_scope())
         if self._fusedseg_wiring is not None:
             install(made, self._fusedseg_wiring.of(made))
         return made

@@ -30,15 +30,19 @@ class Wiring:
     def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str]) -> None:
         self.root, self._fused, self._paths = root, fused, paths
         # of each module in `fused`, the modules that it is a child of, and the names that it has there
-        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {
-            module: [] for norm, acts, convs in fused for module in (norm, *acts, *convs)
-        }
-        for parent in root.modules():
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._find_places()
+        # the children of every module when they were last examined
+        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
+
+    def _find_places(self) -> None:
+        """Where the modules are now.  Modules that have no part in a fused norm are not referred to."""
+        self._places = {module: [] for norm, acts, convs in self._fused for module in (norm, *acts, *convs)}
+        self._paths = {module: self._paths[module] for module in self._places}
+        for parent in self.root.modules():
             for name, child in parent._modules.items():
                 if child in self._places:
                     self._places[child].append((parent, name))
-        # the children of every module when they were last examined
-        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has other dictionaries of children
@@ -90,8 +94,9 @@ class Wiring:
                     _refuse(
                         f"{self._path(conv)} was moved, replaced or removed, but {name} still writes over its input"
                     )
-            left.append(fused)
+            left.append(Fused(norm, acts, tuple(self._now(conv, present) for conv in convs)))
         self._fused = left
+        self._find_places()
 
     def _in_place(self, module: nn.Module, present: set[nn.Module], or_one_of: tuple[type, ...] = ()) -> bool:
         """Whether it is still the child that it was, or within a wrapper in its place."""
@@ -101,6 +106,15 @@ class Wiring:
             if child is None or not (module in child.modules() or isinstance(child, or_one_of)):
                 return False
         return bool(places) or module in present
+
+    def _now(self, conv: nn.Module, present: set[nn.Module]) -> nn.Module:
+        """The convolution, or the one that has taken its place."""
+        if conv in present:
+            return conv
+        found = next(parent._modules[name] for parent, name in self._places[conv] if parent in present)
+        assert found is not None
+        self._paths[found] = self._paths[conv]
+        return found
 
     def _path(self, module: nn.Module) -> str:
         return self._paths[module] or "(the model)"

@@ -1,7 +1,9 @@
 """A converted model whose modules are changed by hand: right, or an error at the next forward (issue 15, item 6)."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -148,6 +150,23 @@ def test_what_changes_no_activation_is_right(image, change):
     assert_same(copy.deepcopy(model), fusedseg.revert(copy.deepcopy(model)), image, training=training)
     if change is not fusedseg.convert_sync:
         assert_same(model, stock, image, training=training)
+
+
+def test_what_was_taken_out_is_not_kept_alive(image):
+    model = sequential(nn.LeakyReLU(0.1))
+    fusedseg.convert(model, example_inputs=image)
+    model(image)
+    gone = [weakref.ref(model.head), weakref.ref(model.body[0])]
+    model.head, model.body[0] = nn.Identity(), nn.Conv2d(3, 4, 1).double()
+    model(image)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    # what has taken the place of a convolution is watched in its stead
+    model.body[0] = nn.Conv2d(3, 4, 1).double()
+    model(image)
+    model.body[0] = nn.Identity()
+    with pytest.raises(RuntimeError, match=r"body\.0 was moved, replaced or removed, but body\.1 still writes over"):
+        model(image)
 
 
 def test_part_of_a_model_is_reverted(image):

@@ -230,6 +230,10 @@ def test_a_graph_module_is_copied(graph, image, made):
     seen.clear()
     assert torch.equal(other(image), expected)
     assert seen == [True]
+    assert other._fusedseg_wiring.root is other
+    other.get_submodule("0")._modules["2"] = nn.Identity()
+    with pytest.raises(RuntimeError, match=r"0\.2 was moved, replaced or removed, but 0\.1 still does its work"):
+        other(image)
 
 
 def test_a_graph_module_is_edited(graph, image):
