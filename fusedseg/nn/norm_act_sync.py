@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Proxy
 
 from ..ops import norm_act_sync as op
 from ..ops.norm_act import autocast_residual
+from .leaf import as_leaf
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -52,6 +54,8 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         self.process_group = process_group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         group = self._others()
         if group is None:
             return super().forward(x, residual)

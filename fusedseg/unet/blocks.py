@@ -20,6 +20,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
+from ..nn.leaf import as_leaf, proxy_in
 
 NormAct = Callable[[int], nn.Module]
 NORMS = ("batch", "instance", "group")
@@ -209,6 +210,8 @@ class Up(nn.Module):
         self.conv = DoubleConv(skip_channels + up_channels, out_channels, **options)
 
     def forward(self, x: Tensor | Sequence[Tensor], skips: Tensor | Sequence[Tensor]) -> Tensor:
+        if proxy_in((x, skips)) is not None:
+            return as_leaf(self, x, skips)
         skips = (skips,) if isinstance(skips, Tensor) else tuple(skips)
         sources = [*skips, self._enlarged(x, skips[0].shape[2:])]
         # rebound, so that the enlarged map is gone before the convolutions allocate

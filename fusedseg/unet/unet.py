@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.leaf import proxy_in
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 
@@ -112,6 +113,9 @@ class MultiEncoderUNet(nn.Module):
         name = type(self).__name__
         if len(images) != len(self.in_channels):
             raise ValueError(f"fusedseg.unet.{name}: expected {len(self.in_channels)} images, got {len(images)}")
+        if proxy_in(images) is not None:
+            # torch.fx traces the forward: there are no shapes to check
+            return
         for x, channels in zip(images, self.in_channels, strict=True):
             if x.dim() != self.dims + 2 or x.shape[1] != channels:
                 raise ValueError(
