@@ -111,4 +111,4 @@ def test_sdist_holds_the_tests_and_nothing_stray(release):
 
 def test_the_folders_that_commands_write_to_are_ignored_by_git():
     """``fusedseg_demo`` and ``memory.png`` stood as untracked files in a clone after the README's commands."""
-    assert {"fusedseg_demo/", "memory.png"} <= set((ROOT / ".gitignore").read_text().split())
+    assert {"/fusedseg_demo/", "/memory.png"} <= set((ROOT / ".gitignore").read_text().split())
