@@ -24,10 +24,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "memory": (set(), {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
     "__init__": (BASE | {"conversion", "functional", "memory", "nn", "ops", "unet"}, {"torch"}),
-    "doctor": (BASE | {"", "kernels", "ops"}, {"torch"}),
+    "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
     "cli": ({"conversion", "memory", "unet"}, {"torch"}),
-    "__main__": ({"cli", "demo", "doctor"}, {"torch"}),
+    "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # imported inside functions only, since they need triton, or the packages of an extra
 LAZY = {"demo", "kernels"}
