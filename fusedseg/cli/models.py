@@ -150,7 +150,9 @@ def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
     except Exception as error:
         raise Refused(f"{spec.name} cannot be built: {first_line(error)}{place_of(error)}") from error
     if not isinstance(model, nn.Module):
-        raise Refused(f"MODEL {spec.name!r} must be a module or build one, and built a {type(model).__name__}")
+        raise Refused(
+            f"MODEL {spec.name!r} must be a module or build one, and built an object of class {type(model).__name__}"
+        )
     return model
 
 

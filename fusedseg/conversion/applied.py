@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..nn.leaf import as_leaf
+from ..ops.unfused import assume_constant_result
 
 
 class Known(NamedTuple):
@@ -57,7 +58,7 @@ class _DoneByNorm(nn.Module):
             self._refuse()
 
     # torch.compile cannot format a number
-    @torch.compiler.assume_constant_result
+    @assume_constant_result
     def _refuse(self) -> NoReturn:
         assert self._parameter is not None
         raise RuntimeError(

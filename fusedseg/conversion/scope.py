@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ..ops import unfused
 from ..ops.recompute import recompute
+from ..ops.unfused import assume_constant_result
 from .wiring import Wiring
 
 # an attribute of a root that has a scope
@@ -44,7 +45,7 @@ class Scoped:
         with recompute():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    @torch.compiler.assume_constant_result
+    @assume_constant_result
     def _check_wiring(self) -> bool:
         """Under ``torch.compile`` once, while the call is traced; it is traced anew where a module is another."""
         assert self._fusedseg_wiring is not None

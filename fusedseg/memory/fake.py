@@ -146,7 +146,9 @@ def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
         with unfaked(mode):
             built = make()
     if not isinstance(built, nn.Module):
-        raise TypeError(f"{OP}: model must build an nn.Module, and returned {type(built).__name__}")
+        raise TypeError(
+            f"{OP}: model must be a module or build one, and built an object of class {type(built).__name__}"
+        )
     return built
 
 

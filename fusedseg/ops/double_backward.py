@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 _functorch = torch._C._functorch
 _is_batched, _is_legacy = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
@@ -77,6 +76,9 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
         else None
         for arg in args
     ]
+    # imported here, since it brings the compiler
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
     with temporarily_pop_interpreter_stack():
         found = _stacked(backward, args, split)
     return tuple(None if t is None else _functorch._add_batch_dim(t, 0, level) for t in found)

@@ -174,8 +174,14 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", RESNET, "--input", "3,64,64"]
         (["profile", "resnet.py:ResNet18", *IMAGE], "from the folder that holds it: resnet:ResNet18"),
         (["profile", "tests.resnet:BasicBlock", *IMAGE], "needs some: missing a required argument: 'in_channels'"),
         (["profile", "math:pi", *IMAGE], "pi must be a module or build one, and is a float"),
-        (["profile", "builtins:dict", *IMAGE], "cannot be built: model must build an nn.Module, and returned dict"),
-        (["convert", "builtins:dict", *IMAGE], "cannot be built: model must build an nn.Module, and returned dict"),
+        (
+            ["profile", "builtins:dict", *IMAGE],
+            "cannot be built: model must be a module or build one, and built an object of class dict",
+        ),
+        (
+            ["convert", "builtins:dict", *IMAGE],
+            "cannot be built: model must be a module or build one, and built an object of class dict",
+        ),
         ([*PROFILE, "--input", "2,4,64,64"], "does not run as eager on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
         ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),

@@ -125,7 +125,11 @@ def test_it_says_what_it_cannot_know():
             TypeError,
             "model must be a module or a function that builds one, got str",
         ),
-        (lambda: estimate(lambda: 3, (2, 4)), TypeError, "model must build an nn.Module, and returned int"),
+        (
+            lambda: estimate(lambda: 3, (2, 4)),
+            TypeError,
+            "model must be a module or build one, and built an object of class int",
+        ),
         (lambda: estimate(nn.ReLU(), 7), TypeError, "input_shapes must be a shape or a sequence of shapes, got 7"),
         (lambda: estimate(nn.ReLU(), []), TypeError, r"a sequence of shapes, got \[\]"),
         (lambda: estimate(nn.ReLU(), [(2, -4)]), TypeError, r"a shape must be a sequence of integers, got \(2, -4\)"),
