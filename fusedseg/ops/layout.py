@@ -29,6 +29,24 @@ class Layout(NamedTuple):
         return self._replace(N=N, I=samples, D=self.C // groups)
 
 
+def suggests_channels_last(x: Tensor) -> bool:
+    """Whether aten takes ``x``, (N, C, *spatial), for channels_last, which it tells by strides alone.
+
+    The stride of a dimension of size 1 counts too, and views may give it any value.
+
+    Source: ``is_channels_last_strides_2d`` in torch's c10/core/MemoryFormat.h.
+    """
+    if x.stride(1) == 0:
+        return False
+    least = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        n, step = x.shape[d], x.stride(d)
+        if n == 0 or step < least or (d == 0 and least == x.stride(1)):
+            return False
+        least = step * n
+    return True
+
+
 def layout_of(x: Tensor) -> Layout | None:
     """The layout of a dense tensor; None for any other strides."""
     N, C, *spatial = x.shape

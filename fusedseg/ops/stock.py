@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from . import max_pool, recipe
 from .cast import is_cast
 from .joined import note_cat, note_interpolated, noted
-from .layout import layout_of
+from .layout import layout_of, suggests_channels_last
 from .rebuild import Autocast, Handle, Kept, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
@@ -108,8 +108,8 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
     if not x.is_contiguous():
         if layout_of(x) is None:
             return _pure(registry, func, args, kwargs)
-        if x.is_cpu and x.shape[0] == 1:
-            # of one image in channels_last, the stock function returns a contiguous one
+        if not suggests_channels_last(x):
+            # The stock function returns a contiguous result, as for some views of a single image.
             x = x.contiguous()
     return max_pool.max_pool(x, pool)
 

@@ -303,14 +303,15 @@ def test_dropout_without_a_batch(drop, shape):
 
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_pool_lays_out_what_the_stock_function_does(dims, batch):
-    """Of one image in channels_last the stock pool returns a contiguous one, and gradients are laid out alike."""
+@pytest.mark.parametrize("view", [lambda x: x.view_as(x), lambda x: x * 1, lambda x: x.as_strided(x.shape, x.stride())])
+def test_pool_lays_out_what_the_stock_function_does(dims, batch, view):
+    """A view of one image in channels_last has a stride by which aten takes it for contiguous."""
     pool = getattr(F, f"max_pool{dims}d")
     last = torch.channels_last if dims == 2 else torch.channels_last_3d
 
     def program(scope):
         x = torch.randn(batch, 4, *(6,) * dims).contiguous(memory_format=last).requires_grad_()
-        y = x.view_as(x)
+        y = view(x)
         y.retain_grad()
         with scope():
             z = pool(y, 3, 2, 1)
