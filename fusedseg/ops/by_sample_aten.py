@@ -16,7 +16,7 @@ from .layout import Layout
 
 def _repeated(v: Tensor | None, samples: int) -> Any:
     # a fifth of the time of Tensor.repeat
-    return None if v is None else v.expand(samples, -1).reshape(-1)
+    return None if v is None else v.expand(samples, -1).contiguous().view(-1)
 
 
 def _kept_of_all(kept: Kept | None, layout: Layout) -> Kept | None:

@@ -93,8 +93,9 @@ def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _each(v: Any, x: Tensor, norm: Norm) -> Any:
     """A vector of C values as ``_problems`` have channels."""
-    # a fifth of the time of Tensor.repeat
-    return v if v is None or norm.kind == "batch" else v.expand(len(x), -1).reshape(-1)
+    # A fifth of the time of Tensor.repeat.  reshape() would give a view of one channel, through which all samples moved
+    # the same running statistics.
+    return v if v is None or norm.kind == "batch" else v.expand(len(x), -1).contiguous().view(-1)
 
 
 def forward(

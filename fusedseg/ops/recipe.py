@@ -116,7 +116,8 @@ class expect:
         overwrite: Callable[..., Tensor] | None = None,
     ) -> None:
         self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
-        self.registry = active()
+        # to change an inference tensor raises
+        self.registry = None if x.is_inference() else active()
 
     def __enter__(self) -> None:
         if self.registry is None:

@@ -270,3 +270,14 @@ def test_compile_fullgraph_follows_eager(compiler, fmt):
 def test_refused(attempt, error, text):
     with pytest.raises(error, match=text):
         attempt()
+
+
+@pytest.mark.parametrize("make", [fusedseg.InstanceNormAct, fusedseg.InPlaceInstanceNormAct])
+def test_running_statistics_of_one_channel_move_once(make):
+    """Those of a batch of two moved twice: every sample wrote to the same number."""
+    x = torch.randn(2, 1, 6, 6)
+    stock, ours = nn.InstanceNorm2d(1, track_running_stats=True), make(1, track_running_stats=True)
+    stock(x.clone())
+    ours(x.clone())
+    torch.testing.assert_close(ours.running_mean, stock.running_mean)
+    torch.testing.assert_close(ours.running_var, stock.running_var)

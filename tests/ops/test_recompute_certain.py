@@ -361,3 +361,31 @@ def test_view_made_without_grad_mode_is_saved():
         return [out.detach()]
 
     assert_same(program)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.mul_, torch.Tensor.add_, torch.Tensor.div_])
+def test_change_in_place_by_a_tensor_of_more_precision(change):
+    """The changed tensor was rebuilt in the dtype of the other one."""
+
+    def program(scope):
+        x = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.rand(2, 4, 8, 8) + 1
+        with scope():
+            out = change(F.silu(x * 2), w.requires_grad_()).square() * w
+        out.sum().backward()
+        return grads(x, w)
+
+    assert_same(program)
+
+
+def test_change_of_an_inference_tensor_raises_as_ever():
+    """The scope raised the same error before the function ran, so that the tensor kept its values."""
+
+    def program(scope):
+        with torch.inference_mode():
+            t = torch.randn(4)
+        with scope(), pytest.raises(RuntimeError, match="nference tensor"):
+            t.div_(2)
+        return [t]
+
+    assert_same(program)
