@@ -16,8 +16,12 @@ def seeds_of(text: str) -> range:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, default="programs", help="programs in the scope, or networks to convert")
-    parser.add_argument("--seeds", type=seeds_of, default=range(200), help="first:last, without the last; default 0:200")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="programs", help="programs in the scope, or networks to convert"
+    )
+    parser.add_argument(
+        "--seeds", type=seeds_of, default=range(200), help="first:last, without the last; default 0:200"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--print", type=int, metavar="SEED", help="prints one program, shrunk if it fails, and no more")
     parser.add_argument("--whole", action="store_true", help="with --print: as it was made")

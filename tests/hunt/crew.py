@@ -1,7 +1,7 @@
 """Runs seeds in processes of their own: some of PyTorch's own programs end in a segmentation fault.
 
-A worker writes down the seed and the phase before it starts.  Where it dies, the crew asks a further process whether the
-program dies in eager mode too, which is PyTorch's own fault, and goes on after that seed.
+A worker writes down the seed and the phase before it starts.  Where it dies, the crew asks a further process whether
+the program dies in eager mode too, which is PyTorch's own fault, and goes on after that seed.
 """
 
 import collections
@@ -83,7 +83,9 @@ class Report:
 
     def programs(self) -> str:
         """The first programs of each cause, shrunk, as code that can be pasted."""
-        texts = [f"# {cause}\n{printed(self.kind, s)}" for cause, seeds in self.failures.items() for s in seeds[:PRINTED]]
+        texts = [
+            f"# {cause}\n{printed(self.kind, s)}" for cause, seeds in self.failures.items() for s in seeds[:PRINTED]
+        ]
         return "\n\n".join(texts)
 
 
@@ -163,7 +165,9 @@ def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
                 if worker.process.returncode == 0:
                     continue
                 if not lines or "verdict" in lines[-1]:
-                    raise RuntimeError(f"a worker of {worker.seeds} ends with {worker.process.returncode} between programs")
+                    raise RuntimeError(
+                        f"a worker of {worker.seeds} ends with {worker.process.returncode} between programs"
+                    )
                 report.add(lines[-1]["seed"], _crash(worker, lines[-1], folder))
                 rest = range(lines[-1]["seed"] + 1, worker.seeds.stop)
                 todo = [rest, *todo] if rest else todo

@@ -1,8 +1,8 @@
 """How a program grows from a seed: each step runs in eager mode as soon as it is chosen.
 
-So the steps that follow see real shapes and dtypes, a step that raises is dropped (or kept now and then, since the scope
-must raise as well), and it is known whose memory autograd keeps: a write that autograd cannot see is only right where
-it does not.
+So the steps that follow see real shapes and dtypes.  A step that raises is dropped, or kept now and then, since the
+scope must raise as well.  The grower also knows which memory autograd keeps: a write that autograd cannot see changes
+no gradient elsewhere.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from tests.hunt.program import Block, Node, Program, Step
 
 LARGEST = 20_000
 # by name: relu_(, add_(, inplace=True, out=, .data, iadd(, __setitem__
-WRITES = re.compile(r"[a-z]_\(|inplace=True|out=|\.data\b|\.i(?:add|sub|mul|truediv)\(|Dirty|\] = |np\.copyto|change\d*\(")
+WRITES = re.compile(
+    r"[a-z]_\(|inplace=True|out=|\.data\b|\.i(?:add|sub|mul|truediv)\(|Dirty|\] = |np\.copyto|change\d*\("
+)
 
 
 class Rates:
@@ -52,7 +54,7 @@ class Grower:
         self.shape: tuple[int, ...] = self.rng.choice(SHAPES)
         self.dtype = self.rng.choice((torch.float32,) * 8 + (torch.float64, torch.bfloat16))
         self.log = prelude.Log()
-        self.space: dict = dict(vars(prelude)) | {"scope": contextlib.nullcontext, "log": self.log}
+        self.space: dict = dict(vars(prelude)) | {"scope": prelude.eager, "log": self.log}
         self.setup: list[Node] = []
         self.stack: list[list[Node]] = [[]]
         # the names of tensors, by function

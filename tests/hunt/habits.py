@@ -46,8 +46,10 @@ def foreign_memory(g: Grower) -> None:
     name = g.step("memory", make)
     if name is None:
         return
-    reads = (f"{name}.float().div(255)", f"{name}.float() * 0.5", f"F.relu({name})", f"{name}.double()", f"{name} - 0.4",
-             f"F.pad({name}, (1, 1))", f"F.interpolate({name}[None], scale_factor=2)[0]", f"{name}.clone()")  # fmt: skip
+    reads = (f"{name}.float().div(255)", f"{name}.float() * 0.5", f"F.relu({name})", f"{name}.double()",
+             f"{name} - 0.4",
+             f"F.pad({name}, (1, 1))", f"F.interpolate({name}[None], scale_factor=2)[0]",
+             f"{name}.clone()")  # fmt: skip
     read = g.step("memory", g.rng.choice(reads))
     if read is not None:
         w = g.leaf((1,) * g.of(read).dim(), g.of(read).dtype)
@@ -86,10 +88,15 @@ def stale_cast(g: Grower) -> None:
 
 
 def hook(g: Grower) -> None:
+    if g.log.modules and g.chance(0.2):
+        # modules that lie in the program call it each time
+        g.step("hook", f"{g.rng.choice(list(g.log.modules))}.register_forward_hook(lambda m, i, out: out * 2)", outs=0)
+        return
     name = g.pick(lambda t: t.requires_grad)
     if name is None:
         return
-    hooks = [f"{name}.register_hook(lambda g: g * 0.5)", f"{name}.retain_grad()", f"{name}.register_hook(lambda g: None)",
+    hooks = [f"{name}.register_hook(lambda g: g * 0.5)", f"{name}.retain_grad()",
+             f"{name}.register_hook(lambda g: None)",
              f"{name}.grad_fn.register_hook(lambda into, out: None)"]  # fmt: skip
     g.step("hook", g.rng.choice(hooks), outs=0)
 
@@ -142,7 +149,8 @@ def mixed_sum(g: Grower) -> None:
 
 
 ODD = [
-    "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})", "torch.vmap(lambda v: v.flatten()[:2])({x})",
+    "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})",
+    "torch.vmap(lambda v: v.flatten()[:2])({x})",
     "torch.vmap(lambda i: {x}[0].flatten()[i])(torch.tensor([0, 1]))", "reloaded(F.relu({x}).detach())",
     "reloaded(torch.cat([{x}, {x}]).detach())", "torch.empty(2, 3, device='meta').relu().shape.numel() + {x}",
     "F.relu(torch.empty(2, 3, 4, 4, device='meta')) is None or {x} * 1",

@@ -6,10 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
-
 import fusedseg
-from tests.hunt.prelude import difference, network_difference, outcome, refused
+from tests.hunt.prelude import difference, eager, network_difference, outcome, refused
 from tests.hunt.program import Network, Program, defined, edited, nodes, renamed, without
 
 # what the scope says, in a backward pass, where a program writes to a source after the scope has ended: documented
@@ -56,8 +54,8 @@ def judged(program: Program | Network, tell: Callable[[str], None] = lambda phas
     tell("eager")
     with quiet():
         parts = program.callables()
-        expected = outcome(parts, contextlib.nullcontext)
-        if difference(expected, outcome(parts, contextlib.nullcontext)) is not None:
+        expected = outcome(parts, eager)
+        if difference(expected, outcome(parts, eager)) is not None:
             return Verdict("unstable")
         tell("scope")
         got = outcome(parts, fusedseg.recompute)

@@ -97,16 +97,18 @@ def norm_function(g: Grower) -> None:
         mean, var = (g.leaf((c,), x.dtype, grad=False, scale=0.5) for _ in range(2))
         var = f"{var}.abs_().add_(0.5)" if g.chance(0.1) else var
     own = mean == "None" or g.chance(0.7)
+    # without a weight, a bias makes PyTorch's own backward pass raise "tensor does not have a device"
+    group_bias = "None" if w == "None" else b
     calls = [
         f"F.batch_norm({name}, {mean}, {var}, {w}, {b}, {own}, {rng.choice((0.1, 0.5, 1.0))})",
         f"F.batch_norm({name}, {mean}, {var}, weight={w}, bias={b}, training={own})",
         f"F.instance_norm({name}, {mean}, {var}, {w}, {b}, {own})",
         f"F.instance_norm({name})",
-        f"F.group_norm({name}, 1, {w}, {b})",
+        f"F.group_norm({name}, 1, {w}, {group_bias})",
         f"F.layer_norm({name}, {name}.shape[1:])",
         f"F.rms_norm({name}, {name}.shape[-1:])",
         f"F.local_response_norm({name}, 2)",
-        f"torch.group_norm({name}, {c}, {w}, {b})",
+        f"torch.group_norm({name}, {c}, {w}, {group_bias})",
     ]
     g.step("norm", rng.choice(calls))
 
@@ -127,8 +129,12 @@ def norm_twice(g: Grower) -> None:
         g.step("mode", f"{m}.{mode}()", outs=0)
         out = g.step("norm", f"{m}({name})")
         if out is not None and g.chance(0.6):
-            g.step("activation", rng.choice((f"F.relu({out})", f"F.silu({out}, inplace=True)", f"torch.sigmoid({out})",
-                                             f"{out}.square()")))
+            g.step(
+                "activation",
+                rng.choice(
+                    (f"F.relu({out})", f"F.silu({out}, inplace=True)", f"torch.sigmoid({out})", f"{out}.square()")
+                ),
+            )
 
 
 def pool(g: Grower) -> None:
@@ -138,7 +144,8 @@ def pool(g: Grower) -> None:
     n, rng = g.of(name).dim() - 2, g.rng
     ceil = g.chance(0.3)
     calls = [
-        f"F.max_pool{n}d({name}, 2)", f"F.max_pool{n}d({name}, 3, 2, 1)", f"F.max_pool{n}d({name}, 2, ceil_mode={ceil})",
+        f"F.max_pool{n}d({name}, 2)", f"F.max_pool{n}d({name}, 3, 2, 1)",
+        f"F.max_pool{n}d({name}, 2, ceil_mode={ceil})",
         f"F.max_pool{n}d({name}, kernel_size=2, stride=1)", f"torch.max_pool{n}d({name}, 3, 1, 1)",
         f"F.max_pool{n}d({name}, 2, return_indices=True)[0]", f"F.max_pool{n}d({name}, 2, 1, 0, 2)",
         f"F.avg_pool{n}d({name}, 2)", f"F.avg_pool{n}d({name}, 3, 1, 1, ceil_mode={ceil})",
@@ -221,4 +228,3 @@ def embedding(g: Grower) -> None:
                                f"F.embedding({index}.clamp(max=6), {table}, padding_idx=0)",
                                f"F.embedding({index}.clamp(max=6), {table}).movedim(-1, 1)"))  # fmt: skip
     g.step("embedding", expression)
-

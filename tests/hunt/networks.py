@@ -34,13 +34,16 @@ def unit(g: Grower) -> None:
     out = rng.choice((c, c, 4))
     norms = (f"nn.BatchNorm{n}d({out})", f"nn.BatchNorm{n}d({out})", f"nn.InstanceNorm{n}d({out}, affine=True)",
              f"nn.GroupNorm({2 if out % 2 == 0 else 1}, {out})", f"nn.BatchNorm{n}d({out}, momentum=None)",
-             f"nn.BatchNorm{n}d({out}, affine=False)", f"nn.InstanceNorm{n}d({out}, track_running_stats=True)")  # fmt: skip
+             f"nn.BatchNorm{n}d({out}, affine=False)",
+             f"nn.InstanceNorm{n}d({out}, track_running_stats=True)")  # fmt: skip
     conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
     norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
     drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []
     if g.chance(0.1):
         drop = [g.module("nn.Identity()")]
-    order = rng.choice(([conv, norm, *drop, act],) * 4 + ([conv, act, norm], [norm, act, conv], [conv, norm], [conv, act]))
+    order = rng.choice(
+        ([conv, norm, *drop, act],) * 4 + ([conv, act, norm], [norm, act, conv], [conv, norm], [conv, act])
+    )
     if g.chance(0.08):
         g.step("mode", f"{norm}.{rng.choice(('eval', 'train'))}()", outs=0)
     for part in order:
@@ -56,7 +59,8 @@ def residual(g: Grower) -> None:
     name = g.frames[-1][-1]
     unit(g)
     other = g.frames[-1][-1]
-    sums = (f"{name} + {other}", f"operator.iadd({other}, {name})", f"{other}.add_({name})", f"torch.add({other}, {name})",
+    sums = (f"{name} + {other}", f"operator.iadd({other}, {name})", f"{other}.add_({name})",
+            f"torch.add({other}, {name})",
             f"torch.cat([{name}, {other}], 1)", f"{name} * torch.sigmoid({other})")  # fmt: skip
     out = g.step("residual", g.rng.choice(sums))
     if out is not None and g.chance(0.6):
@@ -64,7 +68,8 @@ def residual(g: Grower) -> None:
 
 
 MAKERS: list[tuple[int, Maker]] = [
-    (14, unit), (8, residual), (4, steps.activation), (3, steps.binary), (2, steps.scalar_step), (3, layers.convolution),
+    (14, unit), (8, residual), (4, steps.activation), (3, steps.binary), (2, steps.scalar_step),
+    (3, layers.convolution),
     (3, layers.norm), (1, layers.norm_function), (1, layers.norm_twice), (3, layers.pool), (3, layers.interpolate),
     (2, layers.pad), (1, layers.dropout), (2, steps.view), (4, steps.join), (1, steps.split), (1, steps.reduction),
     (1, steps.product), (1, steps.custom), (1, steps.in_place), (1, blocks.checkpointed), (1, blocks.modes),

@@ -7,13 +7,23 @@ import threading
 
 import numpy as np
 import torch
-from torch import nn
+from torch import nn  # noqa: F401
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.ops import sources
+
+
+class eager(contextlib.ContextDecorator):
+    """In place of the scope: a context manager, or a decorator, that does nothing."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *exception):
+        pass
 
 
 class Log:
@@ -286,7 +296,7 @@ def difference(expected, got):
 
 def check(*parts):
     """Raises an AssertionError that says how the scope changes a program."""
-    found = difference(outcome(parts, contextlib.nullcontext), outcome(parts, fusedseg.recompute))
+    found = difference(outcome(parts, eager), outcome(parts, fusedseg.recompute))
     assert found is None, found
 
 

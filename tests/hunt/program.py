@@ -168,7 +168,9 @@ def renamed(steps: Steps, old: str, new: str) -> Steps:
             out.append(replace(node, code=pattern.sub(new, node.code)))
         else:
             # the parameters of a function keep distinct names
-            header = node.header if f"{new}," in node.header or f"{new})" in node.header else pattern.sub(new, node.header)
+            header = (
+                node.header if f"{new}," in node.header or f"{new})" in node.header else pattern.sub(new, node.header)
+            )
             out.append(replace(node, header=header, body=renamed(node.body, old, new)))
     return tuple(out)
 

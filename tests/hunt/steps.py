@@ -1,9 +1,9 @@
 """Steps of arithmetic and shape, as templates.
 
-    {x}     a floating tensor          {y}     another that broadcasts with it, of any dtype
-    {n}     an integer tensor          {b}     a boolean tensor that broadcasts with {x}
-    {s}     a number                   {flag}  True or False
-    {d}     a dimension of {x}         {w}     a parameter for the channels of {x}
+{x}     a floating tensor          {y}     another that broadcasts with it, of any dtype
+{n}     an integer tensor          {b}     a boolean tensor that broadcasts with {x}
+{s}     a number                   {flag}  True or False
+{d}     a dimension of {x}         {w}     a parameter for the channels of {x}
 """
 
 import re
@@ -109,7 +109,7 @@ IN_PLACE = [
     "{x}.chunk(2, 1)[0].mul_(0.5)", "{x}.clamp_(-1, 1)", "{x}.relu_()", "{x}.sub_({y})", "{x}.t_()",
     "torch._foreach_mul_([{x}], 0.8)", "torch._foreach_add_([{x}], 0.1)", "{x}.as_strided((2,), (1,)).mul_(1.5)",
     "F.relu({x}[:, :1], inplace=True)", "torch.relu_({x}[..., :2])", "{x}.index_fill_({d}, torch.tensor([0]), {s})",
-    "{x}.requires_grad_()", "nn.init.constant_({x}.detach(), 0.2)", "torch.nn.utils.clip_grad_norm_([], 1.0)",
+    "{x}.requires_grad_()", "nn.init.constant_({x}.detach(), 0.2)",
     "{x}.swapaxes_(0, 1)", "{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.masked_fill_({b}, {s})",
 ]  # fmt: skip
 
@@ -126,6 +126,7 @@ COMPLEX = [
 ]  # fmt: skip
 
 CUSTOM = [
+    "scope()(lambda v: F.silu(v) * 2)({x})",
     "SaveInput.apply({x})", "SaveOutput.apply({x})", "SaveBetween.apply({x})", "Dirty.apply({x})",
     "DirtySaved.apply({x})",
 ]  # fmt: skip
