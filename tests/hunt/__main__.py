@@ -1,12 +1,16 @@
 """The command line of the hunt: ``python -m tests.hunt --seeds 0:20000 --jobs 2``."""
 
 import argparse
+import resource
 import sys
 from pathlib import Path
 
 import torch
 
 from tests.hunt.crew import KINDS, hunt, text_of, work
+
+
+MEMORY = 4 << 30
 
 
 def seeds_of(text: str) -> range:
@@ -30,6 +34,8 @@ def main() -> int:
     parser.add_argument("--eager-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # a smaller program may ask for far larger tensors
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     if options.print is not None:
         print(text_of(options.kind, options.print, options.whole))
         return 0

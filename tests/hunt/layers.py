@@ -50,7 +50,7 @@ def _weight(g: Grower, shape: tuple[int, ...], x) -> str:
     fan = 1
     for n in shape[1:]:
         fan *= n
-    return g.leaf(shape, dtype, scale=round(fan**-0.5, 2))
+    return g.leaf(shape, dtype, scale=round(max(fan, 1) ** -0.5, 2))
 
 
 def norm(g: Grower) -> None:
