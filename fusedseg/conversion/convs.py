@@ -78,7 +78,8 @@ class _LeanConv(nn.Module):
         whole, weight, bias = join_conv.autocast((formed,), conv.weight, conv.bias)
         sources, _, _ = join_conv.autocast(sources, conv.weight, conv.bias)
         join_conv.check(OP, sources, weight, bias, geometry)
-        return join_conv.join_conv(sources, weight, bias, geometry, *tensors_of(whole))
+        with joined.saving_sources():
+            return join_conv.join_conv(sources, weight, bias, geometry, *tensors_of(whole))
 
 
 class LeanConv2d(_LeanConv, nn.Conv2d):

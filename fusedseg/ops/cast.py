@@ -25,11 +25,17 @@ def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
     return t
 
 
-def is_cast(t: Tensor, parameter: Tensor) -> bool:
-    """Whether ``parameter.to(t.dtype)`` has the values of ``t``, which was made of it just now, or seen here then."""
+def is_cast(t: Tensor, parameter: Tensor, first_node: int = 0) -> bool:
+    """Whether ``parameter.to(t.dtype)`` gives the values of ``t``.
+
+    Autocast keeps what it casts for later calls, so ``t`` may be older than the values of the parameter.  This is known
+    for a cast that was seen here before, and for one whose node in the graph has the number ``first_node`` or a higher
+    one, which is to say that the cast was made just now.  Any other cast is not vouched for.
+    """
     node = _node(t, parameter)
-    # autocast caches what it casts: it may be older than the parameter
-    return node is not None and node.metadata.setdefault(VERSION, parameter._version) == parameter._version
+    if node is None or (VERSION not in node.metadata and node._sequence_nr() < first_node):
+        return False
+    return node.metadata.setdefault(VERSION, parameter._version) == parameter._version
 
 
 def uncast(w: Tensor) -> Tensor:

@@ -158,7 +158,8 @@ def convolve_backward(
         return None, None, None
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    if not looped(x):
+    # A dispatch mode, as memory trackers use it, could not look into a tensor in oneDNN's layout.
+    if not looped(x) or torch._C._len_torch_dispatch_stack():
         return aten.convolution_backward(dy, x, w, *rest)
     # of an input in oneDNN's own layout, a copy of it, torch leaves oneDNN no choice
     dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)

@@ -1,9 +1,14 @@
-"""Backward passes that cannot be differentiated themselves, and say so."""
+"""How the backward of an op is called: one gradient at a time, and not to be differentiated itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+_functorch = torch._C._functorch
+_is_batched, _is_legacy = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
 
 
 def message(op: str) -> str:
@@ -37,4 +42,51 @@ class _Gradients(torch.autograd.Function):
 
 def differentiated_once(op: str, backward: Callable[..., tuple], *args: Any) -> tuple:
     """``backward(*args)``; where autograd records a graph of it, one that raises when it is used."""
+    if batched(args):
+        return one_by_one(backward, *args)
     return _Gradients.apply(op, backward, *args) if torch.is_grad_enabled() else backward(*args)
+
+
+def batched(args: Sequence[Any]) -> bool:
+    """Whether one of the arguments stands for a batch of tensors, as gradients do inside a ``vmap``."""
+    return any(isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)) for arg in args)
+
+
+def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
+    """``backward(*args)`` for the gradients of a batch, one after the other.
+
+    ``torch.autograd.grad(..., is_grads_batched=True)`` and ``jacobian(vectorize=True)`` call a backward so, and so does
+    ``torch.vmap`` around ``torch.autograd.grad``.  Kernels, and aten functions that write to given memory, have no rule
+    for batches.
+    """
+    if any(isinstance(arg, Tensor) and _is_legacy(arg) for arg in args):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        split = [
+            torch._remove_batch_dim(arg, level, 0, 0) if isinstance(arg, Tensor) and _is_legacy(arg) else None
+            for arg in args
+        ]
+        found = _stacked(backward, args, split)
+        return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
+    level = max(_functorch.maybe_get_level(arg) for arg in args if isinstance(arg, Tensor))
+    split = [
+        _functorch.get_unwrapped(arg).movedim(_functorch.maybe_get_bdim(arg), 0)
+        if isinstance(arg, Tensor) and _functorch.maybe_get_level(arg) == level
+        else None
+        for arg in args
+    ]
+    with temporarily_pop_interpreter_stack():
+        found = _stacked(backward, args, split)
+    return tuple(None if t is None else _functorch._add_batch_dim(t, 0, level) for t in found)
+
+
+def _stacked(
+    backward: Callable[..., tuple], args: Sequence[Any], split: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The results of all calls; ``split`` has the arguments that differ between calls, along their first dimension."""
+    count = next(len(each) for each in split if each is not None)
+    found = [
+        backward(*(arg if each is None else each[i] for arg, each in zip(args, split, strict=True)))
+        for i in range(count)
+    ]
+    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*found, strict=True)]

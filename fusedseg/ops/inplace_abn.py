@@ -124,7 +124,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         z, weight, bias, rstd, xhat_kept, residual = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = dparam_dtype_of(weight, bias, needs[1] or needs[2])
-        into = reuse.take(z) if ctx.reuse and not torch.is_grad_enabled() else None
+        into = reuse.take(z, dz) if ctx.reuse and not torch.is_grad_enabled() else None
         args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, ctx.training, ctx.act, wanted, into)
         dx, dweight, dbias, dresidual = differentiated_once(
             OP, backward, *args, residual, residual is not None and needs[5]

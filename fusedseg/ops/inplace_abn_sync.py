@@ -60,7 +60,7 @@ class InPlaceABNSyncFunction(torch.autograd.Function):
         z, weight, bias, rstd, xhat_kept, residual, share = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = dparam_dtype_of(weight, bias, needs[1] or needs[2])
-        into = reuse.take(z) if ctx.reuse and not torch.is_grad_enabled() else None
+        into = reuse.take(z, dz) if ctx.reuse and not torch.is_grad_enabled() else None
         args = (dz, z, ctx.layout, weight, bias, rstd, xhat_kept, ctx.kept, share, ctx.group, ctx.act, wanted, into)
         dx, dweight, dbias, dresidual = differentiated_once(
             OP, _backward, *args, residual, residual is not None and needs[4]

@@ -4,10 +4,12 @@
 handed such a tensor convolves it as it is, but keeps its sources (``ops/sources.py``): in backward, neither the
 concatenation nor the enlarged tensor is formed again, nor a gradient of that size, where they are large.
 
-A note is an attribute of the very tensor and gone with it.  Of sources that were written to since it says nothing.
+The scope has the notes, by tensor, and forgets each with its tensor.  A note no longer counts once a source was
+written to, or where a source is memory of the caller's that eager mode would not keep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,6 @@ from torch import Tensor
 from .recipe import active
 from .registry import plain
 from .sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
-
-NOTE = "_fusedseg_joined"
 
 
 class Note(NamedTuple):
@@ -33,16 +33,38 @@ def _versions(out: Tensor, sources: tuple[Source, ...]) -> tuple[int, ...]:
 
 def sources_of(x: Tensor) -> tuple[Source, ...] | None:
     """What ``x`` stands for, None where that is not known or no longer so."""
-    note = getattr(x, NOTE, None)
-    if note is None or note.versions != _versions(x, note.sources) or active() is None:
+    registry = active()
+    if registry is None:
         return None
-    return note.sources
+    # or the scope would see that somebody asks for the memory of a tensor
+    with torch._C.DisableTorchFunction():
+        note = registry.notes.get(x)
+        if note is None or note.versions != _versions(x, note.sources):
+            return None
+        return note.sources if all(map(registry.certain, tensors_of(note.sources))) else None
+
+
+@contextmanager
+def saving_sources() -> Iterator[None]:
+    """What is saved inside stands for something else: the scope copies it before it is written to, as eager mode, which
+    would not have kept it, allows."""
+    registry = active()
+    if registry is None:
+        yield
+        return
+    before, registry.saves_sources = registry.saves_sources, True
+    try:
+        yield
+    finally:
+        registry.saves_sources = before
 
 
 def _note(out: Any, sources: tuple[Source, ...]) -> None:
-    tensors = tensors_of(sources)
-    if isinstance(out, Tensor) and out.dim() in MODES and all(t.dtype == out.dtype and plain(t) for t in tensors):
-        setattr(out, NOTE, Note(sources, _versions(out, sources)))
+    registry, tensors = active(), tensors_of(sources)
+    if registry is None or not isinstance(out, Tensor) or out.dim() not in MODES or not plain(out):
+        return
+    if all(plain(t) and t.dtype == out.dtype for t in tensors):
+        registry.notes[out] = Note(sources, _versions(out, sources))
 
 
 def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:

@@ -16,6 +16,7 @@ from . import max_pool_aten, recipe, unfused
 from .check import check_dtype, check_tangents, check_transforms
 from .convolution import FORMATS, per_dimension
 from .device import device_of
+from .double_backward import batched, one_by_one
 from .layout import dense
 from .max_pool_aten import Pool
 
@@ -93,6 +94,9 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz):
         (codes,) = ctx.saved_tensors
+        if batched((dz,)):
+            args = dz, codes, ctx.size, ctx.rows, ctx.pool
+            return *one_by_one(lambda *args: (backward(*args),), *args), None
         return _Backward.apply(dz, codes, ctx.size, ctx.rows, ctx.pool), None
 
 

@@ -4,6 +4,7 @@ A recipe is rebuilt when backward asks for it.  The result is held a little long
 again soon: by the order in which handles were made, which backward walks down.
 """
 
+import functools
 import itertools
 import threading
 import weakref
@@ -31,6 +32,10 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> "Place":
         return cls(t.size(), t.stride(), int(t.storage_offset()), t.dtype)
+
+    def layout(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+        """All but the offset."""
+        return self.size, self.stride, self.dtype
 
     def end(self) -> int:
         return self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
@@ -68,30 +73,60 @@ def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
 
 
 class Kept:
-    """Data in the graph: the tensor, or what the hooks around the scope (``outer``) have made of it."""
+    """Data in the graph: the tensor, or what the hooks around the scope (``outer``) have made of it.
 
-    __slots__ = ("__weakref__", "at", "copied", "held", "in_recipe", "outer", "packed", "version")
+    in_recipe: recipes read it.
+    in_graph: a saved tensor of the graph reads it; False for data that is kept for recipes alone.
+    copied: it no longer shares the memory that it was saved from.
+    exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
+    """
+
+    __slots__ = (
+        "__weakref__", "at", "copied", "exposed", "held", "in_graph", "in_recipe", "outer", "packed", "recipes_copy",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer, self.in_recipe, self.copied = at, outer, False, False
+        self.in_graph, self.exposed = True, False
         self.held: Tensor | None = None
+        self.recipes_copy: Kept | None = None
         self._take(t)
 
     def _take(self, t: Tensor) -> None:
         # detached: an output that is packed with its own graph would keep itself alive
-        t, self.version = t.detach(), t._version
+        t = t.detach()
+        # an inference tensor has no version, and cannot be modified where autograd would notice
+        self.version = 0 if t.is_inference() else t._version
         self.packed = t if self.outer is None else self.outer[0](t)
 
     def changed(self) -> bool:
-        # what other hooks hold is theirs to watch
-        return self.outer is None and self.packed._version != self.version
+        if self.outer is not None or self.packed.is_inference():
+            # what other hooks hold is theirs to watch
+            return False
+        return self.packed._version != self.version
 
-    def copy_before_change(self, t: Tensor) -> None:
-        """``t`` shares the memory and is about to be written to."""
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         at = self.at
-        memory = t.detach().as_strided((at.end() - at.offset,), (1,), at.offset).clone()
-        self._take(memory.as_strided(at.size, at.stride, 0))
+        # every element once, though the tensor may show some of them twice
+        span = at.end() - at.offset if 0 not in at.size else 0
+        memory = torch.empty(0, dtype=at.dtype, device=storage.device)
+        with torch.no_grad():
+            copy = memory.set_(storage, at.offset, (span,), (1,)).clone()
+            return copy.as_strided(at.size, at.stride, 0)
+
+    def copy_before_change(self, storage: torch.UntypedStorage) -> None:
+        """Its memory, ``storage``, is about to be written to, and all who read it want the values of before."""
+        self._take(self._copy(storage))
         self.copied = True
+
+    def copy_for_recipes(self, storage: torch.UntypedStorage) -> None:
+        """Its memory, ``storage``, may be written to, and only recipes want the values of before."""
+        if self.recipes_copy is None:
+            self.recipes_copy = Kept(self._copy(storage), self.outer, self.at)
+
+    def load_for_recipe(self) -> Tensor:
+        return self.load() if self.recipes_copy is None else self.recipes_copy.load()
 
     def load(self) -> Tensor:
         if self.changed():
@@ -115,6 +150,12 @@ class Kept:
         return True
 
 
+@functools.cache
+def _has_autocast(kind: str) -> bool:
+    """Whether a type of device can autocast: meta tensors cannot, and PyTorch raises if it is asked about them."""
+    return torch.amp.is_autocast_available(kind)
+
+
 class Autocast(NamedTuple):
     """The autocast state of a device type: casts are part of what a function computes."""
 
@@ -123,10 +164,12 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, kind: str) -> "Autocast":
-        return cls(True, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else OFF
+        if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
+            return OFF
+        return cls(True, torch.get_autocast_dtype(kind))
 
     def again(self, kind: str) -> Any:
-        if not self.enabled and not torch.is_autocast_enabled(kind):
+        if not _has_autocast(kind) or not (self.enabled or torch.is_autocast_enabled(kind)):
             return nullcontext()
         # without the cache, which belongs to a region of the caller's
         return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
@@ -140,23 +183,30 @@ class Recipe:
 
     Args:
         at: where the tensor lies, which the result is laid out as.
+        device: of the tensor.
         rebuild: called with the inputs; returns the tensor, in memory of its own.
         overwrite: the same, written over the first input; None where there is no such function.
         autocast: the state it was computed in.
         inputs: each a source, and where in it the input lies.
+
+    ``data`` is the tensor itself, where it came to be kept after the recipe was made.  Saved tensors then read that;
+    other recipes still rebuild the values of the call.
     """
 
-    __slots__ = ("__weakref__", "at", "autocast", "held", "inputs", "orders", "overwrite", "rebuild")
+    __slots__ = ("__weakref__", "at", "autocast", "data", "device", "held", "inputs", "orders", "overwrite", "rebuild")
 
     def __init__(
         self,
         at: Place,
+        device: torch.device,
         rebuild: Callable[..., Tensor],
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: Sequence[tuple["Kept | Recipe", Place]],
     ) -> None:
-        self.at, self.rebuild, self.overwrite, self.autocast, self.inputs = at, rebuild, overwrite, autocast, inputs
+        self.at, self.device, self.inputs = at, device, inputs
+        self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
+        self.data: Kept | None = None
         # of its handles
         self.orders: list[int] = []
         # the value and its version
@@ -181,15 +231,21 @@ class Recipe:
     def _rebuilt(self, order: int) -> Tensor:
         inputs, first_is_ours = [], False
         for i, (source, at) in enumerate(self.inputs):
-            t, ours = (source.load(), False) if isinstance(source, Kept) else source.load(order)
+            t, ours = (source.load_for_recipe(), False) if isinstance(source, Kept) else source.load(order)
             inputs.append(seen_as(t, source.at, at))
             first_is_ours |= ours and i == 0
         with torch._C.DisableTorchFunction(), torch.no_grad(), self.autocast.again(inputs[0].device.type):
             out = (self.overwrite if self.overwrite and first_is_ours else self.rebuild)(*inputs)
-            if out.stride() == self.at.stride and out.dtype == self.at.dtype:
+            at = self.at
+            if (out.size(), out.dtype, out.device) != (at.size, at.dtype, self.device):
+                raise RuntimeError(
+                    f"fusedseg.recompute: a saved {at.dtype} tensor of shape {tuple(at.size)} on {self.device} was "
+                    f"rebuilt as {out.dtype} {tuple(out.size())} on {out.device}; please report this as a bug of "
+                    "fusedseg, and run the model outside of the scope until it is mended"
+                )
+            if out.stride() == at.stride:
                 return out
-            laid = torch.empty_strided(self.at.size, self.at.stride, dtype=self.at.dtype, device=out.device)
-            return laid.copy_(out)
+            return torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=out.device).copy_(out)
 
 
 class Handle:
@@ -203,7 +259,8 @@ class Handle:
 
     def load(self) -> Tensor:
         _let_go(_thread.held, self.order)
-        value, _ = self.recipe.load(self.order)
+        data = self.recipe.data
+        value = self.recipe.load(self.order)[0] if data is None else data.load()
         return seen_as(value, self.recipe.at, self.at)
 
 

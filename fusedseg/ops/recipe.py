@@ -42,7 +42,12 @@ R = TypeVar("R")
 
 
 def innermost() -> Registry | None:
-    """The registry whose hooks see what this thread saves now; None where other hooks lie within it."""
+    """The registry whose hooks see what this thread saves now.
+
+    None where other hooks lie within it, and inside a transform of ``torch.func``, whose tensors have no memory.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
     return registry if type(registry) is Registry else None
@@ -66,13 +71,24 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def _registries() -> list[Registry]:
+    """Those that watch the functions that this thread calls."""
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    found = (getattr(mode, "registry", None) for mode in modes)
+    return [registry for registry in found if type(registry) is Registry]
+
+
 def changing(x: Tensor) -> None:
     """An op that is unwatched is about to write to ``x``."""
-    for mode in _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ():
-        registry = getattr(mode, "registry", None)
-        if type(registry) is Registry:
-            with torch._C.DisableTorchFunction():
-                registry.before_change(x)
+    for registry in _registries():
+        with torch._C.DisableTorchFunction():
+            registry.before_change(x)
+
+
+def is_source(x: Tensor) -> bool:
+    """Whether recipes read the memory of ``x``."""
+    with torch._C.DisableTorchFunction():
+        return any(registry.is_source(x) for registry in _registries())
 
 
 def offer(

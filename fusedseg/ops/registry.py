@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .rebuild import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe
 
@@ -22,18 +23,34 @@ SMALL = 16
 # values, of one for each channel at most
 VECTOR = 2**12
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def plain(t: Tensor) -> bool:
-    """Strided, its values are those that lie in its memory, and no subclass gives it another meaning."""
+    """Whether the values of ``t`` are exactly what lies in its memory, and its version counts every change of them.
+
+    Subclasses, tensors inside ``torch.func`` transforms, nested tensors and inference tensors are not plain.
+    """
     kind = type(t)
     if kind is not Tensor and kind not in _KINDS and kind.__module__ != "torch._subclasses.fake_tensor":
         return False
-    return t.layout == torch.strided and not (t.is_conj() or t.is_neg() or t.is_quantized)
+    if t.layout != torch.strided or t.is_nested or t.is_inference() or _is_wrapped(t):
+        return False
+    return not (t.is_conj() or t.is_neg() or t.is_quantized)
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """The tensor inside the wrappers of ``torch.func`` transforms."""
+    while _is_wrapped(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
 
 
 class _Held:
-    """An input that is there for the offer alone: a copy of a small one, or a large one that nobody else keeps."""
+    """An input that is there for the offer alone.
+
+    It is a copy of a small tensor, or a large tensor that this scope saw being made and that nobody else keeps.
+    """
 
     __slots__ = ("_kept", "extra", "tensor", "version")
     steps: int = 0
@@ -43,11 +60,12 @@ class _Held:
         self._kept: Callable[[], Kept | None] = lambda: None
 
     def source(self, registry: "Registry") -> Kept | None:
-        if self.tensor._version != self.version:
+        if self.tensor._version != self.version or registry.is_exposed(self.tensor):
             return None
         kept = self._kept()
         if kept is None:
             kept = registry.keep(self.tensor)
+            kept.in_graph = False
             self._kept = weakref.ref(kept)
         return kept
 
@@ -64,31 +82,36 @@ class _Weakly:
 
     def source(self, registry: "Registry") -> Kept | Recipe | None:
         source = self._source()
-        return None if isinstance(source, Kept) and source.changed() else source
+        return None if isinstance(source, Kept) and (source.changed() or source.exposed) else source
 
 
 class Offer:
     """A recipe that nobody has asked for yet."""
 
-    __slots__ = ("_recipe", "at", "autocast", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
+    __slots__ = ("_recipe", "at", "autocast", "device", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
 
     def __init__(
         self,
         at: Place,
         version: int,
+        device: torch.device,
         rebuild: Callable[..., Tensor],
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: "list[tuple[_Input, Place]]",
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
-        self.inputs = inputs
+        self.device, self.inputs = device, inputs
         # calls to rebuild it, and bytes that are kept for it alone
         self.steps, self.extra = 1, 0
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
         self._recipe: Callable[[], Recipe | None] = lambda: None
+
+    def recipe(self) -> Recipe | None:
+        """The recipe, if somebody has asked for it and still has it."""
+        return self._recipe()
 
     def source(self, registry: "Registry") -> Recipe | None:
         """The one recipe of all who ask; None where an input is gone or has changed."""
@@ -103,7 +126,7 @@ class Offer:
             if isinstance(source, Kept):
                 source.in_recipe = True
             inputs.append((source, at))
-        recipe = Recipe(self.at, self.rebuild, self.overwrite, self.autocast, inputs)
+        recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         self._recipe = weakref.ref(recipe)
         return recipe
 
@@ -124,24 +147,33 @@ class _Storage(weakref.ref):
 
 
 class _Memory:
-    """What is known of one live storage: offers of its newest version, and who keeps it."""
+    """What is known of one live storage.
 
-    __slots__ = ("kept", "offers", "storage")
+    offers: recipes of its newest version.
+    kept: saved tensors that lie in it.
+    made: this scope saw torch allocate it for a result.
+    exposed: something may write to it without raising a version.
+    named: a detached tensor gives it another name, on which functions may be called that the scope does not see.
+    """
+
+    __slots__ = ("exposed", "kept", "made", "named", "offers", "storage")
 
     def __init__(self, storage: _Storage) -> None:
         self.storage = storage
         self.offers: list[Offer] = []
         self.kept: list[weakref.ref[Kept]] = []
+        self.made = self.exposed = self.named = False
 
-    def keepers(self, version: int) -> Iterator[Kept]:
+    def keepers(self) -> Iterator[Kept]:
+        """Saved tensors that still share the memory, with the values that were saved."""
         for ref in self.kept:
             kept = ref()
-            if kept is not None and kept.version == version and not kept.copied:
+            if kept is not None and not (kept.copied or kept.changed()):
                 yield kept
 
     def kept_at(self, at: Place, version: int) -> Kept | None:
-        for kept in self.keepers(version):
-            if kept.at.holds(at):
+        for kept in self.keepers():
+            if kept.version == version and kept.at.holds(at):
                 return kept
         return None
 
@@ -161,6 +193,12 @@ class Registry:
         self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
         # during a call whose caller asks for them: what it saves of parameters and statistics
         self.vectors: list[Tensor] | None = None
+        # during a call: what it saves is there for recipes, and eager mode would not have kept it
+        self.saves_sources = False
+        # nodes of the graph with this number or a higher one were made in the scope, if by this thread
+        self.first_node = torch.autograd._get_sequence_nr()
+        # of ``joined.py``: what a tensor was made of, gone with it
+        self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         registry = weakref.ref(self)
 
@@ -191,6 +229,9 @@ class Registry:
     def keep(self, t: Tensor, at: Place | None = None) -> Kept:
         kept = Kept(t, self.outer, Place.of(t) if at is None else at)
         memory = self._memory(t.untyped_storage())
+        kept.exposed = memory.exposed
+        kept.in_recipe = self.saves_sources
+        kept.in_graph = not self.saves_sources
         if memory.kept:
             memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(kept))
@@ -208,38 +249,46 @@ class Registry:
         if not (plain(output) and output.is_floating_point()):
             return None
         own = output.untyped_storage()
-        links: list[tuple[_Input, Place]] = []
+        if not changes:
+            # Memory that an argument lies in was made by another call, unless this call writes to it.
+            if any(isinstance(t, Tensor) and (not plain(t) or t.untyped_storage() is own) for t in inputs):
+                return None
+            self._memory(own).made = True
+        at, links = Place.of(output), list[tuple[_Input, Place]]()
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((_Weakly(t), t.at))
                 continue
-            # what lies in an argument's memory was made by another call, unless this one writes there
-            if not plain(t) or (not changes and t.untyped_storage() is own):
+            link, place = self._link(t, output) if plain(t) else (None, at)
+            # A tensor that is rebuilt from one that is much larger, such as a pool's output, is better kept: the large
+            # one would stand beside it.
+            if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
-            link, at = self._link(t, output)
-            if link.steps and t.nbytes >= LARGER * output.nbytes:
-                # such as a pool of an activation: to keep it is less than what stands there while it is rebuilt
-                return None
-            links.append((link, at))
+            links.append((link, place))
         if changes and not isinstance(links[0][0], Offer):
             # its data is about to be overwritten
             return None
-        version, autocast = output._version + changes, Autocast.now(output.device.type)
-        offer = Offer(Place.of(output), version, rebuild, overwrite, autocast, links)
-        if offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
+        if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+            # Written over an input of another size, layout or dtype, the result would be another one.
+            overwrite = None
+        memory, version = self._memory(own), output._version + changes
+        autocast = Autocast.now(output.device.type)
+        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
+        if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        memory = self._memory(own)
         memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
 
     def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
         """What to save for ``t``, which is ``parameter`` in another dtype: the parameter is kept anyway."""
+        if not plain(t) or self.is_exposed(parameter):
+            return None
         memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
         offer = memory.offer_of(at, t._version)
         if offer is None:
             links: list[tuple[_Input, Place]] = [(_Held(whole, 0), Place.of(whole))]
-            offer = Offer(at, t._version, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
+            offer = Offer(at, t._version, t.device, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
             memory.offers.append(offer)
         recipe = offer.source(self)
         return None if recipe is None else Handle(recipe, at)
@@ -256,38 +305,111 @@ class Registry:
             memory.offers = [other for other in memory.offers if other is not offer]
 
     def before_change(self, t: Tensor) -> None:
-        """``t`` is about to be written to: what others are rebuilt from is copied."""
+        """``t`` is about to be written to: copies what recipes read from its memory."""
+        t = _unwrapped(t)
         memory = self._find(t) if self._memories and plain(t) else None
-        for kept in memory.keepers(t._version) if memory is not None else ():
+        # Versions are not compared with that of t, which may be another name of the memory with its own count.
+        for kept in memory.keepers() if memory is not None else ():
             if kept.in_recipe:
-                kept.copy_before_change(t)
+                kept.copy_before_change(t.untyped_storage())
 
-    def forget(self, t: Tensor) -> None:
-        """Of ``t``'s memory, which may be written to from now on without being noticed."""
+    def expose(self, t: Tensor) -> None:
+        """From now on, something may write to the memory of ``t`` without raising a version.
+
+        What recipes read from it is copied now.  What was saved of it shows such a write as it does in eager mode: a
+        recipe of ``t`` itself gives way to the data.
+        """
+        t = _unwrapped(t)
+        if not plain(t):
+            return
+        memory = self._memory(t.untyped_storage())
+        for kept in memory.keepers():
+            if not kept.in_recipe:
+                kept.exposed = True
+            elif kept.in_graph:
+                kept.copy_for_recipes(t.untyped_storage())
+            else:
+                kept.copy_before_change(t.untyped_storage())
+        for offer in memory.offers:
+            recipe = offer.recipe()
+            if recipe is not None and recipe.orders and offer.at.dtype == t.dtype:
+                recipe.data = Kept(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
+        memory.offers.clear()
+        memory.exposed = True
+
+    def secure(self, t: Tensor) -> None:
+        """``t`` gets another name, with which calls that the scope does not see could change it.
+
+        What is kept of its memory for recipes alone is copied, and nothing more is kept so.
+        """
+        if not plain(t):
+            return
+        memory = self._memory(t.untyped_storage())
+        memory.named = True
+        for kept in memory.keepers():
+            if kept.in_recipe and not kept.in_graph:
+                kept.copy_before_change(t.untyped_storage())
+
+    def is_source(self, t: Tensor) -> bool:
         memory = self._find(t) if plain(t) else None
-        if memory is not None:
-            memory.offers.clear()
+        return memory is not None and any(kept.in_recipe for kept in memory.keepers())
+
+    def is_exposed(self, t: Tensor) -> bool:
+        memory = self._find(t)
+        return memory is not None and memory.exposed
+
+    def note_made(self, t: Tensor) -> None:
+        """``t`` is the result of a call that has just allocated its memory."""
+        if plain(t):
+            self._memory(t.untyped_storage()).made = True
+
+    def made_here(self, t: Tensor) -> bool:
+        """Whether the memory of ``t`` was allocated by torch inside this scope, and nothing but tensors with its
+        version can write to it."""
+        # false for memory of numpy and other libraries, and for what was handed to them
+        if not t.untyped_storage().resizable():
+            return False
+        memory = self._find(t)
+        if memory is not None and (memory.made or memory.exposed or memory.named):
+            return not (memory.exposed or memory.named)
+        node = t.grad_fn
+        return node is not None and not t._version and not t._is_view() and node._sequence_nr() >= self.first_node
+
+    def certain(self, t: Tensor) -> bool:
+        """Whether ``t`` may be saved in place of something that is computed from it: it is rebuilt or kept anyway, or
+        was made in the scope."""
+        if not plain(t):
+            return False
+        at, memory = Place.of(t), self._find(t)
+        if memory is None or memory.exposed:
+            return self.made_here(t)
+        known = memory.kept_at(at, t._version) or memory.offer_of(at, t._version)
+        return known is not None or self.made_here(t)
 
     def close(self) -> None:
         self._memories.clear()
+        self.notes.clear()
 
-    def _link(self, t: Tensor, output: Tensor) -> "tuple[_Input, Place]":
-        small = t.numel() * SMALL <= output.numel()
+    def _link(self, t: Tensor, output: Tensor) -> "tuple[_Input | None, Place]":
+        """How the value of ``t`` will be had in backward; None where that is not certain."""
+        small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
         # not parameters and running statistics
         if not (small and t.is_leaf):
-            at, memory = Place.of(t), self._find(t)
-            if memory is not None:
+            memory = self._find(t)
+            if memory is not None and not memory.exposed:
                 kept = memory.kept_at(at, t._version)
                 if kept is not None:
                     return _Weakly(kept), at
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
-            if not small:
+            if not small and self.made_here(t):
                 return _Held(t.detach(), t.nbytes), at
-        # which, being part of a larger memory, lies elsewhere as a copy
+            if not small and t.numel() > VECTOR:
+                return None, at
+        # The copy of a part of a larger memory has a place of its own.
         copy = t.detach().clone()
-        return _Held(copy, 0), Place.of(copy)
+        return _Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 
     def _find(self, t: Tensor) -> _Memory | None:
         storage = t.untyped_storage()

@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from .double_backward import batched
+
 _enabled = False
 
 
@@ -62,8 +64,13 @@ def wanted() -> bool:
     return _holders_of_what_only_autograd_keeps() > 0
 
 
-def take(z: Tensor) -> Tensor | None:
-    """Asked in backward: the memory of ``z``, an unpacked output, to write over; None where somebody else sees it."""
+def take(z: Tensor, dz: Tensor) -> Tensor | None:
+    """Asked in backward: the memory of ``z``, an unpacked output, to write over.
+
+    None where somebody else sees it, and where its gradient ``dz`` is a batch of gradients, each of which needs ``z``.
+    """
+    if batched((dz,)):
+        return None
     if _holders(z) > _holders_of_what_only_autograd_keeps():
         return None
     # whoever unpacks it again is told that it has changed

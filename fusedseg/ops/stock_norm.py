@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import recipe
-from .rebuild import Autocast, Handle, Place, Recipe
+from .rebuild import OFF, Handle, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
 
@@ -43,8 +43,10 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     if again is not None:
         registry.offer(out, again, [x])
         return out
-    if own:
-        named["running_mean"] = named["running_var"] = None
+    for name in NAMES[1:3]:
+        # Copies: aten moves running statistics without a new version.
+        moved = named.get(name)
+        named[name] = None if own or moved is None else moved.detach().clone()
     again, tensors = replay(func, (), named)
     registry.offer(out, again, tensors)
     return out
@@ -82,7 +84,5 @@ def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
     if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
         return None
     size, kept = t.size(), registry.keep(x)
-    source = Recipe(
-        Place.of(t), lambda x: x.contiguous().view(size), None, Autocast.now(t.device.type), [(kept, kept.at)]
-    )
+    source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])
     return Handle(source, source.at)

@@ -282,7 +282,8 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
 
 def test_a_note_says_nothing_outside_of_the_scope():
     with fusedseg.recompute():
-        a = torch.randn(1, 2, 4, 4, requires_grad=True)
+        # of a tensor that was made in the scope
+        a = torch.randn(1, 2, 4, 4, requires_grad=True) * 1
         out = torch.cat([a, a], 1)
         assert joined.sources_of(out) is not None
         with torch.no_grad():

@@ -1,0 +1,225 @@
+"""Regressions of the recompute scope: programs whose gradients were wrong inside it.  Each test names its bug.
+
+Every program runs twice, without and with the scope, and all results must be equal to the last bit.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedseg.ops.recompute import recompute
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def both(program):
+    """``program(scope)`` returns tensors; it is run from the same random state without and with the scope."""
+    results = []
+    for scope in (nullcontext, recompute):
+        torch.manual_seed(0)
+        results.append(program(scope))
+    return results
+
+
+def assert_same(program):
+    expected, got = both(program)
+    for e, g in zip(expected, got, strict=True):
+        assert e.dtype == g.dtype
+        assert torch.equal(e, g)
+
+
+def grads(*tensors):
+    return [t.grad for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div])
+def test_promoted_result_is_not_rebuilt_over_its_lower_input(dtype, op):
+    """`w.grad` was off by 0.037: the sum of a bf16 and an fp32 tensor was written over the bf16 one."""
+
+    def program(scope):
+        x = torch.randn(2, 4, 8, 8, dtype=dtype, requires_grad=True)
+        w = (torch.rand(1, 4, 8, 8) + 1).requires_grad_()
+        with scope():
+            loss = op(F.relu(x * 1) + 1, w).square().sum()
+        loss.backward()
+        return grads(x, w)
+
+    assert_same(program)
+
+
+def test_position_embedding_is_added_under_autocast():
+    def program(scope):
+        conv, bn = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        pos, last = nn.Parameter(torch.randn(1, 4, 8, 8)), nn.Conv2d(4, 2, 1)
+        with scope(), torch.autocast("cpu", torch.bfloat16):
+            loss = last(F.silu(bn(conv(torch.randn(2, 3, 8, 8)))) + pos).float().square().sum()
+        loss.backward()
+        return grads(pos, *conv.parameters(), *bn.parameters(), *last.parameters())
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("first", [(1, 4, 8, 8), (2, 4, 8, 1), (2, 4, 1, 8)], ids=str)
+def test_broadcast_result_is_not_rebuilt_over_its_smaller_input(first):
+    """Backward raised "output with shape [1, 4, 8, 8] doesn't match the broadcast shape"."""
+
+    def program(scope):
+        c, d, e, g = (nn.Conv2d(4, 4, 1) for _ in range(4))
+        x, small = torch.randn(2, 4, 8, 8), torch.randn(first)
+        with scope():
+            v = c(x)
+            k = F.silu(v)
+            a = F.silu(g(d(small)))
+            loss = e(a + v).sum() + k.sum()
+        loss.backward()
+        return grads(*(p for m in (c, d, e, g) for p in m.parameters()))
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(nn.BatchNorm1d, (8, 6)), (nn.BatchNorm2d, (2, 4, 2, 2)), (nn.BatchNorm2d, (4, 4, 16, 16))],
+    ids=str,
+)
+def test_running_statistics_move_between_a_call_in_eval_mode_and_backward(norm, shape):
+    """The gradient was off by 0.52: aten moves running statistics without a new version."""
+
+    def program(scope):
+        bn, w = norm(shape[1]), torch.randn(shape, requires_grad=True)
+        x = torch.randn(shape, requires_grad=True)
+        with scope():
+            bn.eval()
+            out = F.silu(bn(x * w)) * w
+            bn.train()
+            out = out + bn(3 * x + 2)
+        out.square().sum().backward()
+        return [*grads(x, w, *bn.parameters()), *bn.buffers()]
+
+    assert_same(program)
+
+
+def test_write_through_data_after_an_inplace_change():
+    """The difference was 815: only tensors at version 0 were copied before such a write."""
+
+    def program(scope):
+        c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+        i = torch.randn(2, 3, 8, 8)
+        with scope():
+            x = c(i).add_(1)
+            loss = d(F.pad(x, (1,) * 4)).square().sum()
+            x.data.mul_(2)
+        loss.backward()
+        return grads(*c.parameters(), *d.parameters())
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "detach_numpy", "dlpack", "storage", "data_before"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_write_that_no_version_shows(how, changed):
+    """Sources that eager would not have kept, written to by another name of their memory."""
+
+    def program(scope):
+        c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+        i = torch.randn(2, 3, 8, 8)
+        with scope():
+            x = c(i)
+            if changed:
+                x.add_(1)
+            alias = x.data if how == "data_before" else None
+            y = d(F.pad(x, (1,) * 4))
+            if how == "data":
+                alias = x.data
+            elif how == "numpy":
+                alias = x.detach().numpy()
+            elif how == "detach_numpy":
+                alias = np.asarray(x.detach())
+            elif how == "dlpack":
+                alias = torch.from_dlpack(x.detach())
+            elif how == "storage":
+                alias = torch.empty(0).set_(x.untyped_storage(), 0, x.shape)
+        loss = y.square().sum()
+        alias *= 2
+        loss.backward()
+        return grads(*c.parameters(), *d.parameters())
+
+    assert_same(program)
+
+
+def refilled(fill, dtype, made):
+    def program(scope):
+        c = nn.Conv2d(3, 4, 3)
+        buffer = np.random.default_rng(0).integers(0, 255, (2, 3, 8, 8)).astype(dtype)
+        outside = made(buffer)
+        with scope():
+            x = made(buffer) if outside is None else outside
+            loss = c(fill(x)).square().sum()
+        buffer[:] = 7
+        loss.backward()
+        return grads(*c.parameters())
+
+    return program
+
+
+@pytest.mark.parametrize("made", [torch.from_numpy, torch.from_dlpack, torch.as_tensor])
+@pytest.mark.parametrize(
+    "fill", [lambda t: t.float().div(255), lambda t: F.pad(t.float(), (1,) * 4), lambda t: t.to(torch.float32) * 2]
+)
+def test_memory_of_the_caller_is_refilled_before_backward(fill, made):
+    """The input of a data loader was refilled, and the convolution's input was rebuilt from it."""
+    assert_same(refilled(fill, np.uint8, made))
+    if made is torch.from_numpy:
+        assert_same(refilled(fill, np.float16, made))
+
+
+def test_input_buffer_of_the_caller_is_refilled_before_backward():
+    """As with the static input of a captured graph; the version shows it, and backward raised."""
+
+    def program(scope):
+        c, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8).half()
+        with scope():
+            loss = c(F.pad(x.float(), (1,) * 4)).square().sum()
+        x.fill_(3)
+        loss.backward()
+        return grads(*c.parameters())
+
+    assert_same(program)
+
+
+def test_weight_cast_outside_of_the_scope_is_changed_in_the_autocast_region():
+    """Autocast's cache keeps the weight of before, which eager computes with."""
+
+    def program(scope):
+        conv = nn.Conv2d(3, 3, 3, padding=1)
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = conv(x)
+            with torch.no_grad():
+                conv.weight.mul_(2)
+            with scope():
+                second = conv(x)
+        second.float().square().sum().backward()
+        return [first.detach(), *grads(x, *conv.parameters())]
+
+    assert_same(program)
+
+
+def test_weight_cast_by_another_function_is_changed_in_the_autocast_region():
+    def program(scope):
+        layer = nn.Linear(4, 4)
+        x = torch.randn(2, 4, requires_grad=True)
+        with scope(), torch.autocast("cpu", torch.bfloat16):
+            first = torch.mm(x, layer.weight)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            second = layer(x)
+        second.float().square().sum().backward()
+        return [first.detach(), *grads(x, *layer.parameters())]
+
+    assert_same(program)
