@@ -148,6 +148,7 @@ def mixed_sum(g: Grower) -> None:
         g.step("activation", f"{total}.square()")
 
 
+# without torch.func.grad, on whose entry the scope raises: it is documented
 ODD = [
     "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})",
     "torch.vmap(lambda v: v.flatten()[:2])({x})",
@@ -158,7 +159,7 @@ ODD = [
     "jitted('x.relu_()')({x})", "jitted('x.mul_(2)')({x}.detach())", "jitted('torch.sigmoid(x) + 1')({x})",
     "torch.autograd.functional.jacobian(lambda v: F.relu(v).flatten()[:3], {x}, vectorize=True).sum(0)",
     "torch.autograd.grad(F.silu({x}).flatten()[:2], {x}, torch.eye(2, dtype={x}.dtype), is_grads_batched=True)[0]",
-    "torch.autograd.functional.vjp(lambda v: F.silu(v) + v, {x})[1]", "torch.func.grad(lambda v: F.relu(v).sum())({x})",
+    "torch.autograd.functional.vjp(lambda v: F.silu(v) + v, {x})[1]", "torch.func.vmap(F.relu, in_dims=-1)({x})",
     "torch.autograd.grad(F.silu({x} * 1).sum(), {x}, create_graph=True)[0]",
     "torch.autograd.functional.hvp(lambda v: (F.silu(v) ** 2).sum(), {x}, {x}.detach())[1]",
     "{x}.to_sparse().to_dense()", "F.relu({x}).detach().clone().requires_grad_()",
