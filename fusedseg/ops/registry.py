@@ -23,6 +23,8 @@ SMALL = 16
 # values, of one for each channel at most
 VECTOR = 2**12
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
+# which sets of dispatch keys plain tensors have, found as they are met
+_plain_keys: dict[int, bool] = {}
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -34,9 +36,13 @@ def plain(t: Tensor) -> bool:
     kind = type(t)
     if kind is not Tensor and kind not in _KINDS and kind.__module__ != "torch._subclasses.fake_tensor":
         return False
-    if t.layout != torch.strided or t.is_nested or t.is_inference() or _is_wrapped(t):
-        return False
-    return not (t.is_conj() or t.is_neg() or t.is_quantized)
+    # The dispatch keys of a tensor tell all of this, and one look at them takes less time than seven questions.
+    keys = torch._C._dispatch_keys(t).raw_repr()
+    known = _plain_keys.get(keys)
+    if known is None:
+        strided = t.layout == torch.strided and not (t.is_nested or t.is_inference() or _is_wrapped(t))
+        known = _plain_keys[keys] = strided and not (t.is_conj() or t.is_neg() or t.is_quantized)
+    return known
 
 
 def _unwrapped(t: Tensor) -> Tensor:
@@ -246,20 +252,22 @@ class Registry:
         changes: int = 0,
     ) -> Offer | None:
         """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
-        if not (plain(output) and output.is_floating_point()):
+        if not (output.is_floating_point() and plain(output)):
+            return None
+        if not all(not isinstance(t, Tensor) or plain(t) for t in inputs):
             return None
         own = output.untyped_storage()
         if not changes:
             # Memory that an argument lies in was made by another call, unless this call writes to it.
-            if any(isinstance(t, Tensor) and (not plain(t) or t.untyped_storage() is own) for t in inputs):
+            if any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
                 return None
-            self._memory(own).made = True
-        at, links = Place.of(output), list[tuple[_Input, Place]]()
+        memory, at, links = self._memory(own), Place.of(output), list[tuple[_Input, Place]]()
+        memory.made |= not changes
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((_Weakly(t), t.at))
                 continue
-            link, place = self._link(t, output) if plain(t) else (None, at)
+            link, place = self._link(t, output)
             # A tensor that is rebuilt from one that is much larger, such as a pool's output, is better kept: the large
             # one would stand beside it.
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
@@ -271,7 +279,7 @@ class Registry:
         if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # Written over an input of another size, layout or dtype, the result would be another one.
             overwrite = None
-        memory, version = self._memory(own), output._version + changes
+        version = output._version + changes
         autocast = Autocast.now(output.device.type)
         offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
@@ -307,7 +315,12 @@ class Registry:
     def before_change(self, t: Tensor) -> None:
         """``t`` is about to be written to: copies what recipes read from its memory."""
         t = _unwrapped(t)
-        memory = self._find(t) if self._memories and plain(t) else None
+        if not plain(t):
+            return
+        memory = self._find(t)
+        # The version of t will no longer tell that its node in the graph is the one that made its memory.
+        if (memory is None or not memory.made) and self.made_here(t):
+            self.note_made(t)
         # Versions are not compared with that of t, which may be another name of the memory with its own count.
         for kept in memory.keepers() if memory is not None else ():
             if kept.in_recipe:
@@ -323,6 +336,8 @@ class Registry:
         if not plain(t):
             return
         memory = self._memory(t.untyped_storage())
+        if memory.exposed:
+            return
         for kept in memory.keepers():
             if not kept.in_recipe:
                 kept.exposed = True
@@ -332,7 +347,8 @@ class Registry:
                 kept.copy_before_change(t.untyped_storage())
         for offer in memory.offers:
             recipe = offer.recipe()
-            if recipe is not None and recipe.orders and offer.at.dtype == t.dtype:
+            # Saved tensors of an older version have the values of that version in eager mode as well, or raise.
+            if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
                 recipe.data = Kept(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
         memory.offers.clear()
         memory.exposed = True

@@ -110,19 +110,34 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    cached = isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad and plain(weight)
-    if not cached or not Autocast.now(weight.device.type).enabled:
-        out = func(*args, **kwargs)
-        registry.note_made(out)
-        return out
+    if not isinstance(weight, Tensor) or not Autocast.now(weight.device.type).enabled:
+        return func(*args, **kwargs)
+    if not (weight.is_leaf and weight.requires_grad and plain(weight)):
+        return func(*args, **kwargs)
     first_node = torch.autograd._get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
         return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
 
     with recipe.claimed(registry, copy_of_weight):
+        return func(*args, **kwargs)
+
+
+def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """Under autocast, the slopes of the recipe are those that the call has computed with (see ``is_cast``)."""
+    again, tensors = replay(func, args, kwargs)
+    slopes = tensors[1]
+    if not Autocast.now(slopes.device.type).enabled:
+        return _call(registry, func, args, kwargs, tensors, again, None)
+
+    def used(t: Tensor) -> None:
+        if t.numel() == slopes.numel() and t.dtype != slopes.dtype:
+            tensors[1] = t.detach().flatten()
+
+    with recipe.claimed(registry, used):
         out = func(*args, **kwargs)
-    registry.note_made(out)
+    if tensors[1] is not slopes or not slopes.requires_grad:
+        _offer(registry, out, again, tensors)
     return out
 
 
@@ -167,7 +182,7 @@ FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.
 # names of functions, and methods, that have a twin with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
 PURE = (
-    F.gelu, F.prelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+    F.gelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     torch.stack, torch.flatten, torch.reshape, torch.clone,
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
@@ -188,6 +203,7 @@ def _rules() -> dict[Function, Rule]:
     for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
         rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
     rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
+    rules.update(dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu))
     rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_pure, note_cat)))
     rules[F.interpolate] = noted(_pure, note_interpolated)
     for name in TWINS:
@@ -248,6 +264,12 @@ EXPOSING = {
 # They give another name to the memory, with which functions that the scope does not see may be called.
 DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
 NAMING = EXPOSING | DETACHING
+
+
+@functools.cache
+def _may_change(func: Function) -> bool:
+    """Whether a function, called without keywords, may write to a tensor or give its memory another name."""
+    return func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
 
 
 def _dispatched() -> bool:
@@ -316,9 +338,10 @@ class Watch(TorchFunctionMode):
                 with torch._C.DisableTorchFunction():
                     _made(registry, out, args)
                 return out
-        with torch._C.DisableTorchFunction():
-            for t in _written(func, args, kwargs):
-                registry.before_change(t)
-            if func in NAMING and not _dispatched():
-                (registry.secure if func in DETACHING else registry.expose)(args[0])
+        if kwargs or _may_change(func):
+            with torch._C.DisableTorchFunction():
+                for t in _written(func, args, kwargs):
+                    registry.before_change(t)
+                if func in NAMING and not _dispatched():
+                    (registry.secure if func in DETACHING else registry.expose)(args[0])
         return func(*args, **kwargs)

@@ -210,6 +210,22 @@ def test_weight_cast_outside_of_the_scope_is_changed_in_the_autocast_region():
     assert_same(program)
 
 
+def test_slopes_cast_outside_of_the_scope_are_changed_in_the_autocast_region():
+    def program(scope):
+        conv, prelu, last = nn.Conv2d(3, 4, 1), nn.PReLU(4), nn.Conv2d(4, 2, 1)
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = prelu(conv(x))
+            with torch.no_grad():
+                prelu.weight.mul_(3)
+            with scope():
+                second = last(prelu(conv(x)))
+        second.float().square().sum().backward()
+        return [first.detach(), *grads(x, *conv.parameters(), *prelu.parameters(), *last.parameters())]
+
+    assert_same(program)
+
+
 def test_weight_cast_by_another_function_is_changed_in_the_autocast_region():
     def program(scope):
         layer = nn.Linear(4, 4)
