@@ -9,7 +9,6 @@ import torch
 
 from tests.hunt.crew import KINDS, hunt, text_of, work
 
-
 MEMORY = 4 << 30
 
 

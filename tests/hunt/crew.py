@@ -17,15 +17,15 @@ from pathlib import Path
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
-from tests.hunt.program import Network, Program
+from tests.hunt.program import Network, Program, nodes
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"programs": grown, "networks": grown_network}
 # a program takes a few hundredths of a second
 PATIENCE = 120.0
 CHUNK = 500
-# printed for each cause
-PRINTED = 2
+# failures that are shrunk, for each cause
+SHRUNK = 10
 
 
 def made(kind: str, seed: int) -> Program | Network:
@@ -82,11 +82,13 @@ class Report:
         return "\n".join(lines)
 
     def programs(self) -> str:
-        """The first programs of each cause, shrunk, as code that can be pasted."""
-        texts = [
-            f"# {cause}\n{printed(self.kind, s)}" for cause, seeds in self.failures.items() for s in seeds[:PRINTED]
-        ]
-        return "\n\n".join(texts)
+        """One shrunk program of each sort, as code that can be pasted.  The kinds of its steps tell sorts apart."""
+        found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for cause, seeds in self.failures.items():
+            for seed in seeds[:SHRUNK]:
+                text = printed(self.kind, seed)
+                found.setdefault((cause, text.partition("\n")[0]), []).append((seed, text))
+        return "\n\n\n".join(f"# {cause}\n# seeds {[s for s, _ in of]}\n{of[0][1]}" for (cause, _), of in found.items())
 
 
 def _command(*arguments: object) -> list[str]:
@@ -105,8 +107,18 @@ def printed(kind: str, seed: int) -> str:
 
 
 def text_of(kind: str, seed: int, whole: bool = False) -> str:
+    """The program of a seed as code, without the steps that its failure does not need; first the kinds of its steps."""
     program = made(kind, seed)
-    return str(program if whole or judged(program).kind != "failure" else shrunk(program))
+    if not whole and judged(program).kind == "failure":
+        program = shrunk(program)
+    kinds = {node.kind for part in program.parts for _, node in nodes(part)} - {
+        "leaf",
+        "module",
+        "loss",
+        "note",
+        "backward",
+    }
+    return f"# {', '.join(sorted(kinds))}\n{program}"
 
 
 class _Worker:

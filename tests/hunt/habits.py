@@ -148,6 +148,33 @@ def mixed_sum(g: Grower) -> None:
         g.step("activation", f"{total}.square()")
 
 
+def broadcast_sum(g: Grower) -> None:
+    """A branch of fewer elements, which is rebuilt, plus a tensor that autograd keeps anyway; one may be half."""
+    name = g.pick(lambda t: t.is_floating_point() and t.dim() >= 3 and t.shape[1] > 0)
+    if name is None:
+        return
+    c = g.of(name).shape[1]
+    v = g.step("binary", f"{name} * {g.leaf((1,) * g.of(name).dim(), g.of(name).dtype)}")
+    if v is None:
+        return
+    g.step("activation", f"F.{g.rng.choice(('silu', 'mish', 'gelu'))}({v})")
+    cuts = (f"{name}[:1]", f"{name}[..., :1]", f"{name}[..., :1, :]", f"{name}.mean(1, keepdim=True)", f"{name}")
+    small = g.step("view", g.rng.choice(cuts))
+    if small is None:
+        return
+    if g.chance(g.rates.mixed):
+        small = g.step("cast", f"{small}.{g.rng.choice(('bfloat16()', 'half()', 'double()'))}") or small
+    norms = (f"F.group_norm({small}, 1)", f"F.batch_norm({small}, None, None, training=True)", f"{small} * 1.5")
+    branch = g.step("norm", g.rng.choice(norms))
+    branch = branch and g.step("activation", f"F.{g.rng.choice(('silu', 'relu', 'elu', 'hardswish'))}({branch})")
+    if branch is not None:
+        sums = (f"{branch} + {v}", f"{branch} - {v}", f"{branch} * {v}", f"torch.add({branch}, {v}, alpha=2)")
+        total = g.step("binary", g.rng.choice(sums))
+        if total is not None:
+            w = g.leaf((1, c, *[1] * (g.of(total).dim() - 2)), g.of(total).dtype)
+            g.step("binary", g.rng.choice((f"{total} * {w}", f"{total}.square()", f"SaveInput.apply({total})")))
+
+
 # without torch.func.grad, on whose entry the scope raises: it is documented
 ODD = [
     "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})",
