@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from tests.hunt.grow import HALF, Grower
+from tests.hunt.grow import HALF, WRITES, Grower
 
 INPLACE_FUNCTIONS = (
     "relu", "leaky_relu", "elu", "silu", "mish", "hardswish", "relu6", "hardtanh", "selu", "celu", "hardsigmoid",
@@ -171,7 +171,9 @@ def filled(g: Grower, template: str) -> str | None:
         if place == "x":
             return name
         if place == "y":
-            return partner(g, x)
+            other = partner(g, x)
+            # x.mul_(x) saves what it overwrites, which eager mode does not notice in a checkpoint
+            return f"{name}.detach()" if other == name and WRITES.search(template) else other
         if place == "s":
             return scalar(g)
         if place == "flag":
