@@ -74,7 +74,7 @@ USUAL: list[tuple[int, Maker]] = [
     (3, steps.reduction), (3, steps.product), (1, steps.out), (1, steps.complex_step), (2, steps.custom),
     (1, habits.two_outputs), (1, habits.hook), (1, habits.early_backward), (2, habits.hidden_write),
     (1, habits.changed_then_hidden), (1, habits.foreign_memory), (1, habits.parameter_change), (2, habits.mixed_sum),
-    (1, habits.shared_memory), (2, habits.broadcast_sum),
+    (1, habits.shared_memory), (2, habits.broadcast_sum), (1, habits.decorated),
 ]  # fmt: skip
 ODD: list[tuple[int, Maker]] = [(4, habits.odd), (1, habits.max_norm), (2, habits.inference_features)]
 

@@ -122,6 +122,13 @@ def two_outputs(g: Grower) -> None:
         g.step("custom Function", f"TwoOutputs.apply({name})", outs=3)
 
 
+def decorated(g: Grower) -> None:
+    """The scope as a decorator."""
+    name = g.floats()
+    if name is not None and g.step("scope", f"scope()(lambda v: F.silu(v) * 2 + v)({name})") is not None:
+        g.entered = True
+
+
 def shared_memory(g: Grower) -> None:
     """The module of torch, called with arguments by name, and results of one memory under several names."""
     name = g.floats()

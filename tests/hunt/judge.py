@@ -3,12 +3,13 @@
 import contextlib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import fusedseg
-from tests.hunt.prelude import difference, eager, network_difference, outcome, refused
-from tests.hunt.program import Network, Program, defined, edited, nodes, renamed, without
+from tests.hunt.prelude import difference, eager, network_difference, network_results, outcome, refused
+from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
 
 # what the scope says, in a backward pass, where a program writes to a source after the scope has ended: documented
 AFTER_SCOPE = "may be modified inside the scope only"
@@ -47,8 +48,12 @@ def quiet() -> Iterator[None]:
 def judged(program: Program | Network, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
     """``tell`` hears which phase starts: a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
-        tell("scope")
         with quiet():
+            tell("eager")
+            stock = network_results(program.make()(), program.shape, training=True)
+            if "error" in stock:
+                return Verdict("raises", stock["error"])
+            tell("scope")
             how = network_difference(program.make(), program.shape, **program.options)
         return Verdict("same") if how is None else Verdict("failure", how)
     tell("eager")
@@ -69,7 +74,7 @@ def judged(program: Program | Network, tell: Callable[[str], None] = lambda phas
     return Verdict("refused" if any(refused(log.error) for log in errors) else "raises", str(errors[0].error))
 
 
-def shrunk(program: Program | Network, tries: int = 400) -> Program | Network:
+def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
     """The program without the steps that the failure does not need.
 
     A dropped step takes with it what needs its result; or the result's readers get one of the step's own inputs.
@@ -91,6 +96,9 @@ def shrunk(program: Program | Network, tries: int = 400) -> Program | Network:
     again = True
     while again and tries > 0:
         again = False
+        tidy = program._replace(parts=tuple(_without_unused(part) for part in program.parts))
+        if fails(tidy):
+            program = tidy
         for part in range(len(program.parts)):
             for path, _ in list(nodes(program.parts[part])):
                 if tries <= 0:
@@ -102,6 +110,13 @@ def shrunk(program: Program | Network, tries: int = 400) -> Program | Network:
                         program, again = candidate, True
                         break
     return program
+
+
+def _without_unused(steps: Steps) -> Steps:
+    """The steps without the leaves and modules that no other step names."""
+    named = Counter(name for _, node in nodes(steps) for name in dict.fromkeys(names_in(node)))
+    unused = {n for node in steps if node.kind in ("leaf", "module", "memory") for n in defined(node) if named[n] == 1}
+    return without(steps, unused)
 
 
 def _sort(verdict: Verdict) -> tuple[str, str]:
@@ -127,7 +142,7 @@ def _smaller(steps, path):
             yield edited(steps, path, body)
         return
     for result in results[:1]:
-        for name in dict.fromkeys(n for n in node.names() if n not in results and n[0] in "tp"):
+        for name in dict.fromkeys(n for n in names_in(node) if n not in results and n[0] in "tp"):
             yield renamed(gone, result, name)
 
 

@@ -23,9 +23,6 @@ class Step:
     def lines(self) -> list[str]:
         return [self.code]
 
-    def names(self) -> list[str]:
-        return NAME.findall(self.code)
-
 
 @dataclass(frozen=True)
 class Block:
@@ -42,6 +39,11 @@ class Block:
 
 Node = Step | Block
 Steps = tuple[Node, ...]
+
+
+def names_in(node: Node) -> list[str]:
+    """The names in a node's own line."""
+    return NAME.findall(node.header if isinstance(node, Block) else node.code)
 
 
 def defined(node: Node) -> list[str]:
@@ -180,7 +182,7 @@ def without(steps: Steps, names: set[str]) -> Steps:
     out: list[Node] = []
     for node in steps:
         if isinstance(node, Step):
-            if names & set(node.names()):
+            if names & set(names_in(node)):
                 names |= set(defined(node))
                 continue
             out.append(node)

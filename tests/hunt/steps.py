@@ -126,7 +126,6 @@ COMPLEX = [
 ]  # fmt: skip
 
 CUSTOM = [
-    "scope()(lambda v: F.silu(v) * 2)({x})",
     "SaveInput.apply({x})", "SaveOutput.apply({x})", "SaveBetween.apply({x})", "Dirty.apply({x})",
     "DirtySaved.apply({x})",
 ]  # fmt: skip

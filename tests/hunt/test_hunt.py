@@ -143,7 +143,8 @@ def test_programs_are_of_every_kind():
         assert kinds[kind] >= 2, kind
     text = "\n".join(p.functions() for p in programs)
     for part in ("bfloat16", "float16", "float64", "cache_enabled=False", "use_reentrant=True", "use_reentrant=False",
-                 "saved_tensors_hooks", "layout='strided'", "channels_last", "momentum=None", "track_running_stats=False",
+                 "saved_tensors_hooks", "layout='strided'", "channels_last", "momentum=None",
+                 "track_running_stats=False",
                  "inplace=True", "alpha=", "from_numpy", "(0, 4, 8, 8)", "(8, 6)", "(2, 4, 2, 2)", "out="):  # fmt: skip
         assert part in text, part
     assert sum(len(p.parts) == 2 for p in programs) >= 3
