@@ -61,7 +61,7 @@ class Grower:
         self.frames: list[list[str]] = [[]]
         self.numbers = iter(range(1, 100_000))
         self.kept: list[Tensor] = []
-        self.scopes, self.entered, self.writes_outside = 0, False, False
+        self.scopes, self.entered, self.writes_outside, self.checkpoints = 0, False, False, False
 
     # what there is
 
@@ -116,8 +116,10 @@ class Grower:
         Returns the (last) name, or None where the step raises or gives what no later step could use.
         """
         writes = WRITES.search(expression) is not None
-        if writes and not anyway and self._written_is_kept(expression) and not self.chance(self.rates.write_kept):
-            return None
+        if writes and not anyway and self._written_is_kept(expression):
+            # in a checkpoint, autograd does not refuse it, and eager mode computes with what is there by then
+            if len(self.frames) > 1 or not self.chance(self.rates.write_kept):
+                return None
         names = [self.new() for _ in range(outs)]
         code = f"{', '.join(names)} = {expression}" if outs else expression
         try:
@@ -125,7 +127,7 @@ class Grower:
         except Exception:
             for name in names:
                 self.space.pop(name, None)
-            if "backward" not in kind and self.chance(self.rates.keep_failing):
+            if "backward" not in kind and len(self.frames) == 1 and self.chance(self.rates.keep_failing):
                 self.stack[-1].append(Block("attempt", "with log.attempt():", (Step(kind, expression),)))
             return None
         if not all(_usable(self.space[name]) for name in names):

@@ -84,7 +84,8 @@ def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
     def fails(candidate: Program) -> bool:
         try:
             return _sort(judged(candidate)) == wanted
-        except SyntaxError:
+        except (SyntaxError, MemoryError, RuntimeError):
+            # too little is left of it, or it asks for more than there is
             return False
 
     if len(program.parts) == 2:
