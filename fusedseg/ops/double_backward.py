@@ -49,6 +49,8 @@ def differentiated_once(op: str, backward: Callable[..., tuple], *args: Any) -> 
 
 def batched(args: Sequence[Any]) -> bool:
     """Whether one of the arguments stands for a batch of tensors, as gradients do inside a ``vmap``."""
+    if torch.compiler.is_compiling():
+        return False
     return any(isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)) for arg in args)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .rebuild import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe
+from .recomputation import recomputing
 
 # calls of rebuild to get one tensor back, those of its inputs included: five residual blocks of norm, add, activation
 MAX_STEPS = 16
@@ -55,7 +56,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 class _Held:
     """An input that is there for the offer alone.
 
-    It is a copy of a small tensor, or a large tensor that this scope saw being made and that nobody else keeps.
+    It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that nobody else keeps.
     """
 
     __slots__ = ("_kept", "extra", "tensor", "version")
@@ -201,8 +202,6 @@ class Registry:
         self.vectors: list[Tensor] | None = None
         # during a call: what it saves is there for recipes, and eager mode would not have kept it
         self.saves_sources = False
-        # nodes of the graph with this number or a higher one were made in the scope, if by this thread
-        self.first_node = torch.autograd._get_sequence_nr()
         # of ``joined.py``: what a tensor was made of, gone with it
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
@@ -257,10 +256,9 @@ class Registry:
         if not all(not isinstance(t, Tensor) or plain(t) for t in inputs):
             return None
         own = output.untyped_storage()
-        if not changes:
-            # Memory that an argument lies in was made by another call, unless this call writes to it.
-            if any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
-                return None
+        # Memory that an argument lies in was made by another call, unless this call writes to it.
+        if not changes and any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
+            return None
         memory, at, links = self._memory(own), Place.of(output), list[tuple[_Input, Place]]()
         memory.made |= not changes
         for t in inputs:
@@ -319,7 +317,7 @@ class Registry:
             return
         memory = self._find(t)
         # The version of t will no longer tell that its node in the graph is the one that made its memory.
-        if (memory is None or not memory.made) and self.made_here(t):
+        if (memory is None or not memory.made) and self.is_computed(t):
             self.note_made(t)
         # Versions are not compared with that of t, which may be another name of the memory with its own count.
         for kept in memory.keepers() if memory is not None else ():
@@ -379,28 +377,34 @@ class Registry:
         if plain(t):
             self._memory(t.untyped_storage()).made = True
 
-    def made_here(self, t: Tensor) -> bool:
-        """Whether the memory of ``t`` was allocated by torch inside this scope, and nothing but tensors with its
-        version can write to it."""
+    def is_computed(self, t: Tensor) -> bool:
+        """Whether the memory of ``t`` was allocated for a result, by torch.
+
+        It is the result of a call that this scope saw, or of one with a node in the graph.  False for the caller's own
+        memory, such as images, parameters and buffers, which may change in ways that no version shows.
+        """
         # false for memory of numpy and other libraries, and for what was handed to them
         if not t.untyped_storage().resizable():
             return False
         memory = self._find(t)
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
-        node = t.grad_fn
-        return node is not None and not t._version and not t._is_view() and node._sequence_nr() >= self.first_node
+        if recomputing():
+            # A checkpoint computes again: the graph lives no longer than this backward, and the inputs were kept.
+            return True
+        whole = t._base if t._is_view() else t
+        # after a change in place, the node is that of the change, and does not tell where the memory comes from
+        return whole is not None and whole.grad_fn is not None and not whole._version
 
     def certain(self, t: Tensor) -> bool:
-        """Whether ``t`` may be saved in place of something that is computed from it: it is rebuilt or kept anyway, or
-        was made in the scope."""
+        """Whether ``t`` may be saved in place of something that is computed from it."""
         if not plain(t):
             return False
         at, memory = Place.of(t), self._find(t)
         if memory is None or memory.exposed:
-            return self.made_here(t)
+            return self.is_computed(t)
         known = memory.kept_at(at, t._version) or memory.offer_of(at, t._version)
-        return known is not None or self.made_here(t)
+        return known is not None or self.is_computed(t)
 
     def close(self) -> None:
         self._memories.clear()
@@ -419,7 +423,7 @@ class Registry:
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
-            if not small and self.made_here(t):
+            if not small and self.is_computed(t):
                 return _Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at

@@ -104,6 +104,9 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
     except (TypeError, ValueError):
         # what a byte does not tell apart, or what the stock function refuses in its own words
         return _pure(registry, func, args, kwargs)
+    if x.is_cpu and x.shape[0] == 1:
+        # of one image in channels_last, the stock function returns a contiguous one
+        x = x.contiguous()
     return max_pool.max_pool(x, pool)
 
 
@@ -164,7 +167,8 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         registry.before_change(x)
     with recipe.claimed(registry, noise):
         out = func(*args, **kwargs)
-    if drawn and not inplace:
+    # A mask of other dimensions than x, as of a tensor without a batch, would be multiplied in another shape.
+    if drawn and not inplace and out.size() == x.size() and len(drawn[0].at.size) == x.dim():
         masked = isinstance(drawn[0], Kept) and drawn[0].at.dtype == torch.bool
         registry.offer(out, functools.partial(_masked, p=p) if masked else torch.mul, [x, drawn[0]])
     return out

@@ -1,8 +1,8 @@
 """Stock batch and instance norm under the scope: outputs get recipes, and running statistics move once.
 
 Where the call keeps mean and 1 / sqrt(var + eps) for its backward on a CPU, the output is rebuilt from those, in one
-pass.  It has the bits of the first one, since aten rounds weight / sqrt(var + eps) once in either; only fp16 parameters
-make it round the statistics themselves.  Elsewhere the function runs again, on the batch alone.
+pass.  It has the bits of the first one, since aten rounds weight / sqrt(var + eps) once in either.  Elsewhere the
+function runs again, on the batch alone.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import recipe
+from .convolution import FORMATS
 from .rebuild import OFF, Handle, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
@@ -55,9 +56,12 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 def _again(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: list[Tensor], instance: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """How the output is rebuilt, from the vectors that the call has saved, the statistics last; None for what else
-    they may be."""
-    if len(vectors) < 2 or not x.is_cpu:
+    """How the output is rebuilt from the vectors that the call has saved, the statistics last.
+
+    None where the vectors may be something else, and where aten does not compute both calls alike: with parameters in
+    half precision it rounds the statistics, and in memory with gaps or of another order it multiplies in another order.
+    """
+    if len(vectors) < 2 or not x.is_cpu or not (instance or x.is_contiguous() or _is_channels_last(x)):
         return None
     (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
     if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
@@ -79,10 +83,17 @@ def _again(
     return again
 
 
+def _is_channels_last(x: Tensor) -> bool:
+    return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()])
+
+
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
-    """Instance norm saves x laid out anew where it is not contiguous."""
+    """Instance norm saves x laid out anew where it is not contiguous: x is kept in place of this copy."""
     if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
         return None
+    if not registry.certain(x):
+        return None
     size, kept = t.size(), registry.keep(x)
+    kept.in_recipe, kept.in_graph = True, False
     source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])
     return Handle(source, source.at)
