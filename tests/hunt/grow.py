@@ -110,16 +110,16 @@ class Grower:
         exec(code, self.space)
         self.setup.append(Step(kind, code))
 
-    def step(self, kind: str, expression: str, outs: int = 1, anyway: bool = False) -> str | None:
+    def step(self, kind: str, expression: str, outs: int = 1) -> str | None:
         """Runs and adds ``t7 = expression``, or ``t7, t8 = …``; without outputs, the statement.
 
         Returns the (last) name, or None where the step raises or gives what no later step could use.
         """
         writes = WRITES.search(expression) is not None
-        if writes and not anyway and self._written_is_kept(expression):
-            # in a checkpoint, autograd does not refuse it, and eager mode computes with what is there by then
-            if len(self.frames) > 1 or not self.chance(self.rates.write_kept):
-                return None
+        # in a checkpoint, autograd does not refuse the write, and eager mode computes with what is there by then
+        refused = len(self.frames) > 1 or not self.chance(self.rates.write_kept)
+        if writes and refused and self._written_is_kept(expression):
+            return None
         names = [self.new() for _ in range(outs)]
         code = f"{', '.join(names)} = {expression}" if outs else expression
         try:
