@@ -1,6 +1,7 @@
 """What a random program needs to run.  A printed program starts with those definitions of this file that it uses."""
 
 import contextlib
+import copy  # noqa: F401
 import io
 import operator  # noqa: F401
 import threading
@@ -91,8 +92,8 @@ def snapshot(value):
     if value.device.type == "meta":
         return f"meta {value.shape} {value.dtype}"
     with torch.no_grad():
-        copy = value.resolve_conj().clone(memory_format=torch.contiguous_format)
-        return torch.view_as_real(copy) if copy.is_complex() else copy
+        same = value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        return torch.view_as_real(same) if same.is_complex() else same
 
 
 def data(seed, shape, dtype=torch.float32, layout="dense", grad=True, scale=1.0):

@@ -172,7 +172,7 @@ def filled(g: Grower, template: str) -> str | None:
         if place == "y":
             other = partner(g, x)
             # x.mul_(x) saves what it overwrites, which eager mode does not notice in a checkpoint
-            return f"{name}.detach()" if other == name and WRITES.search(template) else other
+            return f"{name}.detach().clone()" if other == name and WRITES.search(template) else other
         if place == "s":
             return scalar(g)
         if place == "flag":
