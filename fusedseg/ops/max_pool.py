@@ -21,6 +21,7 @@ from .layout import dense
 from .max_pool_aten import Pool
 
 OP = "fusedseg.max_pool"
+HALF = (torch.float16, torch.bfloat16)
 MAX_POSITIONS = 256
 
 
@@ -289,6 +290,9 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
 
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
     """The op on a checked argument."""
+    if x.is_cpu and len(pool.kernel) == 3 and x.dtype in HALF and torch.is_autocast_enabled("cpu"):
+        # as autocast does for the stock function on a CPU
+        x = x.float()
     if unfused.wanted():
         return unfused.max_pool(x, *pool)
     coded = torch.is_grad_enabled() and x.requires_grad

@@ -83,7 +83,7 @@ class Kept:
 
     __slots__ = (
         "__weakref__", "at", "copied", "exposed", "held", "in_graph", "in_recipe", "outer", "packed", "recipes_copy",
-        "version",
+        "version", "version_packed",
     )  # fmt: skip
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
@@ -99,6 +99,7 @@ class Kept:
         # an inference tensor has no version, and cannot be modified where autograd would notice
         self.version = 0 if t.is_inference() else t._version
         self.packed = t if self.outer is None else self.outer[0](t)
+        self.version_packed = self.packed._version if isinstance(self.packed, Tensor) else 0
 
     def changed(self) -> bool:
         if self.outer is not None or self.packed.is_inference():
@@ -126,16 +127,25 @@ class Kept:
             self.recipes_copy = Kept(self._copy(storage), self.outer, self.at)
 
     def load_for_recipe(self) -> Tensor:
-        return self.load() if self.recipes_copy is None else self.recipes_copy.load()
+        if self.recipes_copy is not None:
+            return self.recipes_copy.load()
+        packed = self.packed
+        if self.outer is not None and isinstance(packed, Tensor) and packed._version != self.version_packed:
+            # The hooks around the scope have not copied the tensor.
+            raise self._modified(packed)
+        return self.load()
+
+    def _modified(self, t: Tensor) -> RuntimeError:
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {self.version} instead.  It was "
+            "saved under fusedseg.recompute(), where a tensor that others are rebuilt from may be modified inside the "
+            "scope only"
+        )
 
     def load(self) -> Tensor:
         if self.changed():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.packed.dtype} {list(self.packed.shape)} is at version {self.packed._version}; expected version "
-                f"{self.version} instead.  It was saved under fusedseg.recompute(), where a tensor that others are "
-                "rebuilt from may be modified inside the scope only"
-            )
+            raise self._modified(self.packed)
         if self.outer is None:
             return self.packed
         if self.held is None:

@@ -53,6 +53,15 @@ def _unwrapped(t: Tensor) -> Tensor:
     return t
 
 
+def _is_trained_leaf(t: Tensor) -> bool:
+    """Whether ``t`` is a parameter, or an input whose gradient is wanted."""
+    try:
+        return t.is_leaf and t.requires_grad
+    except RuntimeError:
+        # Autograd does not say it of a view that was made without grad mode and whose base was changed since.
+        return False
+
+
 class _Held:
     """An input that is there for the offer alone.
 
@@ -196,6 +205,7 @@ class Registry:
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
+        self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # during a call: what to save for a tensor that it makes for itself
         self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
         # during a call whose caller asks for them: what it saves of parameters and statistics
@@ -218,7 +228,7 @@ class Registry:
         """The hook of forward; that of backward is ``unpack``."""
         with torch._C.DisableTorchFunction():
             # parameters, and vectors of statistics, of which recipes have copies anyway
-            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.is_leaf and t.requires_grad) or not plain(t):
+            if (t.dim() < 2 and t.numel() <= VECTOR) or _is_trained_leaf(t) or not plain(t):
                 if self.vectors is not None:
                     self.vectors.append(t.detach())
                 return Kept(t, self.outer)
@@ -389,8 +399,8 @@ class Registry:
         memory = self._find(t)
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
-        if recomputing():
-            # A checkpoint computes again: the graph lives no longer than this backward, and the inputs were kept.
+        if self._in_checkpoint or recomputing():
+            # A checkpoint keeps its inputs, and the graph of what it computes again lives no longer than one backward.
             return True
         whole = t._base if t._is_view() else t
         # after a change in place, the node is that of the change, and does not tell where the memory comes from

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from . import max_pool, recipe
 from .cast import is_cast
 from .joined import note_cat, note_interpolated, noted
+from .layout import layout_of
 from .rebuild import Autocast, Handle, Kept, Place, Recipe
 from .registry import Registry, plain
 from .replay import replay
@@ -104,9 +105,12 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
     except (TypeError, ValueError):
         # what a byte does not tell apart, or what the stock function refuses in its own words
         return _pure(registry, func, args, kwargs)
-    if x.is_cpu and x.shape[0] == 1:
-        # of one image in channels_last, the stock function returns a contiguous one
-        x = x.contiguous()
+    if not x.is_contiguous():
+        if layout_of(x) is None:
+            return _pure(registry, func, args, kwargs)
+        if x.is_cpu and x.shape[0] == 1:
+            # of one image in channels_last, the stock function returns a contiguous one
+            x = x.contiguous()
     return max_pool.max_pool(x, pool)
 
 

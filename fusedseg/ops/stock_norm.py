@@ -61,7 +61,8 @@ def _again(
     None where the vectors may be something else, and where aten does not compute both calls alike: with parameters in
     half precision it rounds the statistics, and in memory with gaps or of another order it multiplies in another order.
     """
-    if len(vectors) < 2 or not x.is_cpu or not (instance or x.is_contiguous() or _is_channels_last(x)):
+    dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
+    if len(vectors) < 2 or not x.is_cpu or not (instance or dense):
         return None
     (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
     if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
@@ -81,10 +82,6 @@ def _again(
         return z.view(x.shape) if instance else z
 
     return again
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()])
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:

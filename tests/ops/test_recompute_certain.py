@@ -239,3 +239,124 @@ def test_weight_cast_by_another_function_is_changed_in_the_autocast_region():
         return [first.detach(), *grads(x, *layer.parameters())]
 
     assert_same(program)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(2, 3),
+    "reversed": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "gaps": lambda t: torch.stack([t, t], -1)[..., 0],
+    "part": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norm_of_another_layout(layout, norm, dtype):
+    """Batch norm of memory with gaps is computed in another order than its twin in eval mode: the last bit differed."""
+
+    def program(scope):
+        x = torch.randn(2, 6, 6, 6, dtype=dtype, requires_grad=True)
+        w, b = (torch.randn(6, dtype=dtype, requires_grad=True) for _ in range(2))
+        with scope():
+            t = LAYOUTS[layout](x * 3)
+            z = F.batch_norm(t, None, None, w, b, True) if norm == "batch" else F.instance_norm(t, weight=w, bias=b)
+            out = z.square() * F.silu(z)
+        out.sum().backward()
+        return [z.detach(), *grads(x, w, b)]
+
+    assert_same(program)
+
+
+def test_instance_norm_of_another_layout_is_changed_in_the_scope():
+    """Its input was kept in place of the copy that aten keeps, and backward raised after a change of the input."""
+
+    def program(scope):
+        conv = nn.Conv2d(3, 4, 1)
+        with scope():
+            x = conv(torch.randn(2, 3, 6, 6)).transpose(2, 3)
+            out = F.instance_norm(x)
+            x.mul_(2)
+        out.square().sum().backward()
+        return grads(*conv.parameters())
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize(
+    ("drop", "shape"), [(F.dropout1d, (4, 6)), (F.dropout3d, (4, 2, 3, 3)), (F.dropout3d, (2, 3, 4))]
+)
+@pytest.mark.filterwarnings("ignore:dropout.d. Received a .-D input:UserWarning")
+def test_dropout_without_a_batch(drop, shape):
+    """The output was rebuilt with one dimension more."""
+
+    def program(scope):
+        x, w = torch.randn(shape, requires_grad=True), torch.randn(shape, requires_grad=True)
+        with scope():
+            out = drop(x * w, 0.5) * w
+        out.square().sum().backward()
+        return grads(x, w)
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_pool_lays_out_what_the_stock_function_does(dims, batch):
+    """Of one image in channels_last the stock pool returns a contiguous one, and gradients are laid out alike."""
+    pool = getattr(F, f"max_pool{dims}d")
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+
+    def program(scope):
+        x = torch.randn(batch, 4, *(6,) * dims).contiguous(memory_format=last).requires_grad_()
+        y = x.view_as(x)
+        y.retain_grad()
+        with scope():
+            z = pool(y, 3, 2, 1)
+        z.sum().backward()
+        return [z.detach(), y.grad, torch.tensor(z.stride()), torch.tensor(y.grad.stride())]
+
+    assert_same(program)
+
+
+def test_pool_of_volumes_under_autocast():
+    """On a CPU autocast pools volumes in fp32; the result had the dtype of the input."""
+
+    def program(scope):
+        x = torch.randn(2, 4, 4, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+        with scope(), torch.autocast("cpu", torch.bfloat16):
+            out = F.max_pool3d(x * 2, 2)
+        out.sum().backward()
+        return [out.detach(), x.grad]
+
+    assert_same(program)
+
+
+def test_weight_is_changed_after_the_scope_within_hooks_that_do_not_copy():
+    """Eager's hooks have the cast copy; here the weight is kept, and its change is told."""
+    conv = nn.Conv2d(3, 4, 1)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16), recompute():
+        out = conv(torch.randn(2, 3, 4, 4))
+    with torch.no_grad():
+        conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
+def test_view_made_without_grad_mode_is_saved():
+    """The scope asked whether it is a leaf, which autograd forbids after a change of its base."""
+
+    def program(scope):
+        p, w = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
+        t = p.abs().sqrt()
+        with torch.no_grad():
+            view = t.view_as(t)
+        t[:, :2].mul_(0.5)
+        with scope():
+            out = torch.utils.checkpoint.checkpoint(lambda v, p: p * w, view, p, use_reentrant=False)
+        # backward raises in eager mode too
+        return [out.detach()]
+
+    assert_same(program)
