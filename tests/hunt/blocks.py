@@ -27,11 +27,11 @@ def scope(g: Grower) -> None:
 
 def modes(g: Grower) -> None:
     """Blocks in which autograd records less, or others look on."""
-    # The hooks keep the layout.  Hooks that hand the tensor itself back are none of these: with them autograd checks no version, and eager mode
-    # computes with whatever a saved tensor holds by then.
+    # The hooks keep the layout.  Hooks that hand the tensor itself back are none of these: with them autograd checks no
+    # version, and eager mode computes with whatever a saved tensor holds by then.
+    copying = "torch.autograd.graph.saved_tensors_hooks(lambda t: copy.deepcopy(t.detach()), lambda t: t)"
     headers = ("with torch.no_grad():", "with torch.no_grad():", "with torch.enable_grad():", "with Quiet():",
-               "with torch.set_grad_enabled(False):",
-               "with torch.autograd.graph.saved_tensors_hooks(lambda t: copy.deepcopy(t.detach()), lambda t: t):")  # fmt: skip
+               "with torch.set_grad_enabled(False):", f"with {copying}:")  # fmt: skip
     header = g.rng.choice(headers)
     if g.chance(g.rates.odd):
         header = g.rng.choice(("with Spy():", "with torch.inference_mode():"))
