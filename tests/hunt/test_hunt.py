@@ -29,7 +29,7 @@ def test_two_hundred_programs():
 
 
 def test_forty_networks():
-    found_nothing("networks", range(40), least=38)
+    found_nothing("networks", range(40), least=33)
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_twenty_thousand_programs():
 
 @pytest.mark.slow
 def test_two_thousand_networks():
-    found_nothing("networks", range(2_000), least=1_900, jobs=2)
+    found_nothing("networks", range(2_000), least=1_700, jobs=2)
 
 
 def size(program):
