@@ -166,7 +166,10 @@ def nbytes(case: NormCase) -> int:
 
 
 def work(case: NormCase, kind: str) -> dict[str, Work]:
-    """Bytes of the passes that it takes (section 6 of the design): what fits on chip, or in L2, is read once."""
+    """Bytes of the passes that it takes: a tensor that fits on chip, or in L2, is read once.
+
+    "Passes over memory" in docs/design.md has the numbers of passes.
+    """
     forward, backward = (2, 3) if kind == "slab" else (3, 5)
     return {"forward": Work(forward * nbytes(case), "GB/s"), "backward": Work(backward * nbytes(case), "GB/s")}
 

@@ -2,7 +2,7 @@
 
 python -m bench.report bench/results/nvidia-h200                     # goals and tables
 python -m bench.report bench/results/nvidia-h200 --plot bench/results/nvidia-h200
-python -m bench.report bench/results/nvidia-h200 --readme README.md  # in place of what stands between its marks
+python -m bench.report bench/results/nvidia-h200 --into docs/benchmarks.md  # between its marks
 python -m bench.report OLD NEW                                       # what changed
 """
 
@@ -93,10 +93,12 @@ class Column(NamedTuple):
 
 COLUMNS = (
     *(Column(f"{part} / eager", "eager", part) for part in PARTS),
-    *(Column(f"step / {name}", name, "step") for name in ("compiled", "aggressive")),
+    *(Column(f"step / {name}", name, "step") for name in ("compiled", "aggressive", "checkpoint")),
     Column("kept / eager", "eager", "kept_bytes"),
     Column("kept / aggressive", "aggressive", "kept_bytes"),
     Column("peak / eager", "eager", "peak_bytes"),
+    Column("peak / aggressive", "aggressive", "peak_bytes"),
+    Column("peak / checkpoint", "checkpoint", "peak_bytes"),
 )
 
 
@@ -151,7 +153,7 @@ def report_lines(files: goals.Files) -> list[str]:
     return [*lines, *table_lines(files)]
 
 
-def write_readme(path: Path, lines: Sequence[str]) -> None:
+def write_into(path: Path, lines: Sequence[str]) -> None:
     """Puts lines between the marks of a file.
 
     Raises:
@@ -209,10 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="with the JSON files of a run")
     parser.add_argument("new", type=Path, nargs="?", help="with those of a later run, to be compared with it")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write times.png and bytes.png there")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--into", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
     options = parser.parse_args(arguments)
-    if options.new and (options.plot or options.readme):
-        parser.error("--plot and --readme are of one run")
+    if options.new and (options.plot or options.into):
+        parser.error("--plot and --into are of one run")
     try:
         files = load(options.folder)
         lines = changes(files, load(options.new)) if options.new else report_lines(files)
@@ -221,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             for path in draw(files, options.plot):
                 print(f"written: {path}", file=sys.stderr)
-        if options.readme:
-            write_readme(options.readme, lines)
+        if options.into:
+            write_into(options.into, lines)
         else:
             print("\n".join(lines))
     except ReportError as error:

@@ -29,7 +29,7 @@ RIVALS = {
 # the probe that copies a case's tensor
 COPY = "copy"
 # whose bytes the closing table shows
-SHOWN = ("eager", "compiled", "aggressive", "ours")
+SHOWN = ("eager", "compiled", "aggressive", "checkpoint", "ours")
 # passes over the tensor that a fused norm of a large tensor needs; a copy reads and writes
 PASSES = {"forward": 3, "backward": 5, "step": 8}
 COPY_PASSES = 2

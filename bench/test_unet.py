@@ -1,5 +1,11 @@
 """One training step of a whole network: forward, cross entropy and backward.  Ours is that of ``fusedseg.unet`` as it
-is by default; the others are its plain twin, of stock modules, with their norm."""
+is by default; the others are its plain twin, of stock modules, with their norm.
+
+The table of four networks in the README comes from this bench; ``python -m bench.report bench/out`` prints it in
+Markdown::
+
+    pytest bench/test_unet.py -m "slow or not slow"
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -9,20 +15,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fusedseg.memory import checkpoint_blocks
 from fusedseg.unet import MultiEncoderUNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 from .contenders import CONTENDERS, unet
 from .data import memory_format_of
 from .harness import Result, compete, once
-from .jobs import NetJob
+from .jobs import NetJob, Treat
 from .replay import CLOCK, report_step
 from .results import Section
 
 CLASSES = 4
+CHECKPOINT = "checkpoint"
 SECONDS = {"cpu": 5.0, "cuda": 6.0}
 # relative error of the logits and of all gradients together (2-norms), or twice eager's own.  Rounding adds up over the
 # layers, and where it crosses a kink or swaps the maximum of a pooling window, a gradient changes by more than that
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    """The stock network whose blocks keep their inputs alone and run a second time in backward."""
+    checkpoint_blocks(net)
+    return net
+
+
+# name: whose modules the network has, and what is done to it
+WAYS: dict[str, tuple[str, Treat]] = {name: (name, treat) for name, (_, treat) in CONTENDERS.items()}
+WAYS[CHECKPOINT] = ("eager", checkpointed)
 
 
 class Images(nn.Module):
@@ -61,13 +80,13 @@ class Case(NamedTuple):
         one = self.make in (unet3d_large, unet3d_small)
         channels: Any = self.channels[0] if one else self.channels
         norm = "instance" if self.instance else "batch"
-        net = unet(name, channels, CLASSES, norm, make=self.make, dims=len(self.size), **self.options)
+        net = unet(WAYS[name][0], channels, CLASSES, norm, make=self.make, dims=len(self.size), **self.options)
         return Images(net, self.channels)
 
     def contenders(self) -> list[str]:
         """relu is another function, and costs what leaky_relu does; the published package has no InstanceNorm."""
         absent = ("relu", "inplace_abn") if self.instance else ("relu",)
-        return [name for name in CONTENDERS if name not in absent]
+        return [name for name in WAYS if name not in absent]
 
     def memory_format(self) -> torch.memory_format:
         return memory_format_of(len(self.size) + 2, self.channels_last)
@@ -85,8 +104,9 @@ CASES = {
     "cpu": [
         Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
         Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
-        Case("3D large", (1,), (32, 32, 32), 1, LARGE, make=unet3d_large, slow=True),
-        Case("3D small", (1,), (32, 32, 32), 1, SMALL, make=unet3d_small),
+        # two volumes: of one small volume torch computes the convolutions in a slow loop, which would flatter ours
+        Case("3D large", (1,), (32, 32, 32), 2, LARGE, make=unet3d_large, slow=True),
+        Case("3D small", (1,), (32, 32, 32), 2, SMALL, make=unet3d_small),
     ],
     "cuda": [
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
@@ -120,7 +140,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         net.load_state_dict(dict(zip(net.state_dict(), weights, strict=True)))
         # torch declares Module.to without memory_format
         net = net.to(device).to(memory_format=case.memory_format())  # type: ignore[call-overload]
-        return NetJob(CONTENDERS[name][1](net), x, target, case.dtype == "amp")
+        return NetJob(WAYS[name][1](net), x, target, case.dtype == "amp")
 
     def expected() -> dict[str, Tensor]:
         job = build("eager")

@@ -29,7 +29,7 @@ from .nn import (
 from .ops import reuse as _reuse
 from .ops.recompute import recompute
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ABN",
     "BatchNormAct",

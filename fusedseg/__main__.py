@@ -1,68 +1,103 @@
-"""``python -m fusedseg``: the command line."""
+"""The command line: ``fusedseg``, or ``python -m fusedseg``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import add_convert, add_plan, add_profile
+from . import __version__
+from .cli import Parser, add_command, add_convert, add_plan, add_profile
 from .doctor import doctor
 
 DEMOS = ("slices", "volume", "encoders")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusedseg", description=sys.modules["fusedseg"].__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    args = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("fusedseg: interrupted", file=sys.stderr)
+        # as shells report a program that SIGINT has ended
+        return 130
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="fusedseg",
+        description="fusedseg: training of segmentation networks in less memory. `python -m fusedseg` is the same "
+        "command.",
+        epilog="examples:\n"
+        "  fusedseg doctor\n"
+        "  fusedseg profile unet3d_small --input 2,1,64,64,64 --compare eager,fusedseg\n"
+        "  fusedseg COMMAND --help",
+    )
+    top.add_argument("--version", action="version", version=f"fusedseg {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_doctor(commands)
     add_demo(commands)
     add_convert(commands)
     add_profile(commands)
     add_plan(commands)
-    args = parser.parse_args(argv)
-    return args.run(args)
+    return top
 
 
 def add_doctor(commands) -> None:
-    command = commands.add_parser(
+    add_command(
+        commands,
         "doctor",
-        help="versions, the backend of each device and why, and whether the kernels work here",
-        description="Prints versions, the backend that serves each device and why, and whether the kernels work: run "
-        "and compared with PyTorch on each GPU, or compiled for absent ones. Exits with 1 where something fails.",
+        summary="check this installation: versions, backends, and whether the kernels work",
+        description="Prints versions, the backend that serves each device and why, and whether the kernels work: each "
+        "is run once on every GPU and compared with PyTorch in float64, or compiled for GPUs that are absent if there "
+        "is none. The last line says whether all is well; if not, the exit status is 1.",
+        examples=["fusedseg doctor"],
+        run=lambda args: doctor(),
     )
-    command.set_defaults(run=lambda args: doctor())
 
 
 def add_demo(commands) -> None:
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "demo",
-        help="trains a network on real images with eager PyTorch and with fusedseg, and compares them",
+        summary="train a network on real images with eager PyTorch and with fusedseg",
         description="Trains a network on the MNI152 brain template twice, of stock modules and of fusedseg's, from the "
-        "same weights on the same batches; prints the overlap with held-out truth, memory and time of both, and "
-        "writes a picture and the figures. Nothing is downloaded. A few minutes on two CPU cores.",
+        "same weights on the same batches. It prints the overlap with held-out truth, the memory and the time of "
+        "both, and writes a picture and the figures. Nothing is downloaded, and no GPU is needed.",
+        examples=[
+            "fusedseg demo slices",
+            "fusedseg demo volume --steps 20 --out volume_demo",
+            "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed",
+        ],
+        run=_demo,
     )
     command.add_argument(
         "name",
         nargs="?",
         default=DEMOS[0],
         choices=DEMOS,
-        help="slices: 2D U-Net; volume: 3D U-Net on patches of 48x48x48; "
-        "encoders: two encoders, for the T1 image and a motor activation map",
+        metavar="NAME",
+        help="slices: a 2D U-Net; volume: a 3D U-Net on patches of 48×48×48; encoders: two encoders, for the T1 image "
+        "and a motor activation map (default: slices)",
     )
-    command.add_argument("--steps", type=int, help="training steps (default: those of the demo)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
+    command.add_argument("--steps", type=int, metavar="N", help="training steps (default: those of the demo)")
     command.add_argument(
-        "--out", type=Path, default=Path("fusedseg_demo"), help="folder to write to (default: fusedseg_demo)"
+        "--device", choices=("cpu", "cuda"), default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)"
     )
-    command.add_argument("--overwrite", action="store_true", help="replace files of an earlier run")
-    command.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("fusedseg_demo"),
+        metavar="FOLDER",
+        help="where to write (default: fusedseg_demo)",
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace the files of an earlier run")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     command.add_argument(
         "--distributed",
         action="store_true",
         help="instead, train fusedseg's network alone in the processes of torchrun, with synchronised statistics, and "
-        "compare its losses with those of one process: torchrun --nproc-per-node=2 -m fusedseg demo --distributed",
+        "compare its losses with those of one process",
     )
-    command.set_defaults(run=_demo)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -1,17 +1,23 @@
-"""``python -m fusedseg doctor``: versions, the backend of each device and why, and whether the kernels work here.
+"""``fusedseg doctor``: versions, the backend of each device and why, and whether the kernels work here.
 
-On a GPU the kernels are launched and compared with PyTorch; without one they are compiled for GPUs that are not there.
+On a GPU every kernel is launched and compared with PyTorch in float64.  Without one, every kernel is compiled for GPUs
+that are not there.
 """
 
 import importlib
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from . import _backend
+from .cli import Progress
 from .ops.layout import layout_of
 
 # (shape, what it reaches): one that a program keeps on chip, one that several programs share
@@ -20,9 +26,22 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 TARGETS = ("sm_80", "sm_90")
 # fp32 against fp64 over 32768 values a channel: sums lose a few of the 24 bits
 TOLERANCE = 1e-5
-SLOPE = 0.01
+SLOPE, EPS = 0.01, 1e-5
+ACT = ("leaky_relu", SLOPE)
 # stride, padding, dilation and groups
 CONVOLUTION = ((1, 1), (1, 1), (1, 1), 1)
+POOL = ((2, 2), (0, 0), (1, 1), 1)
+
+
+class Inputs(NamedTuple):
+    """x: what kernels read.  w: of the convolution.  weight, bias: of the norm.  dz, dpooled: gradients of results."""
+
+    x: Tensor
+    w: Tensor
+    weight: Tensor
+    bias: Tensor
+    dz: Tensor
+    dpooled: Tensor
 
 
 def versions() -> Iterator[str]:
@@ -56,91 +75,150 @@ def describe(device: torch.device) -> str:
     return f"{device} ({properties.name}, {arch})"
 
 
-def _launch(
-    x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Forward and backward straight from the launchers; ``x`` is left alone."""
-    from .kernels.conv_abn import conv_abn_fwd
-    from .kernels.norm_act import norm_act_fwd
-    from .kernels.norm_act_bwd import norm_act_bwd
-
-    act, z, of_conv = ("leaky_relu", SLOPE), torch.empty_like(x), torch.empty_like(x)
-    layout, running = layout_of(x), (None, None, True, 0.1, 1e-5, act, None)
-    _, rstd, kept = norm_act_fwd(x, z, layout, weight, bias, *running)
-    dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, act, torch.float32)
-    conv_abn_fwd(x, w, of_conv, layout, layout, CONVOLUTION, None, weight, bias, *running, False)
-    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "z of a convolution": of_conv}
-
-
-def _eager(
-    x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dz: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    x, w, weight, bias = (t.double().requires_grad_() for t in (x, w, weight, bias))
-
-    def norm_act(y: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.batch_norm(y, None, None, weight, bias, training=True, eps=1e-5)
-        return torch.nn.functional.leaky_relu(y, SLOPE)
-
-    z = norm_act(x)
-    dx, dweight, dbias = torch.autograd.grad(z, (x, weight, bias), dz.double())
-    of_conv = norm_act(torch.nn.functional.conv2d(x, w, padding=1)).detach()
-    return {"z": z.detach(), "dx": dx, "dweight": dweight, "dbias": dbias, "z of a convolution": of_conv}
-
-
-def _inputs(shape: tuple[int, ...], memory_format: torch.memory_format, device: torch.device) -> tuple:
+def _inputs(shape: tuple[int, ...], memory_format: torch.memory_format, device: torch.device) -> Inputs:
     generator = torch.Generator().manual_seed(0)
-    x, dz = (torch.randn(shape, generator=generator).to(device, memory_format=memory_format) for _ in range(2))
+    half = (*shape[:2], *(size // 2 for size in shape[2:]))
+    x, dz, dpooled = (
+        torch.randn(size, generator=generator).to(device, memory_format=memory_format) for size in (shape, shape, half)
+    )
     weight = torch.linspace(0.5, 1.5, shape[1], device=device)
     bias = torch.linspace(-0.5, 0.5, shape[1], device=device)
     w = torch.randn(shape[1], shape[1], 3, 3, generator=generator).to(device)
-    return x, w, weight, bias, dz
+    return Inputs(x, w, weight, bias, dz, dpooled)
 
 
-def run_kernels(device: torch.device) -> str:
-    """Launches on a GPU and compares with eager float64; RuntimeError where they disagree."""
+def _norm_act(inputs: Inputs) -> dict[str, Tensor]:
+    """Forward and backward straight from the launchers; ``x`` is left alone, here and below."""
+    from .kernels.norm_act import norm_act_fwd
+    from .kernels.norm_act_bwd import norm_act_bwd
+
+    x, _, weight, bias, dz, _ = inputs
+    z, layout = torch.empty_like(x), layout_of(x)
+    _, rstd, kept = norm_act_fwd(x, z, layout, weight, bias, None, None, True, 0.1, EPS, ACT, None)
+    dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, ACT, torch.float32)
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias}
+
+
+def _conv_abn(inputs: Inputs) -> dict[str, Tensor]:
+    from .kernels.conv_abn import conv_abn_fwd
+
+    x, w, weight, bias, _, _ = inputs
+    z, layout = torch.empty_like(x), layout_of(x)
+    norm = (weight, bias, None, None, True, 0.1, EPS, ACT, None)
+    conv_abn_fwd(x, w, z, layout, layout, CONVOLUTION, None, *norm, False)
+    return {"z": z}
+
+
+def _max_pool(inputs: Inputs) -> dict[str, Tensor]:
+    from .kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+    x, dpooled = inputs.x, inputs.dpooled
+    layout = layout_of(x)
+    assert layout is not None
+    z, dx = torch.empty_like(dpooled), torch.empty_like(x)
+    codes = torch.empty_like(z, dtype=torch.uint8)
+    max_pool_fwd(x, z, codes, layout.rows, (2, 2), POOL)
+    max_pool_bwd(dpooled, codes, dx, layout.rows, (2, 2), POOL)
+    return {"z": z, "dx": dx}
+
+
+def _normalised(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.leaky_relu(F.batch_norm(y, None, None, weight, bias, training=True, eps=EPS), SLOPE)
+
+
+def _norm_act_float64(inputs: Inputs) -> dict[str, Tensor]:
+    leaves = [t.double().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias)]
+    z = _normalised(*leaves)
+    dx, dweight, dbias = torch.autograd.grad(z, leaves, inputs.dz.double())
+    return {"z": z.detach(), "dx": dx, "dweight": dweight, "dbias": dbias}
+
+
+def _conv_abn_float64(inputs: Inputs) -> dict[str, Tensor]:
+    x, w, weight, bias = (t.double() for t in inputs[:4])
+    return {"z": _normalised(F.conv2d(x, w, padding=1), weight, bias)}
+
+
+def _max_pool_float64(inputs: Inputs) -> dict[str, Tensor]:
+    x = inputs.x.double().requires_grad_()
+    z = F.max_pool2d(x, 2)
+    (dx,) = torch.autograd.grad(z, x, inputs.dpooled.double())
+    return {"z": z.detach(), "dx": dx}
+
+
+Run = Callable[[Inputs], dict[str, Tensor]]
+# file of kernels -> (its launches, the same in PyTorch): together they launch every kernel
+CHECKS: dict[str, tuple[Run, Run]] = {
+    "norm_act": (_norm_act, _norm_act_float64),
+    "conv_abn": (_conv_abn, _conv_abn_float64),
+    "max_pool": (_max_pool, _max_pool_float64),
+}
+
+
+def run_kernels(name: str, device: torch.device) -> str:
+    """Launches the kernels of a check and compares them with float64; RuntimeError where they disagree."""
+    launch, reference = CHECKS[name]
     worst = 0.0
     for path, shape in SHAPES.items():
-        for name, memory_format in FORMATS.items():
-            inputs = _inputs(shape, memory_format, device)
-            expected = _eager(*inputs)
-            with torch.cuda.device_of(inputs[0]):
-                found = _launch(*inputs)
-            for what, value in found.items():
-                error = float((value - expected[what]).norm() / expected[what].norm())
+        for memory_format, value in FORMATS.items():
+            inputs = _inputs(shape, value, device)
+            expected = reference(inputs)
+            with torch.cuda.device_of(inputs.x), warnings.catch_warnings():
+                # Triton 3.9 says that a default of its compiler will change
+                warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")
+                found = launch(inputs)
+            for what, result in found.items():
+                error = float((result - expected[what]).norm() / expected[what].norm())
                 # "not <=" rather than ">": NaN is no agreement either
                 if not error <= TOLERANCE:
-                    raise RuntimeError(f"{what} is off by {error:.1e} ({name}, {path}, {shape})")
+                    raise RuntimeError(f"{what} is off by {error:.1e} ({memory_format}, {path}, {shape})")
                 worst = max(worst, error)
-    return f"ran, and agree with eager float64 to {worst:.0e}"
+    return f"ran, and agrees with float64 {f'to {worst:.0e}' if worst else 'exactly'}"
 
 
-def compile_kernels(target: str) -> str:
+def compile_kernels(name: str, target: str) -> str:
     from .kernels.dry_run import dry_run
 
     with dry_run(target) as launches:
         for shape in SHAPES.values():
             for memory_format in FORMATS.values():
-                _launch(*_inputs(shape, memory_format, torch.device("cpu")))
-    return f"{len({launch.name for launch in launches})} kernels compiled, not run"
+                CHECKS[name][0](_inputs(shape, memory_format, torch.device("cpu")))
+    count = len({launch.name for launch in launches})
+    return f"{count} kernel{'s' if count > 1 else ''} compiled, not run"
 
 
 def kernels() -> Iterator[tuple[str, Callable[[], str]]]:
-    """What there is to try: (where, a function that returns what it saw or raises)."""
+    """What there is to try: (where and what, a function that returns what it saw or raises)."""
     gpus = devices()[1:]
     for gpu in gpus:
-        yield str(gpu), partial(run_kernels, gpu)
+        for name in CHECKS:
+            yield f"{gpu} {name}", partial(run_kernels, name, gpu)
     if not gpus:
         for target in TARGETS:
-            yield target, partial(compile_kernels, target)
+            for name in CHECKS:
+                yield f"{target} {name}", partial(compile_kernels, name, target)
 
 
 def untried() -> str | None:
     """Why the kernels are not tried, or None."""
     if not _backend._has_triton():
-        return "triton is not installed: every op runs on aten"
+        return "triton is not installed, so PyTorch computes every op"
     if _backend._interpreted():
         return "TRITON_INTERPRET is set, with which Triton interprets kernels and compiles none; unset it"
     return None
+
+
+def verdict(problems: int, reason: str | None) -> str:
+    """One sentence that says whether all is well; ``reason``: why the kernels were not tried."""
+    if problems:
+        return f"Something is wrong: see {'the lines' if problems > 1 else 'the line'} with PROBLEM above."
+    if reason is not None:
+        return f"Nothing is wrong, but the kernels were not tried: {reason}."
+    if len(devices()) > 1:
+        return "All is well: every kernel ran on every GPU and agrees with PyTorch in float64."
+    return (
+        f"All is well: there is no GPU here, so PyTorch computes every op, and the kernels compile for "
+        f"{' and '.join(TARGETS)}."
+    )
 
 
 def doctor() -> int:
@@ -158,17 +236,19 @@ def doctor() -> int:
         problems += 1
         print("  PROBLEM: Triton was asked for, and no device here can be served by it")
     print("\nkernels")
-    if reason := untried():
+    reason = untried()
+    if reason is not None:
         print(f"  not tried: {reason}")
-        return min(problems, 1)
-    for where, attempt in kernels():
+    for where, attempt in () if reason is not None else kernels():
         start = time.perf_counter()
         try:
-            seen = attempt()
+            with Progress(f"  {where}"):
+                seen = attempt()
         # whatever a compiler or a driver raises is what is to be reported
         except Exception as error:
             problems += 1
             message = next(iter(str(error).strip().splitlines()), "")
             seen = f"PROBLEM: {type(error).__name__}: {message}"
         print(f"  {where}: {seen} ({time.perf_counter() - start:.1f} s)")
+    print(f"\n{verdict(problems, reason)}")
     return min(problems, 1)

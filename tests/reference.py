@@ -15,7 +15,8 @@ FORWARD_TOLERANCE = {
     torch.float64: 1e-14,  # u = 1.1e-16, likewise
 }
 # Of a gradient.  xhat is rebuilt as (y - bias) / weight, which multiplies the rounding of the stored output by up to
-# kappa = 8 (half precision), 64 (fp32), 4096 (fp64) before its channel is kept: section 4 of the design.
+# kappa = 8 (half precision), 64 (fp32), 4096 (fp64) before its channel is kept: see
+# "Any weight must train right" in docs/design.md.
 GRADIENT_TOLERANCE = {
     torch.bfloat16: 1e-2,
     torch.float16: 2e-3,

@@ -1,6 +1,11 @@
-"""``python -m fusedseg doctor``."""
+"""``fusedseg doctor``."""
 
+import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a m
 def without_interpreter(monkeypatch):
     """As outside the tests, where kernels are compiled; what compiling does is stood in for."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(doctor, "compile_kernels", lambda target: f"8 kernels compiled for {target}")
+    monkeypatch.setattr(doctor, "compile_kernels", lambda name, target: f"2 kernels compiled for {target}")
 
 
 def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
@@ -27,31 +32,43 @@ def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", out, re.MULTILINE)
     assert "  cpu: aten ('auto' takes Triton on GPUs only, and this is cpu)" in out
     for target in ("sm_80", "sm_90"):
-        assert f"  {target}: 8 kernels compiled for {target}" in out
+        for name in ("norm_act", "conv_abn", "max_pool"):
+            assert f"  {target} {name}: 2 kernels compiled for {target}" in out
+    assert out.splitlines()[-1] == (
+        "All is well: there is no GPU here, so PyTorch computes every op, and the kernels compile for sm_80 and sm_90."
+    )
 
 
 def test_a_kernel_that_does_not_compile_is_a_problem(without_interpreter, monkeypatch, capsys):
     pytest.importorskip("triton")
 
-    def fails(target):
-        raise RuntimeError("ptxas died\nat great length")
+    def fails(name, target):
+        if name == "max_pool":
+            raise RuntimeError("ptxas died\nat great length")
+        return "compiled"
 
     monkeypatch.setattr(doctor, "compile_kernels", fails)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "sm_90: PROBLEM: RuntimeError: ptxas died (" in out
+    assert "sm_90 max_pool: PROBLEM: RuntimeError: ptxas died (" in out
+    assert "sm_90 norm_act: compiled (" in out
+    assert out.splitlines()[-1] == "Something is wrong: see the lines with PROBLEM above."
 
 
 def test_asking_for_triton_where_nothing_serves_it_is_a_problem(without_interpreter, monkeypatch, capsys):
     monkeypatch.setattr(fusedseg, "backend", "triton")
     assert main(["doctor"]) == 1
-    assert "PROBLEM: Triton was asked for" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PROBLEM: Triton was asked for" in out
+    assert out.splitlines()[-1] == "Something is wrong: see the line with PROBLEM above."
 
 
 def test_without_triton_kernels_are_not_tried(without_interpreter, monkeypatch, capsys):
     monkeypatch.setattr(doctor._backend, "_has_triton", lambda: False)
     assert main(["doctor"]) == 0
-    assert "not tried: triton is not installed: every op runs on aten" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not tried: triton is not installed, so PyTorch computes every op" in out
+    assert out.splitlines()[-1].startswith("Nothing is wrong, but the kernels were not tried: triton is not installed")
 
 
 def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
@@ -61,14 +78,85 @@ def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
     assert "not tried: TRITON_INTERPRET is set" in capsys.readouterr().out
 
 
-def test_kernels_that_disagree_are_a_problem(monkeypatch):
-    """The comparison itself, on the CPU, with a launch that is wrong by one part in a thousand."""
-    monkeypatch.setattr(doctor, "_launch", lambda *inputs: {k: v * 1.001 for k, v in doctor._eager(*inputs).items()})
+@pytest.fixture
+def small(monkeypatch):
+    """The interpreter takes minutes for the larger shape, which is there for kernels that several programs share."""
+    monkeypatch.setattr(doctor, "SHAPES", {"one launch": (2, 8, 16, 16)})
+
+
+@pytest.mark.parametrize("name", doctor.CHECKS)
+def test_kernels_agree_with_float64(name, small):
+    """What runs on each GPU, here in Triton's interpreter."""
+    pytest.importorskip("triton")
+    found = doctor.run_kernels(name, torch.device("cpu"))
+    assert re.fullmatch(r"ran, and agrees with float64 (to \de-\d\d|exactly)", found)
+    # a pool picks values, and rounds none
+    assert found.endswith("exactly") == (name == "max_pool")
+
+
+@pytest.mark.parametrize("name", doctor.CHECKS)
+def test_kernels_that_disagree_are_a_problem(name, monkeypatch):
+    """The comparison itself, with a launch that is wrong by one part in a thousand."""
+    _, reference = doctor.CHECKS[name]
+    wrong = {what: (lambda inputs: {k: v * 1.001 for k, v in reference(inputs).items()}, reference)
+             for what in doctor.CHECKS}  # fmt: skip
+    monkeypatch.setattr(doctor, "CHECKS", wrong)
     with pytest.raises(RuntimeError, match=r"is off by 1\.0e-03 \(contiguous, one launch"):
-        doctor.run_kernels(torch.device("cpu"))
+        doctor.run_kernels(name, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("argv", "message"), [([], "required: command"), (["doktor"], "invalid choice: 'doktor'")])
+def test_kernels_that_write_nothing_are_a_problem(monkeypatch):
+    """NaN is not smaller than the tolerance, and not larger either."""
+    monkeypatch.setitem(
+        doctor.CHECKS, "conv_abn", (lambda inputs: {"z": inputs.x * math.nan}, doctor._conv_abn_float64)
+    )
+    with pytest.raises(RuntimeError, match="z is off by nan"):
+        doctor.run_kernels("conv_abn", torch.device("cpu"))
+
+
+def test_on_a_gpu_every_check_runs_there(without_interpreter, monkeypatch, capsys):
+    """With a stand-in for the GPU, since none is here."""
+    pytest.importorskip("triton")
+    tried = []
+
+    def ran(name, device):
+        tried.append((name, str(device)))
+        return "ran"
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "describe", str)
+    monkeypatch.setattr(doctor, "run_kernels", ran)
+    assert main(["doctor"]) == 0
+    assert tried == [(name, "cuda:0") for name in doctor.CHECKS]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "All is well: every kernel ran on every GPU and agrees with PyTorch in float64."
+
+
+def test_the_checks_launch_every_kernel(monkeypatch):
+    """A kernel that is added needs a check."""
+    pytest.importorskip("triton")
+    from fusedseg.kernels.launcher import Launcher
+
+    launched = set()
+    monkeypatch.setattr(Launcher, "__call__", lambda self, tensors, *floats: launched.add(self._kernel.fn.__name__))
+    for launch, _ in doctor.CHECKS.values():
+        for shape in doctor.SHAPES.values():
+            launch(doctor._inputs(shape, torch.contiguous_format, torch.device("cpu")))
+    kernels = (path.read_text() for path in (Path(__file__).parents[1] / "kernels").glob("*.py"))
+    assert launched == {name for text in kernels for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
+
+
+def test_as_a_program_it_compiles_and_warns_of_nothing(tmp_path):
+    """Triton 3.9 warned about a default of its compiler that nobody had named."""
+    pytest.importorskip("triton")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("FUSEDSEG_", "TRITON_"))}
+    command = [sys.executable, "-m", "fusedseg", "doctor"]
+    run = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines()[-1].startswith("All is well: ")
+
+
+@pytest.mark.parametrize(("argv", "message"), [([], "required: COMMAND"), (["doktor"], "invalid choice: 'doktor'")])
 def test_command_line_errors(argv, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(argv)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 # a module that is None in sys.modules cannot be imported: what a machine without triton looks like
 WITHOUT_TRITON = "import sys; sys.modules['triton'] = None\n"
@@ -45,6 +46,23 @@ def test_backend_triton_without_triton_says_so(tmp_path):
 def test_import_leaves_the_kernels_alone(tmp_path):
     """TRITON_INTERPRET is read when a kernel is defined, so a program must be able to set it after the import."""
     assert python("import sys, fusedseg; print('fusedseg.kernels' in sys.modules)", tmp_path) == "False"
+
+
+def test_import_leaves_the_compiler_alone(tmp_path):
+    """A decorator of ``torch.compiler`` imported ``torch._dynamo``, which doubled the time of ``import fusedseg``."""
+    code = (
+        "import sys, torch\nbefore = set(sys.modules)\nimport fusedseg\n"
+        "print({'torch._dynamo', 'triton', 'sympy'} & (set(sys.modules) - before))"
+    )
+    assert python(code, tmp_path) == "set()"
+
+
+def test_a_function_is_marked_constant_as_pytorch_marks_it():
+    """``assume_constant_result`` stands for PyTorch's decorator, so both must leave the same attributes."""
+    from fusedseg.ops.unfused import assume_constant_result
+
+    marked, ours = (mark(lambda: True) for mark in (torch.compiler.assume_constant_result, assume_constant_result))
+    assert vars(ours) == vars(marked) != {}
 
 
 def test_kernels_are_found_from_any_folder(tmp_path):

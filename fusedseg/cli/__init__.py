@@ -1,12 +1,15 @@
-"""``python -m fusedseg profile``, ``plan`` and ``convert``: where a model's memory goes, which batch fits, and what
-conversion does to it.
+"""The command line: what is said of a model's memory, which batch fits, and what conversion does to it.
 
-models.py                           the model that MODEL names, and what fusedseg makes of it
+command.py                          the parser of all commands: their help and their errors
+models.py                           the model that MODEL names, its input, and what fusedseg makes of it
 profile.py, plan.py, convert.py     the commands
+progress.py                         the line that long commands show on a terminal
 """
 
+from .command import Parser, add_command
 from .convert import add_convert
 from .plan import add_plan
 from .profile import add_profile
+from .progress import Progress
 
-__all__ = ["add_convert", "add_plan", "add_profile"]
+__all__ = ["Parser", "Progress", "add_command", "add_convert", "add_plan", "add_profile"]

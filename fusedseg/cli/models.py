@@ -1,20 +1,26 @@
-"""The model that MODEL names on the command line, and what fusedseg makes of it."""
+"""The model that MODEL names on the command line, its input, and what fusedseg makes of it."""
 
 import argparse
+import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from .. import unet
 from ..conversion import convert
+from ..memory import fake
 from ..memory.strategy import Convert
+from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
     "lidar_optical_unet": unet.lidar_optical_unet,
@@ -24,57 +30,89 @@ PRESETS: dict[str, Callable[..., nn.Module]] = {
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 FUSED = "fusedseg"
-
-
-class Refused(Exception):
-    """What was asked for cannot be done; the message says why and what to do."""
+Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """build: makes the model of stock modules.  convert: makes of such a model what fusedseg has to offer."""
+    """build: makes the model of stock modules.  how: what "fusedseg" stands for.
+
+    convert: called with the shapes of the inputs, batch included, returns what makes of such a model what fusedseg has
+    to offer.
+    """
 
     name: str
     build: Callable[[], nn.Module]
-    convert: Convert
+    convert: Callable[[Shapes], Convert]
     how: str
 
 
-def parse_model(text: str, shapes: Sequence[tuple[int, ...]]) -> Spec:
-    """shapes: of the model's inputs, batch and all."""
+def parse_model(text: str) -> Spec:
+    """The model of a preset's name or of ``package.module:callable``."""
     if text in PRESETS:
         make = PRESETS[text]
-        return Spec(text, partial(make, plain=True), partial(_fused, make), "the preset's fused blocks")
+        return Spec(text, partial(make, plain=True), lambda shapes: partial(_fused, make), "the preset's fused blocks")
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
-        presets = ", ".join(PRESETS)
-        raise Refused(f"MODEL must be one of {presets}, or package.module:callable, got {text!r}")
+        raise Refused(
+            f"MODEL must be a preset ({', '.join(PRESETS)}) or package.module:callable, got {text!r}"
+            f"{did_you_mean(text, PRESETS)}"
+        )
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise Refused(f"MODEL {text!r} names a file; name the module, from the folder that holds it: {dotted}:{name}")
+    found = _imported(text, module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    if isinstance(found, nn.Module):
+        return Spec(text, lambda: found, _converter, CONVERTED)
+    if not callable(found):
+        raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
+    _check_signature(text, found)
+    return Spec(text, found, _converter, CONVERTED)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _imported(text: str, module: str) -> object:
     # as with any `python -m`: what lies in the working folder can be imported
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise Refused(f"MODEL {text!r}: cannot import {module}: {error}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise Refused(f"MODEL {text!r}: {module} has no {name}")
-        found = getattr(found, part)
-    if isinstance(found, nn.Module):
-        return Spec(text, lambda: found, partial(converted, shapes), CONVERTED)
-    if not callable(found):
-        raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
-    _check_signature(text, found)
-    return Spec(text, found, partial(converted, shapes), CONVERTED)
+        return importlib.import_module(module)
+    # whatever the file of a user raises
+    except Exception as error:
+        # a module that was found, and fails, was not misspelt
+        missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "?")
+        hint = did_you_mean(module, (path.stem for path in Path().glob("*.py"))) if missing else place_of(error)
+        said = error if isinstance(error, ImportError) else first_line(error)
+        raise Refused(f"MODEL {text!r}: cannot import {module}: {said}{hint}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """File and line of the user's own code that an error has passed last; "" if there is none."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    ours = (str(Path(torch.__file__).parent), str(Path(unet.__file__).parents[1]), "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 CONVERTED = "fusedseg.convert(model)"
 
 
-def converted(shapes: Sequence[tuple[int, ...]], model: nn.Module) -> nn.Module:
-    """The model, which nobody else uses, after ``fusedseg.convert``."""
-    convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
-    return model
+def _converter(shapes: Shapes) -> Convert:
+    def converted(model: nn.Module) -> nn.Module:
+        """The model, which nobody else uses, after ``fusedseg.convert``."""
+        convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
+        return model
+
+    return converted
 
 
 def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
@@ -101,6 +139,49 @@ def _check_signature(text: str, build: Callable) -> None:
         return
 
 
+def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
+    """The stock model; Refused where its constructor fails, or returns something else."""
+    try:
+        if on_fake_tensors:
+            with fake.fake_mode() as mode:
+                return fake.build(spec.build, mode)
+        model = spec.build()
+    # whatever a stranger's constructor raises
+    except Exception as error:
+        raise Refused(f"{spec.name} cannot be built: {first_line(error)}{place_of(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise Refused(f"MODEL {spec.name!r} must be a module or build one, and built a {type(model).__name__}")
+    return model
+
+
+def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[tuple[int, ...]], int | None]:
+    """The shapes of one sample, and the batch: of ``--batch``, or the first number of the shapes, or None.
+
+    A shape holds the batch if it has two numbers more than the model's first convolution has spatial dimensions, and
+    has no batch if it has one more.  Of any other shape ``named`` decides: whether it holds the batch.
+    """
+    convs = (module for module in build(spec, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
+    dims = next((len(conv.kernel_size) for conv in convs), None)
+    if dims is not None and len(shapes[0]) in (dims + 1, dims + 2):
+        named = len(shapes[0]) == dims + 2
+    if not named:
+        return list(shapes), batch
+    batches = {shape[0] for shape in shapes} | ({batch} if batch is not None else set())
+    if len(batches) > 1:
+        raise Refused(f"--input and --batch name different batches: {', '.join(map(str, sorted(batches)))}")
+    return [shape[1:] for shape in shapes], batches.pop()
+
+
+def batched(spec: Spec, args: argparse.Namespace) -> list[tuple[int, ...]]:
+    """The shapes of ``--input`` with their batch, 1 where none is named."""
+    samples, batch = split_batch(spec, args.input, args.batch, named=True)
+    return [(batch or 1, *shape) for shape in samples]
+
+
+def shapes_text(shapes: Shapes) -> str:
+    return " and ".join("×".join(map(str, shape)) for shape in shapes)
+
+
 def parse_shape(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in text.replace("x", ",").replace("×", ",").split(","))
@@ -111,9 +192,16 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def add_model(command: argparse.ArgumentParser, shape: str) -> None:
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def add_model(command: Parser, batch: str) -> None:
+    """MODEL, --input and --batch, of which ``batch`` is the help."""
     command.add_argument(
-        "model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:callable that returns a model"
+        "model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model"
     )
     command.add_argument(
         "--input",
@@ -121,19 +209,27 @@ def add_model(command: argparse.ArgumentParser, shape: str) -> None:
         action="append",
         required=True,
         metavar="SHAPE",
-        help=f"{shape}; again for each input",
+        help="shape of the input, with the batch or without it: 8,3,256,256 or 3,256,256; repeat the option for each "
+        "further input",
     )
+    command.add_argument("--batch", type=positive, metavar="N", help=batch)
 
 
-def add_common(command: argparse.ArgumentParser, shape: str) -> None:
-    add_model(command, shape)
+def add_common(command: Parser, batch: str) -> None:
+    add_model(command, batch)
     command.add_argument(
-        "--dtype", choices=list(DTYPES), default="fp32", help="of parameters and inputs (default: fp32)"
+        "--dtype",
+        choices=list(DTYPES),
+        default="fp32",
+        metavar="NAME",
+        help=f"of parameters and inputs: {', '.join(DTYPES)} (default: fp32)",
     )
-    command.add_argument("--amp-dtype", choices=["fp16", "bf16"], default="fp16", help="of autocast (default: fp16)")
-    command.add_argument("--json", metavar="PATH", help="writes the figures")
+    command.add_argument(
+        "--amp-dtype",
+        choices=["fp16", "bf16"],
+        default="fp16",
+        metavar="NAME",
+        help="what autocast computes in where amp is used: fp16, bf16 (default: fp16)",
+    )
+    command.add_argument("--json", metavar="PATH", help="write the figures to this file")
     command.add_argument("--overwrite", action="store_true", help="replace files that exist")
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""``python -m fusedseg plan``: the largest batch that fits in a budget, or what it takes to make one fit."""
+"""``fusedseg plan``: the largest batch that fits in a budget, or what it takes to make one fit."""
 
 import argparse
 import sys
@@ -7,28 +7,61 @@ from pathlib import Path
 from ..memory import plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
-from .models import DTYPES, FUSED, OPTIMIZERS, Refused, add_common, first_line, parse_model
+from .command import Refused, add_command, first_line
+from .models import DTYPES, FUSED, OPTIMIZERS, add_common, parse_model, place_of, split_batch
+from .progress import Progress
 
 
 def add_plan(commands) -> None:
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "plan",
-        help="the largest batch that fits in a budget of memory, and the cheapest way to a wanted batch",
-        description="The largest batch that fits, as the model is, with fusedseg, under autocast, with checkpoints, "
-        "and with all combinations; or, with --batch, what each needs for that batch and the cheapest that fits. "
-        "Estimated on tensors without values: no GPU is needed. Takes a minute for a large network.",
+        summary="find the largest batch that fits in a GPU's memory, or the cheapest way to a wanted batch",
+        description="Without a batch: the largest one that fits, as the model is, with fusedseg, under autocast, with "
+        "checkpoints, and with all combinations of these. With a batch, in --batch or in the shape: what each "
+        "combination needs for it, and the cheapest that fits. Estimated on tensors without values, so no GPU is "
+        "needed.",
+        examples=[
+            "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
+            "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
+        ],
+        run=run,
     )
-    add_common(command, "of one sample, without the batch, such as 3,256,256")
-    command.add_argument("--budget", required=True, help="memory of the GPU, such as 16GiB")
-    command.add_argument("--batch", type=int, help="the wanted batch (default: the largest that fits)")
-    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    add_common(command, "the wanted batch (default: find the largest one)")
+    command.add_argument(
+        "--budget", type=budget, required=True, metavar="SIZE", help="memory of the GPU, such as 16GiB"
+    )
+    command.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="adamw",
+        metavar="NAME",
+        help=f"whose state has to fit: {', '.join(OPTIMIZERS)} (default: adamw)",
+    )
     command.add_argument(
         "--reserve",
-        type=float,
+        type=share,
         default=0.1,
+        metavar="SHARE",
         help="share of the budget kept back for workspaces and fragmentation (default: 0.1)",
     )
-    command.set_defaults(run=run)
+
+
+def budget(text: str) -> int:
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(first_line(error)) from error
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1, got {text!r}")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,26 +69,28 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json and Path(args.json).exists() and not args.overwrite:
             raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
-        spec = parse_model(args.model, [(2, *shape) for shape in args.input])
+        spec = parse_model(args.model)
+        samples, batch = split_batch(spec, args.input, args.batch, named=False)
         try:
-            parse_budget(args.budget)
-            found = plan(
-                spec.build,
-                args.input,
-                args.budget,
-                batch=args.batch,
-                convert=spec.convert,
-                converted=FUSED,
-                dtype=DTYPES[args.dtype],
-                autocast=DTYPES[args.amp_dtype],
-                optimizer=OPTIMIZERS[args.optimizer],
-                reserve=args.reserve,
-            )
+            with Progress("fusedseg plan") as progress:
+                found = plan(
+                    spec.build,
+                    samples,
+                    args.budget,
+                    batch=batch,
+                    convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+                    converted=FUSED,
+                    dtype=DTYPES[args.dtype],
+                    autocast=DTYPES[args.amp_dtype],
+                    optimizer=OPTIMIZERS[args.optimizer],
+                    reserve=args.reserve,
+                    progress=progress.update,
+                )
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # whatever a stranger's model raises
         except Exception as error:
-            raise Refused(f"{spec.name} does not run: {first_line(error)}") from error
+            raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:
             write_json(found.to_dict(), args.json, args.overwrite)
     except (Refused, OSError) as refusal:
@@ -63,4 +98,6 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(found)
     print(f"fusedseg stands for {spec.how}.")
+    if batch is not None and args.batch is None:
+        print(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
     return 0

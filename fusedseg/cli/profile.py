@@ -1,4 +1,4 @@
-"""``python -m fusedseg profile``: where the bytes of one training step go."""
+"""``fusedseg profile``: where the bytes of one training step go."""
 
 import argparse
 import sys
@@ -13,49 +13,88 @@ from ..memory.export import write_json
 from ..memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ..memory.strategy import Strategy
 from ..memory.tables import wrapped
-from .models import DTYPES, FUSED, OPTIMIZERS, Refused, Spec, add_common, first_line, parse_model
+from .command import Refused, add_command, first_line
+from .models import (
+    DTYPES,
+    FUSED,
+    OPTIMIZERS,
+    Shapes,
+    Spec,
+    add_common,
+    batched,
+    build,
+    parse_model,
+    place_of,
+    shapes_text,
+)
+from .progress import Progress
 
 FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
 
 
 def add_profile(commands) -> None:
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "profile",
-        help="where the memory of a model's training step goes, and what would save how much",
-        description="One training step (forward, mean of the outputs as loss, backward, and the optimizer's if asked "
-        "for): what is kept for backward, by whom, what is alive at the peak, and what would save how much. On tensors "
-        "without values unless --device says otherwise: no GPU and no memory is needed for any size.",
+        summary="show where the memory of a training step goes, and what would save how much",
+        description="Runs one training step (forward, the mean of the outputs as loss, backward, and the optimizer's "
+        "if --optimizer is given) and reports what is kept for backward, by which module, what is alive at the peak, "
+        "and what would save how much. It uses tensors without values unless --device says otherwise, so it needs "
+        "neither a GPU nor the memory.",
+        examples=[
+            "fusedseg profile unet3d_small --input 2,1,64,64,64",
+            "fusedseg profile mypackage.nets:build --input 8,3,256,256 \\\n"
+            "      --compare eager,fusedseg,checkpoint --plot memory.png",
+        ],
+        run=run,
     )
-    add_common(command, "with the batch, such as 8,3,256,256")
+    add_common(command, "the batch, if SHAPE has none (default: 1)")
     command.add_argument(
         "--compare",
         default="eager",
         metavar="LIST",
-        help="eager, fusedseg, amp, checkpoint and combinations such as fusedseg+amp, by commas (default: eager)",
+        help="ways to run the step, joined by commas: eager, fusedseg, amp, checkpoint, and combinations such as "
+        "fusedseg+amp (default: eager)",
     )
     command.add_argument(
-        "--optimizer", choices=list(OPTIMIZERS), default="none", help="whose step is taken (default: none)"
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="none",
+        metavar="NAME",
+        help=f"whose step is taken: {', '.join(OPTIMIZERS)} (default: none)",
     )
-    command.add_argument("--device", choices=("fake", "cpu", "cuda"), default="fake", help="where (default: fake)")
-    command.add_argument("--rows", action="store_true", help="prints the rows of all hooks too")
-    command.add_argument("--csv", metavar="PATH", help="writes the rows, of all that are compared")
-    command.add_argument("--plot", metavar="PATH", help="draws memory over the step; needs matplotlib")
-    command.add_argument("--chrome-trace", metavar="PATH", help="for chrome://tracing or ui.perfetto.dev; of the first")
-    command.add_argument("--snapshot", metavar="PATH", help="for PyTorch's memory visualiser; of the first")
-    command.set_defaults(run=run)
+    command.add_argument(
+        "--device",
+        choices=("fake", "cpu", "cuda"),
+        default="fake",
+        metavar="NAME",
+        help="where the step runs: fake (tensors without values), cpu, cuda (default: fake)",
+    )
+    command.add_argument("--rows", action="store_true", help="also print memory at every hook of every module")
+    command.add_argument("--csv", metavar="PATH", help="write these rows, of all that are compared")
+    command.add_argument("--plot", metavar="PATH", help="draw memory over the step; needs matplotlib")
+    command.add_argument(
+        "--chrome-trace", metavar="PATH", help="write the first for chrome://tracing or ui.perfetto.dev"
+    )
+    command.add_argument("--snapshot", metavar="PATH", help="write the first for pytorch.org/memory_viz")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 where it was refused."""
     try:
         strategies = check(args)
-        spec = parse_model(args.model, args.input)
-        reports = [report_of(spec, strategy, args) for strategy in strategies]
+        spec = parse_model(args.model)
+        shapes = batched(spec, args)
+        reports = []
+        with Progress("fusedseg profile") as progress:
+            for count, strategy in enumerate(strategies, 1):
+                progress.update(f"{strategy.label(FUSED)} ({count} of {len(strategies)})")
+                reports.append(report_of(spec, shapes, strategy, args))
         write(reports, args)
     except Refused as refusal:
         print(f"fusedseg profile: {refusal}", file=sys.stderr)
         return 2
-    show(reports, spec, args)
+    show(reports, spec, shapes, args)
     return 0
 
 
@@ -75,7 +114,7 @@ def check(args: argparse.Namespace) -> list[Strategy]:
         raise Refused(f"--compare: {error}") from error
 
 
-def report_of(spec: Spec, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
+def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
     label = strategy.label(FUSED)
     dtype = DTYPES[args.dtype]
     options: dict[str, Any] = {
@@ -83,18 +122,23 @@ def report_of(spec: Spec, strategy: Strategy, args: argparse.Namespace) -> Memor
         "autocast": strategy.autocast(DTYPES[args.amp_dtype]),
         "optimizer": OPTIMIZERS[args.optimizer],
     }
+    convert = spec.convert(shapes)
     try:
         if args.device == "fake":
             with fake_mode() as mode:
-                model = strategy.prepare(fake_model(spec.build, mode, dtype), spec.convert)
-                return profile_fake(model, fake_inputs(args.input, dtype), **options)
-        model = strategy.prepare(spec.build().to(dtype), spec.convert).to(args.device)
-        inputs = [torch.randn(shape, dtype=dtype, device=args.device) for shape in args.input]
+                model = strategy.prepare(fake_model(spec.build, mode, dtype), convert)
+                return profile_fake(model, fake_inputs(shapes, dtype), **options)
+        model = strategy.prepare(build(spec).to(dtype), convert).to(args.device)
+        inputs = [torch.randn(shape, dtype=dtype, device=args.device) for shape in shapes]
         return profile(model, *inputs, **options)
+    except Refused:
+        raise
     # whatever a stranger's model raises
     except Exception as error:
-        shapes = ", ".join("×".join(map(str, shape)) for shape in args.input)
-        raise Refused(f"{spec.name} does not run as {label} on {shapes} {args.dtype}: {first_line(error)}") from error
+        raise Refused(
+            f"{spec.name} does not run as {label} on {shapes_text(shapes)} {args.dtype}: "
+            f"{first_line(error)}{place_of(error)}"
+        ) from error
 
 
 def write(reports: list[MemoryReport], args: argparse.Namespace) -> None:
@@ -115,12 +159,12 @@ def write(reports: list[MemoryReport], args: argparse.Namespace) -> None:
                 raise Refused(f"--{name.replace('_', '-')}: {error}") from error
 
 
-def show(reports: list[MemoryReport], spec: Spec, args: argparse.Namespace) -> None:
-    shapes = " and ".join("×".join(map(str, shape)) for shape in args.input)
+def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse.Namespace) -> None:
+    subject = f"{spec.name} on {shapes_text(shapes)} {args.dtype}"
     if len(reports) == 1:
-        print(reports[0])
+        print(f"{subject}\n\n{reports[0]}")
     else:
-        print(f"{spec.name} on {shapes} {args.dtype}, one training step on {reports[0].device} tensors\n")
+        print(f"{subject}, one training step on {reports[0].device} tensors\n")
         print(compare(*reports))
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))

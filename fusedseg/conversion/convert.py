@@ -8,22 +8,24 @@ from torch import nn
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
 from . import scope
-from .flow import Flow
+from .applied import applied, mark_applied
+from .flow import Flow, listed
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
 from .report import ConversionReport, Row
 from .revert import revert
 from .trace import trace
-from .twins import Applied, AppliedOnce, become, mark_applied
+from .twins import become
 from .unchanged import all_or_nothing
+from .wiring import Fused, Wiring
 
 MODES = ("exact", "leaky")
 OP = "fusedseg.convert"
 
 
 def convert(
-    model: nn.Module, *, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
+    model: nn.Module, *unnamed: Any, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
 ) -> ConversionReport:
     """Makes a model keep less for backward, in place, and says what it did.
 
@@ -51,23 +53,39 @@ def convert(
     Args:
         model: any module.  It may be on any device, or fake.
         example_inputs: a tensor, a sequence of arguments, or a mapping of keywords, that the model can be called with.
-        mode: "exact" never changes the function.  "leaky" first turns ReLU modules that follow a norm into LeakyReLU,
-            for models that are trained with it: ``revert`` gives LeakyReLU modules back.
+        mode: "exact" never changes the function, but for rounding.  "leaky" first turns ReLU modules that follow a norm
+            into LeakyReLU, for models that are trained with it: ``revert`` gives LeakyReLU modules back.
         slope: of mode "leaky", > 0.
 
     Raises:
-        TypeError: ``model`` is no module, or the example is none of these.
+        TypeError: ``model`` is no module; the example is none of these, or is not given by its name.
         ValueError: another mode; a slope that is not positive; an example that the model cannot be called with.
 
-    Known limits: hooks that are added to a fused norm later see the activated tensor (those of a convolution see its
-    output, as ever), and code that calls submodules without the model's own forward has no scope, unless it enters
-    ``fusedseg.recompute()`` itself.  Where one op pays, a convolution that is called without the norm after it returns
-    what the norm would: a model whose norms are exchanged by hand is to be converted once more.  ``torch.jit.script``
-    needs ``revert``; ``torch.export``, ``torch.jit.trace`` and ``torch.onnx.export`` write a converted model down in
-    stock operations.
+    Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
+    and ``nn.ReLU``, so that code which looks for these classes by ``isinstance`` finds them.
+
+    Changes to a converted model: where an activation's parameter is set (``negative_slope``, ``alpha``,
+    ``approximate``), or a fused norm, its activation or the convolution before it is replaced, moved or removed, the
+    model's next forward raises a RuntimeError that names the module.  Call ``revert`` before such a change, or
+    ``convert`` once more after it.  A convolution may be exchanged for another one; whatever has no part in a fused
+    norm may be changed freely.
+
+    Known limits: an activation module whose work a norm does returns its input: called by itself it does nothing, and a
+    slice of a model that ends between a norm and its activation returns the activated tensor.  Where one op pays, a
+    convolution that is called without the norm after it returns what the norm would.  Hooks that are added to a fused
+    norm later see the activated tensor; those of a convolution see the convolution's output.  Code that calls
+    submodules without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself, and such
+    calls are not checked for changes.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
+    ``torch.onnx.export`` write a converted model down in stock operations.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
+    if unnamed:
+        raise TypeError(
+            f"{OP}: every argument after the model is given by its name, such as fusedseg.convert(model, "
+            f"example_inputs=torch.randn(1, 3, 64, 64)); got {listed(type(value).__name__ for value in unnamed)} "
+            "without a name"
+        )
     if mode not in MODES:
         raise ValueError(f"{OP}: mode must be one of {', '.join(MODES)}, got {mode!r}")
     parse_invertible(OP, "leaky_relu", slope)
@@ -88,7 +106,8 @@ def convert(
             _make_leaky(flows, float(slope))
         plan = Planner(model, flows, mode == "leaky").plan()
         _apply(plan)
-        scope.install(model)
+        fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
+        scope.install(model, Wiring(model, fused, plan.paths))
         after = None if inputs is None else _footprint(model, inputs)
     return ConversionReport(model, mode, how, plan.replaced, plan.recomputed, plan.skipped, before, after)
 
@@ -109,7 +128,9 @@ def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Fl
     if inputs is None and errors:
         reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
         return [], f"torch.fx cannot trace it ({reason}); pass example_inputs to have modules replaced"
-    return flows, " and ".join(flow.how for flow in flows)
+    # "observed in training and eval mode"
+    hows = [flow.how for flow in flows]
+    return flows, hows[0] if len(hows) == 1 else f"{hows[0].removesuffix(' mode')} and eval mode"
 
 
 def _make_leaky(flows: list[Flow], slope: float) -> None:
@@ -127,10 +148,8 @@ def _apply(plan: Plan) -> None:
         become(fusion.norm, fusion.twin)
         if fusion.marks:
             fusion.norm.register_forward_hook(mark_applied)
-    for act in plan.applied:
-        become(act, Applied())
-    for act in plan.shared:
-        become(act, AppliedOnce())
+    for act in (*plan.applied, *plan.shared):
+        become(act, applied(act, plan.paths[act], once=act in plan.shared))
     for module, twin in (*plan.pools, *plan.convs):
         become(module, twin)
 

@@ -13,31 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from ..nn import InPlaceABN, InPlaceABNSync
+from ..nn import InPlaceABN
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
-from ..nn.convert_sync import SYNCHRONISED
 from ..nn.join_conv import arguments_of
+from ..nn.leaf import as_leaf
 from ..ops import join_conv, joined
 from ..ops.convolution import looped
 from ..ops.sources import Source, is_tensor, padded, tensors_of
+from .norms import MARK, NORM_OF_CONV
 
 OP = "fusedseg.convert"
-MARK = "_fusedseg_normalised"
-
-
-class NormOfConv(InPlaceABN):
-    """The norm of a ``LeanConv``: passes on what that has normalised."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if getattr(x, MARK, False):
-            setattr(x, MARK, False)
-            return x
-        return super().forward(x, residual)
-
-
-# what ``convert_sync`` makes of it: the convolution then leaves the norm its work
-SYNCHRONISED[NormOfConv] = InPlaceABNSync
 
 
 def pays(x: Tensor) -> bool:
@@ -55,6 +42,8 @@ class _LeanConv(nn.Module):
     norm: InPlaceABN | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         if not torch.compiler.is_compiling():
             sources = joined.sources_of(input)
             if sources is not None and not is_tensor(sources):
@@ -70,7 +59,7 @@ class _LeanConv(nn.Module):
         """Nobody wants to see what the convolution gives to the norm; and the norm is still one that passes things on,
         not one that synchronises."""
         hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-        return type(norm) is NormOfConv and not (hooks or has_hooks(self))
+        return type(norm) in NORM_OF_CONV.values() and not (hooks or has_hooks(self))
 
     def _joined(self, sources: tuple[Source, ...], formed: Tensor) -> Tensor:
         conv: Any = self

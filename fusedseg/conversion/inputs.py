@@ -13,6 +13,9 @@ def parse_inputs(op: str, example: Any) -> tuple[tuple, dict]:
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, Sequence) and not isinstance(example, str):
+        if example and all(type(part) is int for part in example):
+            shape = ", ".join(map(str, example))
+            raise TypeError(f"{op}: the example must be a tensor, got the numbers ({shape}); pass torch.randn({shape})")
         return tuple(example), {}
     raise TypeError(
         f"{op}: the example must be a tensor, a sequence of arguments or a mapping of keywords, "

@@ -28,12 +28,17 @@ class Fusion:
     twin: nn.Module
     # the convolution that may do all three
     conv: nn.Module | None = None
+    # convolutions whose output it writes over
+    over: tuple[nn.Module, ...] = ()
     # an activation is also called elsewhere
     marks: bool = False
 
 
 @dataclass
 class Plan:
+    """paths: a path of every module of the model."""
+
+    paths: dict[nn.Module, str]
     fusions: list[Fusion] = field(default_factory=list)
     pools: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     # convolutions of a concatenation, or of a fusion
@@ -57,7 +62,7 @@ class Planner:
         self._joined: set[nn.Module] = set()
 
     def plan(self) -> Plan:
-        plan = Plan()
+        plan = Plan({module: paths[0] for module, paths in self._paths.items()})
         fusions = dict(self._each(NORMS, self._fusion))
         while dropped := [norm for norm, fusion in fusions.items() if not self._sharing_allowed(fusion, fusions)]:
             for norm in dropped:
@@ -104,7 +109,9 @@ class Planner:
             raise Refused("it is called without a batch dimension")
         inplace = specs[0].invertible and all(self._may_overwrite(flow, call) for flow, call in calls)
         conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
-        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv)
+        makers = [flow.maker(call.reads[0]) for flow, call in calls] if inplace else []
+        over = tuple(dict.fromkeys(maker.module for maker in makers if maker and maker.module))
+        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv, over)
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
         value = call.makes[0]
@@ -171,8 +178,9 @@ class Planner:
         convs = {fusion.conv for fusion in plan.fusions}
         pools = {pool for pool, _ in plan.pools}
         told: set[object] = set()
+        left: dict[object, list[Call]] = {}
         for call in flow.calls:
-            of = (call.where, call.name) if call.module is None else call.module
+            of = (call.where, call.name, self._is_joined(flow, call)) if call.module is None else call.module
             maker = flow.maker(call.reads[0]) if call.reads else None
             after_fused = call.kind == "activation" and maker is not None and maker.module in fusions
             if of in told or after_fused:
@@ -184,11 +192,17 @@ class Planner:
             elif call.module in self._joined and call.module not in convs:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
                 plan.replaced.append(Row(self._paths[call.module], f"cat() + {conv}", to, "", None))
+            elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
+                # nobody keeps what the model returns
+                continue
             elif call.kind in ("norm", "activation", "pool", "join"):
-                plan.recomputed.append(self._left_row(call, maker))
+                left.setdefault(of, []).append(call)
+                continue
             else:
                 continue
             told.add(of)
+        plan.recomputed += [self._left_row(flow, calls) for calls in left.values()]
+        told.update(left)
         # a norm whose forward calls a function is told by that
         told_as_functions = {call.where for call in flow.calls if call.kind == "norm" and call.module is None}
         for module, paths in self._paths.items():
@@ -214,12 +228,23 @@ class Planner:
         nbytes = _total(None if call.shape is None else math.prod(call.shape) * 7 for call in flow.of(pool))
         return Row(self._paths[pool], type(pool).__name__, type(pool).__name__, "", nbytes)
 
-    def _left_row(self, call: Call, maker: Call | None) -> Row:
+    def _is_joined(self, flow: Flow, call: Call) -> bool:
+        """Whether a concatenation is read by convolutions alone that keep its sources."""
+        readers = flow.readers(call.makes[0]) if call.name in CATS and call.makes else []
+        return bool(readers) and all(reader.module in self._joined for reader in readers)
+
+    def _left_row(self, flow: Flow, calls: list[Call]) -> Row:
+        call = calls[0]
         paths = (call.where,) if call.module is None else self._paths[call.module]
         why = "" if call.module is None else self._refused.get(call.module, "")
         if call.kind == "activation":
-            why = f"after {maker.title if maker else 'an input'}"
-        return Row(paths, call.title, "", why, call.nbytes if call.kind in ("activation", "join") else None)
+            makers = [flow.maker(call.reads[0]) if call.reads else None for call in calls]
+            why = f"after {listed(maker.title if maker else 'an input' for maker in makers)}"
+        elif self._is_joined(flow, call):
+            why = "formed for the convolution that reads it, which keeps its parts"
+        what = call.title if call.module is not None or len(calls) == 1 else f"{call.title}, {len(calls)} calls"
+        nbytes = _total(call.nbytes for call in calls) if call.kind in ("activation", "join") else None
+        return Row(paths, what, "", why, nbytes)
 
 
 def is_lazy(module: nn.Module) -> bool:

@@ -12,12 +12,12 @@ from .verify import Verification, verify
 
 
 class Row(NamedTuple):
-    """One module, or function that a module calls.
+    """One module, or one function that a module calls, in all of its calls.
 
     paths: every name under which it is registered, those of its activation behind; of a function, the caller's.
     what, to: what it was, and what it became.
     why: the reason, where it became nothing else.
-    nbytes: bytes that are no longer kept, by estimate; None where sizes are not known.
+    nbytes: bytes that are no longer kept, by estimate, in all calls together; None where sizes are not known.
     """
 
     paths: tuple[str, ...]
@@ -28,9 +28,14 @@ class Row(NamedTuple):
 
 
 SECTIONS = (
-    ("replaced", "Replaced by fused modules"),
-    ("recomputed", "Left as they are, their outputs rebuilt in backward instead of kept"),
-    ("skipped", "Left as they are"),
+    ("replaced", "Replaced by fused modules ({}), with the bytes that are kept no longer"),
+    ("recomputed", "Unchanged, but their outputs are rebuilt in backward instead of kept ({})"),
+    ("skipped", "Unchanged, and kept as before ({})"),
+)
+LABELS = {"saved": "kept for backward", "peak": "at the peak"}
+PEAK_STAYS = (
+    "  The peak of a model of few layers is the backward of its largest layer, which needs its own tensors however\n"
+    "  little is kept for the others."
 )
 
 
@@ -75,13 +80,15 @@ class ConversionReport:
         for name, title in SECTIONS:
             rows = getattr(self, name)
             if rows:
-                lines += ["", f"{title} ({len(rows)})", *_table(rows)]
+                lines += ["", title.format(len(rows)), *_table(rows)]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):
                 before, after = getattr(self.before, name), getattr(self.after, name)
                 ratio = f" ({after / before:.2f})" if before else ""
-                lines.append(f"  {name:<6}{_mib(before):>12} -> {_mib(after)}{ratio}")
+                lines.append(f"  {LABELS[name]:<18}{_mib(before):>12} -> {_mib(after)}{ratio}")
+            if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
+                lines.append(PEAK_STAYS)
         return "\n".join(lines)
 
 

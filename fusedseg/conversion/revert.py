@@ -20,7 +20,8 @@ def revert(model: Model) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fusedseg.revert: model must be an nn.Module, got {type(model).__name__}")
     for module in model.modules():
+        # first, since the class of a root that was fused itself is a subclass of the fused class
+        scope.remove(module)
         if STOCK in module.__dict__:
             become_stock(module)
-        scope.remove(module)
     return model

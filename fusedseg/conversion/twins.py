@@ -7,33 +7,12 @@ buffers, hooks and mode stay what they are by construction, and so do references
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from ..nn import (
-    BatchNormAct,
-    GroupNormAct,
-    InPlaceABN,
-    InPlaceGroupNormAct,
-    InPlaceInstanceNormAct,
-    InstanceNormAct,
-    MaxPool2d,
-    MaxPool3d,
-)
-from .convs import NormOfConv
-from .flow import BATCH_NORMS, INSTANCE_NORMS
+from ..nn import MaxPool2d, MaxPool3d
+from .applied import KNOWN, mark_applied
+from .norms import NORM_OF_CONV, STORE_INPUT, STORE_OUTPUT
 
-# of a stock norm: what keeps its input, and what writes its output over its input
-STORE_INPUT: dict[type, Any] = {
-    **dict.fromkeys(BATCH_NORMS, BatchNormAct),
-    **dict.fromkeys(INSTANCE_NORMS, InstanceNormAct),
-    nn.GroupNorm: GroupNormAct,
-}
-STORE_OUTPUT: dict[type, Any] = {
-    **dict.fromkeys(BATCH_NORMS, InPlaceABN),
-    **dict.fromkeys(INSTANCE_NORMS, InPlaceInstanceNormAct),
-    nn.GroupNorm: InPlaceGroupNormAct,
-}
 POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
 # z = phi(z): to call it once more changes nothing
 IDEMPOTENT = ("relu", "relu6")
@@ -61,15 +40,12 @@ class Refused(Exception):
 
 def spec_of(act: nn.Module) -> Spec:
     """The activation of a stock module; raises Refused where the fused modules have none like it."""
-    if type(act) is nn.LeakyReLU:
-        return Spec("leaky_relu", _number("slope", act.negative_slope))
-    if type(act) is nn.ELU:
-        return Spec("elu", _number("alpha", act.alpha))
-    if type(act) is nn.GELU:
-        return Spec("gelu", act.approximate)
-    names = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Mish: "mish", nn.Hardswish: "hardswish", nn.ReLU6: "relu6"}
-    if type(act) in names:
-        return Spec(names[type(act)], None)
+    if type(act) in KNOWN:
+        name, parameter = KNOWN[type(act)]
+        if parameter is None:
+            return Spec(name, None)
+        value = getattr(act, parameter)
+        return Spec(name, value if name == "gelu" else _number(parameter.split("_")[-1], value))
     if type(act) is nn.PReLU:
         # measured: as many bytes, 1 to 4 % more time on a CPU, and no kernel of our own on a GPU
         raise Refused("followed by PReLU, whose slope is learned: a fused module would keep as much as the scope does")
@@ -92,7 +68,7 @@ def check_hooks(module: nn.Module) -> None:
 def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
     """A fused module with the settings of ``norm``, without parameters and buffers.  ``of_conv``: the convolution
     before it may do its work."""
-    cls: Any = NormOfConv if of_conv else (STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
+    cls = (NORM_OF_CONV if of_conv else STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
     act = {"activation": spec.name, "activation_param": spec.param}
     if isinstance(norm, nn.GroupNorm):
         return cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)
@@ -136,37 +112,3 @@ def become_stock(module: nn.Module) -> None:
     for key, hook in list(module._forward_hooks.items()):
         if hook is mark_applied:
             del module._forward_hooks[key]
-
-
-def mark_applied(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-    """The forward hook of a fused norm whose activation module is also called elsewhere: the very tensor says that
-    its activation is done."""
-    if torch.compiler.is_compiling():
-        # attributes are followed of tensors that an op with one output has made
-        out = out.view_as(out)
-    # by name: neither setattr() nor a deletion is followed
-    out._fusedseg_applied = True  # type: ignore[attr-defined]
-    return out
-
-
-class Applied(nn.Module):
-    """Stands for an activation that the fused norms before it have applied, in every call: returns what comes."""
-
-    def forward(self, input):  # noqa: A002
-        return input
-
-    def extra_repr(self) -> str:
-        return f"{self.__dict__[STOCK].cls.__name__}, done by the norm before it"
-
-
-class AppliedOnce(nn.Module):
-    """Stands for an activation that a fused norm has applied in some of its calls: what is marked stays as it is."""
-
-    def forward(self, input):  # noqa: A002
-        if getattr(input, "_fusedseg_applied", False):
-            input._fusedseg_applied = False
-            return input
-        return self.__dict__[STOCK].cls.forward(self, input)
-
-    def extra_repr(self) -> str:
-        return f"{self.__dict__[STOCK].cls.__name__}, where no norm before it has done it"

@@ -15,30 +15,39 @@ from .revert import revert
 class Difference(NamedTuple):
     """The largest |ours - stock| / |stock| (2-norms over a tensor) and the tensor that has it.
 
-    Of gradients |stock| is at least a thousandth of the model's largest: that of a bias before a norm is zero but for
-    rounding, which differs from itself by as much as it is.
+    A gradient below a thousandth of the model's largest gradient is compared with the largest one instead of itself:
+    the gradient of a bias before a norm is zero but for rounding, and such noise has no digits to agree in.
     """
 
     size: float
     where: str
 
     def __str__(self) -> str:
-        return f"{self.size:.2g} ({self.where})" if self.size else "none"
+        return f"{self.size:.2g} ({self.where})" if self.size else "identical to the last bit"
 
 
 class Verification(NamedTuple):
-    """The largest relative differences between a converted model and its stock form."""
+    """The largest relative differences between a converted model and its stock form.
+
+    rounding: the relative size of one rounding in the dtype of the outputs, to compare them with; None where no output
+        is of a floating-point dtype.
+    """
 
     value: Difference
     gradient: Difference
     buffers: Difference
+    rounding: float | None = None
 
     @property
     def largest(self) -> float:
-        return max(part.size for part in self)
+        return max(part.size for part in (self.value, self.gradient, self.buffers))
 
     def __str__(self) -> str:
-        return f"largest relative difference: value {self.value}, gradient {self.gradient}, buffers {self.buffers}"
+        title = "largest relative difference to the stock model"
+        if self.largest == 0:
+            return f"{title}: none, outputs, gradients and buffers are identical to the last bit"
+        one = "" if self.rounding is None else f" (one rounding is {self.rounding:.2g})"
+        return f"{title}{one}\n  outputs    {self.value}\n  gradients  {self.gradient}\n  buffers    {self.buffers}"
 
 
 def verify(model: nn.Module, example: Any, training: bool | None = None) -> Verification:
@@ -53,8 +62,9 @@ def verify(model: nn.Module, example: Any, training: bool | None = None) -> Veri
         found.append(_results(net, example))
     torch.set_rng_state(random)
     (out, gradients, buffers), (stock_out, stock_gradients, stock_buffers) = found
+    rounding = max((torch.finfo(y.dtype).eps for y in out.values() if y.is_floating_point()), default=None)
     return Verification(
-        _largest(out, stock_out), _largest(gradients, stock_gradients, 1e-3), _largest(buffers, stock_buffers)
+        _largest(out, stock_out), _largest(gradients, stock_gradients, 1e-3), _largest(buffers, stock_buffers), rounding
     )
 
 
@@ -82,14 +92,15 @@ def _weights(y: Tensor) -> Tensor:
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().mul(7).sin().view(y.shape)
 
 
-def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], floor: float = 0.0) -> Difference:
+def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], small: float = 0.0) -> Difference:
+    """Tensors below ``small`` times the largest one are compared with the largest one."""
     assert ours.keys() == stock.keys(), set(ours) ^ set(stock)
     norms = {name: torch.linalg.vector_norm(value.detach().double()).item() for name, value in stock.items()}
-    floor *= max(norms.values(), default=0.0)
+    largest = max(norms.values(), default=0.0)
     found = Difference(0.0, "")
     for name, value in ours.items():
         difference = torch.linalg.vector_norm(value.detach().double() - stock[name].detach().double()).item()
-        size = difference / (max(norms[name], floor) or 1.0)
+        size = difference / ((norms[name] if norms[name] >= small * largest else largest) or 1.0)
         # NaN included
         if not size <= found.size:
             found = Difference(size, name)

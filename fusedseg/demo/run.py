@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,8 @@ def run(
         return 2
     if distributed:
         parallel.claim(torch.device(device))
+    # PyTorch's profiler, which counts bytes on a CPU, would log lines about itself, at a level above that of errors
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     start = time.perf_counter()
     problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
     if distributed:

@@ -72,7 +72,8 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
         for name, net in networks.items()
     }
     generator = torch.Generator().manual_seed(seed)
-    bar = tqdm(range(steps), desc=f"{problem.title} on {device}", unit="step")
+    # None: silent where stderr is not a terminal
+    bar = tqdm(range(steps), desc=f"{problem.title} on {device}", unit="step", disable=None)
     for step in bar:
         batch = problem.batch(generator)
         # a cosine from the full learning rate to none

@@ -1,7 +1,8 @@
 """``estimate``: the report of a step on tensors without values, of any size, on any machine."""
 
 import copy
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +22,31 @@ OP = "fusedseg.memory.estimate"
 Model = nn.Module | Callable[[], nn.Module]
 
 
-def fake_mode() -> FakeTensorMode:
+@contextmanager
+def fake_mode() -> Iterator[FakeTensorMode]:
     """In which tensors have no values; a model may hold real ones beside its parameters and buffers."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps PyTorch from logging the traceback of an op that fails on tensors without values.
+
+    The op raises all the same.  The log would put dozens of lines in front of the error that says what is wrong, such
+    as an image size that a network does not take.
+    """
+
+    # defined here, so that each of several nested calls removes its own
+    def no_failed_op(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta for")
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(no_failed_op)
+    try:
+        yield
+    finally:
+        logger.removeFilter(no_failed_op)
 
 
 def estimate(

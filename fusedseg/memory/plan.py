@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .report import MemoryReport
 from .step import OptimizerFactory
-from .strategy import Convert, Strategy, combinations
-from .tables import table
+from .strategy import Convert, NoBlocks, Strategy, combinations
+from .tables import table, wrapped
 from .units import MEBIBYTE
 
 OP = "fusedseg.memory.plan"
@@ -30,15 +30,15 @@ def parse_budget(budget: int | str) -> int:
     Raises:
         ValueError: anything else, or nothing at all.
     """
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", budget, re.IGNORECASE)
-        unit = next((unit for unit in UNITS if match and unit.lower() == match[2].lower()), None)
-        if match is None or unit is None:
-            raise ValueError(f"{OP}: budget must be a number with one of {', '.join(UNITS)}, got {budget!r}")
-        budget = int(float(match[1]) * UNITS[unit])
-    if budget <= 0:
-        raise ValueError(f"{OP}: budget must be more than nothing, got {budget}")
-    return budget
+    nbytes = budget if isinstance(budget, int) else 0
+    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", budget)):
+        unit = next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
+        nbytes = int(float(match[1]) * UNITS[unit]) if unit else 0
+    if nbytes <= 0:
+        raise ValueError(
+            f"{OP}: budget must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {budget!r}"
+        )
+    return nbytes
 
 
 def gib(nbytes: float) -> str:
@@ -66,45 +66,53 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """options: all combinations.  batch: the wanted one, or None.  budget, usable: bytes, with and without reserve."""
+    """What fits, and which of it is worth choosing.
+
+    options: all combinations that can run.  left_out: the label of each other one, and why it cannot.
+    batch: the wanted one, or None.  budget, usable: bytes, with and without the reserve.
+    """
 
     model: str
     options: tuple[Option, ...]
     budget: int
     usable: int
     batch: int | None
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def cheapest(self) -> Option:
-        """Of the combinations that fit: the least arithmetic again, then the fewest measures, then the fewest bytes.
+        """Of the combinations that fit: the least arithmetic again, then the largest batch, then the fewest measures,
+        then the fewest bytes."""
+        return min((option for option in self.options if option.fits), key=_cost)
 
-        Without a wanted batch: of those with the largest batch.
-        """
-        fit = [option for option in self.options if option.fits]
-        most = max(option.batch for option in fit)
-        if self.batch is None:
-            fit = [option for option in fit if option.batch == most]
-        return min(fit, key=lambda option: (round(option.recomputed, 3), option.strategy.measures, option.total))
+    @property
+    def choices(self) -> list[Option]:
+        """The cheapest combination, and each further one whose extra arithmetic buys a larger batch."""
+        chosen: list[Option] = []
+        for option in sorted((option for option in self.options if option.fits), key=_cost):
+            if not chosen or option.batch > chosen[-1].batch:
+                chosen.append(option)
+        return chosen
 
     def table(self) -> str:
-        lines = [
-            (
-                option.label,
-                str(option.batch) if option.fits else "none",
-                gib(option.total),
-                f"{option.convolutions} run again, {option.recomputed:+.0%} arithmetic"
-                if option.strategy.checkpoint
-                else "none run again",
-            )
-            for option in self.options
-        ]
-        if self.batch is None:
-            return table(("", "largest batch", "needs", "convolutions"), lines)
-        lines = [
-            (label, needs, "yes" if o.fits else "no", cost)
-            for (label, _, needs, cost), o in zip(lines, self.options, strict=True)
-        ]
-        return table(("", f"needs for batch {self.batch}", "fits", "convolutions"), lines)
+        head = "largest batch" if self.batch is None else f"fits batch {self.batch}"
+        lines = []
+        for option in self.options:
+            found = str(option.batch) if option.fits else "none"
+            if self.batch is not None:
+                found = "yes" if option.fits else "no"
+            lines.append((option.label, found, gib(option.total), _arithmetic(option), self._useless(option)))
+        lines += [(label, "left out", "", "", "") for label in self.left_out]
+        return table(("", head, "needs", "extra arithmetic", ""), lines)
+
+    def _useless(self, option: Option) -> str:
+        """Says where a combination has nothing over another that takes fewer measures and no more arithmetic."""
+        for other in sorted(self.options, key=lambda other: other.strategy.measures):
+            simpler = other.strategy.is_part_of(option.strategy) and _rounded(other) <= _rounded(option)
+            no_gain = other.total <= option.total if self.batch is not None else other.batch >= option.batch
+            if simpler and no_gain and other.fits:
+                return f"no gain over {other.label}"
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         options = [
@@ -118,20 +126,65 @@ class Plan:
             }
             for option in self.options
         ]
-        figures = {"budget_bytes": self.budget, "usable_bytes": self.usable, "wanted_batch": self.batch}
-        return {"model": self.model, **figures, "options": options, "cheapest": self.cheapest.label}
+        return {
+            "model": self.model,
+            "budget_bytes": self.budget,
+            "usable_bytes": self.usable,
+            "wanted_batch": self.batch,
+            "options": options,
+            "left_out": self.left_out,
+            "cheapest": self.cheapest.label,
+            "choices": [option.label for option in self.choices],
+        }
 
     def __str__(self) -> str:
-        best = self.cheapest
         kept_back = f" ({gib(self.budget - self.usable)} of it kept back)" if self.usable < self.budget else ""
         title = f"{self.model} in {gib(self.budget)}{kept_back}"
-        wanted = f"batch {self.batch}" if self.batch is not None else f"the largest batch, {best.batch}"
-        chosen = f"Cheapest for {wanted}: {best.label}, {gib(best.total)}."
+        reasons: dict[str, list[str]] = {}
+        for label, reason in self.left_out.items():
+            reasons.setdefault(reason, []).append(label)
         note = (
-            "One training step, with parameters, optimizer state and inputs; estimated on tensors without values. "
-            "Workspaces and\nfragmentation are what is kept back for."
+            "One training step, with parameters, optimizer state and inputs, estimated on tensors without values. What "
+            "is kept back is for workspaces and fragmentation."
         )
-        return "\n".join([title, "═" * len(title), self.table(), "", chosen, note])
+        lines = self._wanted() if self.batch is not None else self._largest()
+        lines += [f"Left out: {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
+        return "\n".join([title, "═" * len(title), self.table(), "", wrapped("\n".join([*lines, note]))])
+
+    def _wanted(self) -> list[str]:
+        best = self.cheapest
+        price = f"with {_arithmetic(best)} arithmetic" if best.convolutions else "without extra arithmetic"
+        return [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {price}."]
+
+    def _largest(self) -> list[str]:
+        first, *more = self.choices
+        price = f"with {_arithmetic(first)} arithmetic" if first.convolutions else "without extra arithmetic"
+        lines = [f"Largest batch {price}: {first.batch}, with {first.label}."]
+        if first.strategy.amp:
+            exact = [option for option in self.options if option.fits and not option.strategy.amp]
+            same = [option for option in exact if _rounded(option) <= _rounded(first)]
+            if same:
+                best = min(same, key=_cost)
+                lines.append(f"Without autocast, which rounds to half precision: {best.batch}, with {best.label}.")
+        for option in more:
+            gain = option.batch / first.batch - 1
+            lines.append(f"{_arithmetic(option)} arithmetic buys {option.batch} ({gain:+.1%}), with {option.label}.")
+        if not more and any(option.strategy.checkpoint for option in self.options):
+            lines.append("More arithmetic buys no larger batch.")
+        return lines
+
+
+def _rounded(option: Option) -> float:
+    """Arithmetic run again, in steps that a reader would tell apart."""
+    return round(option.recomputed, 3)
+
+
+def _cost(option: Option) -> tuple[float, int, int, int]:
+    return _rounded(option), -option.batch, option.strategy.measures, option.total
+
+
+def _arithmetic(option: Option) -> str:
+    return f"{option.recomputed:+.0%}" if option.convolutions else "none"
 
 
 def plan(
@@ -147,11 +200,13 @@ def plan(
     optimizer: OptimizerFactory | None = torch.optim.AdamW,
     loss: Callable[..., Tensor] | None = None,
     reserve: float = 0.1,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The largest batch that fits in a budget as the model is, converted, under autocast, with checkpoints, and with
     all combinations of these; or, for a wanted ``batch``, what each needs and which is the cheapest that fits.
 
-    Sizes are those of ``estimate``: no GPU is needed.
+    Sizes are those of ``estimate``: no GPU is needed.  A model without a block to checkpoint (see
+    ``checkpoint_blocks``) has no combinations with checkpoints; the plan says so.
 
     Args:
         model: a function that builds it, or a module, which is copied without its values.
@@ -164,6 +219,7 @@ def plan(
         optimizer: see ``profile``; its state is part of what has to fit.
         loss: called with the output alone, see ``profile``.
         reserve: share of the budget kept back for what an estimate cannot know: workspaces and fragmentation.
+        progress: called with a few words before each step that is estimated.
 
     Raises:
         ValueError: a budget that cannot be read, or that nothing fits in; a batch below 1; a reserve outside [0, 1).
@@ -175,15 +231,26 @@ def plan(
     if batch is not None and batch < 1:
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
-    options = []
+    options: list[Option] = []
+    left_out: dict[str, str] = {}
     name = ""
-    for strategy in combinations(convert is not None):
+    strategies = combinations(convert is not None)
+    for count, strategy in enumerate(strategies, 1):
+        label = strategy.label(converted)
         with fake_mode() as mode:
             net = fake_model(model, mode, dtype)
             name = name or type(net).__name__
-            net = strategy.prepare(net, convert)
+            try:
+                net = strategy.prepare(net, convert)
+            except NoBlocks as error:
+                left_out[label] = str(error).partition(": ")[2]
+                continue
 
-            def report(n: int, net: nn.Module = net, strategy: Strategy = strategy) -> MemoryReport:
+            now = f"{label} ({count} of {len(strategies)})"
+
+            def report(n: int, net: nn.Module = net, strategy: Strategy = strategy, now: str = now) -> MemoryReport:
+                if progress is not None:
+                    progress(f"{now}, batch {n}")
                 inputs = fake_inputs(_batched(input_shape, n), dtype)
                 return profile_fake(net, inputs, optimizer=optimizer, loss=loss, autocast=strategy.autocast(autocast))
 
@@ -194,7 +261,7 @@ def plan(
             f"{OP}: {name} with batch {batch or least.smallest} needs {gib(least.total)} at least ({least.label}), "
             f"and {gib(usable)} of the budget of {gib(nbytes)} may be used"
         )
-    return Plan(name, tuple(options), nbytes, usable, batch)
+    return Plan(name, tuple(options), nbytes, usable, batch, left_out)
 
 
 def _option(

@@ -42,7 +42,7 @@ def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -
     except ImportError as error:
         raise ImportError('fusedseg.memory: plot needs matplotlib: pip install "fusedseg[plot]"') from error
     path = Path(path)
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ValueError(f"fusedseg.memory: plot writes {', '.join(sorted(known))}, got the path {str(path)!r}")
@@ -57,7 +57,7 @@ def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     ax.set_axisbelow(True)
     with open_new(path, overwrite) as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
 
 
 def positions(report: "MemoryReport") -> list[float]:
@@ -144,7 +144,8 @@ def _overlaid(ax, reports: Sequence["MemoryReport"]) -> None:
         _peak(ax, xs, total, color, "")
     models = ", ".join(dict.fromkeys(report.model for report in reports))
     ax.set_title(f"memory over one training step of {models}", fontsize=12)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="MiB")
+    # below: labels of combined ways are long
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, title="MiB")
 
 
 def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str) -> None:

@@ -1,7 +1,7 @@
 """Ways to run a step in less memory, and their combinations: another model, autocast, checkpoints."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,6 +16,10 @@ EAGER, AMP, CHECKPOINT = "eager", "amp", "checkpoint"
 Convert = Callable[[nn.Module], nn.Module]
 # called with a block's forward, returns what runs in its place
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class NoBlocks(ValueError):
+    """The model has no block to checkpoint."""
 
 
 def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None = None) -> list[str]:
@@ -33,13 +37,13 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None
             a block saves when it runs again: ``fusedseg.recompute()`` here does, and takes its time twice.
 
     Raises:
-        ValueError: a limit below 1, a model without such blocks.
+        ValueError: a limit below 1; a model without such blocks, such as a flat ``nn.Sequential`` of many convolutions.
     """
     if limit < 1:
         raise ValueError(f"fusedseg.memory.checkpoint_blocks: limit must be at least 1, got {limit}")
     blocks = _blocks(model, "", limit)
     if not blocks:
-        raise ValueError(
+        raise NoBlocks(
             f"fusedseg.memory.checkpoint_blocks: {type(model).__name__} has no module with 1 to {limit} convolutions "
             "or linear layers among its children"
         )
@@ -76,6 +80,11 @@ class Strategy:
     @property
     def measures(self) -> int:
         return self.converted + self.amp + self.checkpoint
+
+    def is_part_of(self, other: "Strategy") -> bool:
+        """Whether the other one takes all of these measures and more."""
+        each = zip(astuple(self), astuple(other), strict=True)
+        return self != other and all(theirs or not mine for mine, theirs in each)
 
     def prepare(self, model: nn.Module, convert: Convert | None) -> nn.Module:
         if self.converted:

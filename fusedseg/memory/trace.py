@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import flop_registry
 
 from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 
@@ -112,8 +111,12 @@ class Trace(LiveBytes):
     """
 
     def __init__(self, device: torch.device, exp: str) -> None:
+        # imported here, because this module of PyTorch imports triton, which `import fusedseg` should not
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
         self.device, self.exp = device, exp
+        self._flops_of = flop_registry
         self.storages: list[Storage] = []
         self.events: list[int] = []
         self.times: list[int] = []
@@ -230,7 +233,7 @@ class Trace(LiveBytes):
         self._flush()
         self._from_weight = bool(args) and isinstance(args[0], torch.Tensor) and key_of(args[0]) in self._weights
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func.overloadpacket)
+        count = self._flops_of.get(func.overloadpacket)
         if count is not None:
             where = RECOMPUTED if self._recomputes else self.phase
             self.flops[where] += count(*args, **(kwargs or {}), out_val=out)

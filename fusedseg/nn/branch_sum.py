@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
+from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 
@@ -73,6 +75,8 @@ class BranchSum(Unscriptable, nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         return running_sum("fusedseg.BranchSum", (branch(x) for branch in self.branches))
 
     def grow(self, module: nn.Module) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from ..ops.join_conv import autocast
 from ..ops.sources import Source, concatenated, padded, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, arguments_of
+from .leaf import as_leaf, proxy_in
 from .unscriptable import Unscriptable
 
 
@@ -94,6 +95,8 @@ class _ConvABN(Unscriptable, nn.Module):
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
+        if proxy_in(x) is not None:
+            return as_leaf(self, x)
         name, conv, norm = self._name(), self.conv, self.norm
         sources = parse_sources(name, x)
         shape = shape_of(sources)

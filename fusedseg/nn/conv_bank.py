@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
+from torch.fx import Proxy
 from torch.nn import functional as F
 
 from ..ops.convolution import parse_geometry, per_dimension
 from .branch_sum import running_sum
 from .conv_abn import has_hooks
+from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 Size = int | Sequence[int]
@@ -99,6 +101,8 @@ class _ConvBank(Unscriptable, nn.Module):
         return len(self.branches)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         if not isinstance(x, Tensor):
             raise TypeError(f"{self._name()}: input must be a tensor, got {type(x).__name__}")
         if x.dim() not in (self.dims + 1, self.dims + 2) or x.shape[-self.dims - 1] != self.in_channels:

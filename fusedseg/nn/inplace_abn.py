@@ -1,18 +1,20 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
 from ..ops.recipe import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
+from .leaf import as_leaf
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class InPlaceABN(Invertible, BatchStatistics, _NormBase):
+class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
     """Batch normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions, or none::
@@ -42,10 +44,13 @@ class InPlaceABN(Invertible, BatchStatistics, _NormBase):
     Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
     Falls back: an input that is neither contiguous nor channels_last is copied once; ``momentum=None`` breaks the graph
-    under ``torch.compile``, as in ``nn.BatchNorm2d``.  ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone:
-    ``fusedseg.convert_sync`` is for that.
+    under ``torch.compile``, as in ``nn.BatchNorm2d``.
+
+    It is a ``torch.nn.modules.batchnorm._BatchNorm``, as which ``torch.optim.swa_utils.update_bn`` and FSDP find it.
 
     Raises:
+        RuntimeError: from ``nn.SyncBatchNorm.convert_sync_batchnorm``, which would replace it by a norm without an
+            activation: call ``fusedseg.convert_sync`` instead.
         ValueError: an activation that cannot be inverted, naming the module that is exact for it; an input of another
             number of channels or dimensions, or otherwise unfit (see ``functional.inplace_abn``).
         TypeError: an integer or complex input or dtype.
@@ -85,6 +90,8 @@ class InPlaceABN(Invertible, BatchStatistics, _NormBase):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         self._check_shape(x)
         batch_stats, mean, var, momentum = self._statistics()
         weight, bias = self.weight, self.bias

@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Proxy
 
 from ..ops import inplace_abn_sync as op
 from .inplace_abn import InPlaceABN
+from .leaf import as_leaf
 from .synchronised import Synchronised
 
 
@@ -60,6 +62,8 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         self.process_group = process_group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         group = self._others()
         if group is None:
             return super().forward(x, residual)

@@ -1,11 +1,13 @@
 """``InPlaceGroupNormAct``: GroupNorm and activation in one module that keeps one tensor."""
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
 from ..ops.recipe import unwatched
 from .invertible import Invertible
+from .leaf import as_leaf
 
 
 class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
@@ -68,6 +70,8 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != self.num_channels:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(

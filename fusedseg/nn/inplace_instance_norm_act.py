@@ -3,6 +3,7 @@
 import warnings
 
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..ops import inplace_abn as op
@@ -10,6 +11,7 @@ from ..ops.check import check_dtype, check_spatial
 from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .invertible import Invertible
+from .leaf import as_leaf
 
 
 class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
@@ -78,6 +80,8 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(

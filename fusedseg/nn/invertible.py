@@ -46,7 +46,7 @@ class Invertible(Unscriptable, nn.Module):
         self._trace_kept(dtype, residual)
         return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
 
-    @torch.compiler.assume_constant_result
+    @unfused.assume_constant_result
     def _trace_kept(self, dtype: torch.dtype, residual: bool) -> bool:
         """Runs once, while the forward is traced."""
         self._kept_as = dtype, residual

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..ops import join_conv as op
 from ..ops.sources import Source, padded, parse_sources, shape_of
+from .leaf import as_leaf, proxy_in
 from .unscriptable import Unscriptable
 
 
@@ -16,6 +17,8 @@ def arguments_of(conv: nn.Conv2d | nn.Conv3d) -> tuple:
 
 
 def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
+    if proxy_in(x) is not None:
+        return as_leaf(module, x)
     name = f"fusedseg.JoinConv{dims}d"
     sources = parse_sources(name, x)
     shape = shape_of(sources)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..ops import max_pool as op
+from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 
@@ -44,6 +46,8 @@ class _MaxPool(Unscriptable, nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         # parsed in every call, since the attributes of a stock module may be set
         return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self.dims, self._parsed())
 

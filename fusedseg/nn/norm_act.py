@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import Activation, parse_activation
@@ -15,6 +16,7 @@ from ..ops.norm_act_check import check
 from ..ops.recipe import unwatched
 from ..ops.recomputation import recomputing
 from .batch_statistics import BatchStatistics
+from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -135,7 +137,7 @@ def _adopt(norm: Any, other: Any) -> None:
     norm.train(other.training)
 
 
-class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
+class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     """Batch normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, for one to three spatial dimensions, or none::
@@ -164,13 +166,15 @@ class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
 
     Falls back: an input that is neither contiguous nor channels_last is copied once, a residual of other strides than x
     likewise; ``momentum=None`` breaks the graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
-    ``SyncBatchNorm.convert_sync_batchnorm`` leaves it alone: ``fusedseg.convert_sync`` is for that.
+
+    It is a ``torch.nn.modules.batchnorm._BatchNorm``, as which ``torch.optim.swa_utils.update_bn`` and FSDP find it.
 
     Raises:
         ValueError: an unknown activation, or a parameter for one that has none; an input of another number of channels
             or dimensions, or one value per channel in training; a residual unlike x.
         TypeError: an integer or complex input or dtype, an ``activation_param`` that is no number.
-        RuntimeError: in backward, when it is differentiated itself.
+        RuntimeError: in backward, when it is differentiated itself; from ``nn.SyncBatchNorm.convert_sync_batchnorm``,
+            which would replace it by a norm without an activation: call ``fusedseg.convert_sync`` instead.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; the name of ``inplace_abn``'s exact twin is ``ABN``.
     """
@@ -196,6 +200,8 @@ class BatchNormAct(_NormAct, BatchStatistics, _NormBase):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         own, running_mean, running_var, momentum = self._statistics()
         settings = Settings(Norm("batch"), own, momentum, self.eps, self._act)
         z = self._run(x, residual, self.num_features, (running_mean, running_var), settings)
@@ -245,6 +251,8 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
@@ -293,6 +301,8 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         settings = Settings(Norm("group", self.num_groups), True, 0.0, self.eps, self._act)
         return self._run(x, residual, self.num_channels, (None, None), settings)
 

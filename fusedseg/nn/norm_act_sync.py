@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Proxy
 
 from ..ops import norm_act_sync as op
 from ..ops.norm_act import autocast_residual
+from .leaf import as_leaf
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -17,9 +19,9 @@ class BatchNormActSync(Synchronised, BatchNormAct):
     CPUs.  Processes, batch sizes, fallbacks and gradients: see ``InPlaceABNSync``.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, activation, activation_param, num_slopes, device,
-            dtype: as in ``BatchNormAct``.
-        process_group: of ``torch.distributed``; None for that of all processes.
+        process_group: a group of ``torch.distributed``; None means the group of all processes.
+
+    All other arguments are those of ``BatchNormAct``.
 
     Kept for backward: as in ``BatchNormAct``, and two more vectors of C values.  On aten, backward has g = dz phi'(y)
     beside dx, in one piece each.
@@ -52,6 +54,8 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         self.process_group = process_group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
         group = self._others()
         if group is None:
             return super().forward(x, residual)

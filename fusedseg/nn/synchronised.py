@@ -4,8 +4,9 @@ import functools
 import warnings
 from typing import Any
 
-import torch
 from torch import distributed
+
+from ..ops import unfused
 
 
 @functools.cache
@@ -30,7 +31,7 @@ class Synchronised:
             return None
         return self._group()
 
-    @torch.compiler.assume_constant_result
+    @unfused.assume_constant_result
     def _group(self) -> str | None:
         """Runs once, while a forward is traced."""
         if not distributed.is_available() or not distributed.is_initialized():

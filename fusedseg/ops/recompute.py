@@ -12,7 +12,7 @@ from .stock import Watch
 
 
 class recompute(ContextDecorator):
-    """Inside, autograd saves recipes in place of what is rebuilt cheaply: a context manager, or a decorator.
+    """Inside, autograd saves recipes in place of what is rebuilt cheaply: a context manager, or a decorator::
 
         with fusedseg.recompute():
             loss = criterion(model(x), y)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +69,14 @@ class Interpolated:
     """
 
     def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
+        # what torch.fx traces has no shape to check
+        if not isinstance(x, Proxy):
+            size = self._checked(x, size, mode, align_corners)
+        self.x = x
+        self.enlarge = Enlarge(size, mode, align_corners)
+
+    @staticmethod
+    def _checked(x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None) -> tuple[int, ...]:
         op = "fusedseg.Interpolated"
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
@@ -82,8 +91,7 @@ class Interpolated:
         size = tuple(size)
         if len(size) != x.dim() - 2 or min(size) < 1:
             raise ValueError(f"{op}: size must be {x.dim() - 2} positive integers for x {tuple(x.shape)}, got {size}")
-        self.x = x
-        self.enlarge = Enlarge(size, mode, align_corners)
+        return size
 
     @property
     def shape(self) -> torch.Size:

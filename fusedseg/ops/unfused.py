@@ -2,6 +2,7 @@
 TorchScript make them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@torch.compiler.assume_constant_result
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``: the compiler calls the function once, while it traces, and takes the
+    result for a constant.
+
+    PyTorch's own decorator imports ``torch._dynamo``, and with it triton and sympy, which takes longer than the rest of
+    ``import fusedseg``.  All that it then does is to set this attribute.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@assume_constant_result
 def _exporting() -> bool:
     """Asked while a function is traced: of code that it compiles, PyTorch 2.11 says that it is exported."""
     return torch.compiler.is_exporting()

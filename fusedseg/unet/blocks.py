@@ -20,6 +20,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
+from ..nn.leaf import as_leaf, proxy_in
 
 NormAct = Callable[[int], nn.Module]
 NORMS = ("batch", "instance", "group")
@@ -172,8 +173,8 @@ class Up(nn.Module):
         bias, norm_act, plain: see ``ConvNormAct``; the convolution that enlarges has a bias always.
 
     Raises:
-        ValueError: an unknown mode or fit, or dims not 2 or 3; in forward, a skip that a transposed convolution, or
-            padding, cannot reach.
+        ValueError: an unknown mode or fit, or dims not 2 or 3; in forward, skips of several sizes, or a skip that a
+            transposed convolution, or padding, cannot reach.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015 (the transposed convolution, their "up-convolution").
     """
@@ -209,7 +210,13 @@ class Up(nn.Module):
         self.conv = DoubleConv(skip_channels + up_channels, out_channels, **options)
 
     def forward(self, x: Tensor | Sequence[Tensor], skips: Tensor | Sequence[Tensor]) -> Tensor:
+        if proxy_in((x, skips)) is not None:
+            return as_leaf(self, x, skips)
         skips = (skips,) if isinstance(skips, Tensor) else tuple(skips)
+        if any(skip.shape[2:] != skips[0].shape[2:] for skip in skips):
+            raise ValueError(
+                f"fusedseg.unet.Up: skips must have one spatial size, got {[tuple(skip.shape) for skip in skips]}"
+            )
         sources = [*skips, self._enlarged(x, skips[0].shape[2:])]
         # rebound, so that the enlarged map is gone before the convolutions allocate
         joined = torch.cat(sources, dim=1) if self.plain else sources  # type: ignore[arg-type]

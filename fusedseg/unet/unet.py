@@ -1,11 +1,14 @@
 """U-Nets: encoders that halve the spatial size at every level and a decoder that restores it through skips."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..nn.leaf import proxy_in
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 
@@ -50,7 +53,8 @@ class MultiEncoderUNet(nn.Module):
 
     Raises:
         ValueError: dims, widths, mode or channels outside the above; in forward, images of another number, of other
-            channels or dimensions, or too small to be halved that often.
+            channels or dimensions, too small to be halved that often, or so small that a norm's statistics are of one
+            value.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015; Çiçek et al., "3D U-Net", MICCAI 2016.  Unlike theirs,
     convolutions are padded, so that the logits have the size of the image.
@@ -86,6 +90,8 @@ class MultiEncoderUNet(nn.Module):
         skip_widths = [encoders * width for width in reversed(widths[:-1])]
         up_widths = skip_widths if up_widths is None else check_widths(name, "up_widths", up_widths, len(widths) - 1)
         self.in_channels, self.dims = in_channels, dims
+        # "": a module of the caller's, which may take whatever statistics it likes
+        self._norm = norm_act if isinstance(norm_act, str) else "batch" if norm_act is None else ""
         options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
         self.incs = nn.ModuleList(DoubleConv(channels, widths[0], **options) for channels in in_channels)
         self.downs = nn.ModuleList(
@@ -112,6 +118,9 @@ class MultiEncoderUNet(nn.Module):
         name = type(self).__name__
         if len(images) != len(self.in_channels):
             raise ValueError(f"fusedseg.unet.{name}: expected {len(self.in_channels)} images, got {len(images)}")
+        if proxy_in(images) is not None:
+            # torch.fx traces the forward: there are no shapes to check
+            return
         for x, channels in zip(images, self.in_channels, strict=True):
             if x.dim() != self.dims + 2 or x.shape[1] != channels:
                 raise ValueError(
@@ -128,6 +137,23 @@ class MultiEncoderUNet(nn.Module):
             raise ValueError(
                 f"fusedseg.unet.{name}: every spatial size must be at least {2**levels} to be halved {levels} "
                 f"times, got {tuple(images[0].shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            self._check_lowest_level(images[0], levels)
+
+    def _check_lowest_level(self, x: Tensor, levels: int) -> None:
+        """Norms that take statistics of a single value would raise, many modules further down."""
+        samples = 1 if self._norm == "instance" else x.shape[0]
+        if self._norm not in ("batch", "instance") or samples * math.prod(n // 2**levels for n in x.shape[2:]) != 1:
+            return
+        norms: list[Any] = [module for module in self.downs.modules() if hasattr(module, "running_mean")]
+        # frozen norms take none
+        if any(norm.training or norm.running_mean is None for norm in norms):
+            larger = f"a spatial size of at least {2 ** (levels + 1)}"
+            raise ValueError(
+                f"fusedseg.unet.{type(self).__name__}: {self._norm} norms need more than one value for their "
+                f"statistics, and images of shape {tuple(x.shape)} have one left after {levels} halvings; pass images "
+                f"with {larger}{'' if self._norm == 'instance' else ', or two samples or more'}"
             )
 
     def load_stock_state_dict(self, state: Mapping[str, Tensor]) -> None:

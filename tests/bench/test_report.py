@@ -1,4 +1,4 @@
-"""What reads the benches' results: goals, tables, comparison, plots and the README's section."""
+"""What reads the benches' results: goals, tables, comparison, plots and the section in docs/benchmarks.md."""
 
 import json
 
@@ -16,7 +16,7 @@ from bench import (
 )
 from bench.contenders import conv_contenders, norm_contenders
 from bench.harness import Result
-from bench.report import BEGIN, END, ReportError, changes, load, main, report_lines, write_readme
+from bench.report import BEGIN, END, ReportError, changes, load, main, report_lines, write_into
 from bench.results import Section
 
 # cases that run by default on a GPU, by the stem of their file
@@ -152,22 +152,22 @@ def test_changes_are_those_beyond_the_spread(tmp_path):
     assert "nothing changed" in changes(load(tmp_path / "old"), load(tmp_path / "old"))
 
 
-def test_readme_is_written_between_its_marks(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_readme(readme, ["new", "lines"])
-    assert readme.read_text() == f"before\n{BEGIN}\nnew\nlines\n{END}\nafter\n"
+def test_tables_are_written_between_the_marks(tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_into(page, ["new", "lines"])
+    assert page.read_text() == f"before\n{BEGIN}\nnew\nlines\n{END}\nafter\n"
     for text in ("no marks\n", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n"):
-        readme.write_text(text)
+        page.write_text(text)
         with pytest.raises(ReportError, match="expected one line"):
-            write_readme(readme, ["new"])
-        assert readme.read_text() == text
+            write_into(page, ["new"])
+        assert page.read_text() == text
 
 
-def test_the_readme_has_the_marks():
+def test_the_page_of_benchmarks_has_the_marks():
     from pathlib import Path
 
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
 
@@ -187,7 +187,7 @@ def test_command(tmp_path, capsys):
     assert main([str(tmp_path), str(tmp_path)]) == 0
     assert "nothing changed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main([str(tmp_path), str(tmp_path), "--readme", "README.md"])
+        main([str(tmp_path), str(tmp_path), "--into", "benchmarks.md"])
 
 
 def test_plots(tmp_path):

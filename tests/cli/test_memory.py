@@ -1,9 +1,11 @@
-"""``python -m fusedseg profile`` and ``plan``."""
+"""``fusedseg profile`` and ``plan``, and what all commands that take a model refuse."""
 
 import csv
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from fusedseg.__main__ import main
 
@@ -88,46 +90,142 @@ def test_plan_prints_a_table(capsys, tmp_path):
     ]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "needs for batch 16" in out
+    assert "fits batch 16" in out
     assert "Cheapest for batch 16: eager" in out
+    assert "The batch of 16" not in out
     assert json.loads((tmp_path / "plan.json").read_text())["cheapest"] == "eager"
     assert main(argv) == 2
     assert "plan.json exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
+    ("shape", "more"),
+    [("16,3,64,64", []), ("3,64,64", ["--batch", "16"]), ("16,3,64,64", ["--batch", "16"])],
+    ids=["in the shape", "beside it", "both"],
+)
+def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(shape, more, capsys):
+    """``plan`` took shapes without the batch alone, and ``profile`` shapes with it alone."""
+    assert main(["plan", RESNET, "--input", shape, *more, "--budget", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "Cheapest for batch 16: eager" in out
+    assert ("The batch of 16 is that of --input" in out) == (not more)
+    assert main(["profile", RESNET, "--input", shape, *more]) == 0
+    assert "on 16×3×64×64 fp32" in capsys.readouterr().out
+
+
+def test_a_sample_is_profiled_as_a_batch_of_one(capsys):
+    assert main(["profile", RESNET, "--input", "3,64,64"]) == 0
+    assert "on 1×3×64×64 fp32" in capsys.readouterr().out
+
+
+def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
+    linear = "tests.cli.test_memory:linear"
+    assert main(["profile", linear, "--input", "4,8"]) == 0
+    assert "on 4×8 fp32" in capsys.readouterr().out
+    assert main(["plan", linear, "--input", "8", "--budget", "1GiB"]) == 0
+
+
+def linear():
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
+
+
+def halves():
+    """A U-Net of one level that takes even sizes alone."""
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, 2)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return torch.cat([x, self.up(nn.functional.max_pool2d(x, 2))], 1)
+
+    return Halves()
+
+
+HALVES = "tests.cli.test_memory:halves"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["profile", HALVES], ["plan", HALVES, "--budget", "1GiB"], ["convert", HALVES, "--verify"]],
+    ids=["profile", "plan", "convert"],
+)
+def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
+    """PyTorch logged the traceback of the op that failed: dozens of lines before the one that helps."""
+    assert main([*argv, "--input", "1,3,33,33"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"fusedseg {argv[0]}: ")
+    assert "Sizes of tensors must match" in line
+
+
+PROFILE, PLAN = ["profile", RESNET], ["plan", RESNET, "--input", "3,64,64"]
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            ["profile", "unet", *IMAGE],
-            "MODEL must be one of lidar_optical_unet, unet3d_large, unet3d_small, or package",
-        ),
+        (["profile", "unet", *IMAGE], "MODEL must be a preset (lidar_optical_unet, unet3d_large, unet3d_small) or"),
+        (["profile", "unet3d_smal", *IMAGE], "got 'unet3d_smal'; did you mean unet3d_small?"),
         (["profile", "nowhere.at:all", *IMAGE], "cannot import nowhere.at: No module named 'nowhere'"),
-        (["profile", "tests.resnet:ResNet19", *IMAGE], "tests.resnet has no ResNet19"),
+        (["profile", "tests.resnet:ResNet19", *IMAGE], "tests.resnet has no ResNet19; did you mean ResNet18?"),
+        (["profile", "tests/resnet.py:ResNet18", *IMAGE], "from the folder that holds it: tests.resnet:ResNet18"),
+        (["profile", "resnet.py:ResNet18", *IMAGE], "from the folder that holds it: resnet:ResNet18"),
         (["profile", "tests.resnet:BasicBlock", *IMAGE], "needs some: missing a required argument: 'in_channels'"),
         (["profile", "math:pi", *IMAGE], "pi must be a module or build one, and is a float"),
-        (
-            ["profile", RESNET, "--input", "2,4,64,64"],
-            "does not run as eager on 2×4×64×64 fp32: RuntimeError: Given groups=1",
-        ),
-        (
-            ["profile", RESNET, *IMAGE, "--compare", "eager,fast"],
-            "--compare: expected eager, or fusedseg, amp, checkpoint",
-        ),
-        (["profile", RESNET, *IMAGE, "--csv", "/nowhere/rows.csv"], "there is no folder /nowhere"),
-        (["plan", RESNET, "--input", "3,64,64", "--budget", "16"], "budget must be a number with one of B, KB"),
-        (["plan", RESNET, "--input", "3,64,64", "--budget", "9MiB"], "ResNet18 with batch 1 needs"),
+        (["profile", "builtins:dict", *IMAGE], "cannot be built: model must build an nn.Module, and returned dict"),
+        (["convert", "builtins:dict", *IMAGE], "cannot be built: model must build an nn.Module, and returned dict"),
+        ([*PROFILE, "--input", "2,4,64,64"], "does not run as eager on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
+        ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
+        ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
+        ([*PROFILE, *IMAGE, "--csv", "/nowhere/rows.csv"], "there is no folder /nowhere"),
+        ([*PLAN, "--budget", "9MiB"], "fusedseg plan: ResNet18 with batch 1 needs"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
+        (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
     ],
-    ids=["preset", "module", "name", "arguments", "kind", "input", "compare", "folder", "unit", "budget", "plan input"],
+    ids=lambda value: None if isinstance(value, list) else "".join(c for c in value if c.isalnum())[:24],
 )
 def test_refusals(argv, message, capsys):
     assert main(argv) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    # once, not "fusedseg plan: fusedseg.memory.plan: "
+    assert line.startswith(f"fusedseg {argv[0]}: ")
+    assert "fusedseg.memory" not in line
 
 
-@pytest.mark.parametrize("shape", ["2,3,x", "0,3,4,4", ""])
-def test_shapes_that_are_none(shape, capsys):
+def test_an_error_in_the_users_module_names_its_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "unfinished.py").write_text("import torch\nwidth = depth\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["profile", "unfinished:build", *IMAGE]) == 2
+    error = "cannot import unfinished: NameError: name 'depth' is not defined (unfinished.py:2)"
+    assert error in capsys.readouterr().err
+    assert main(["profile", "unfinishd:build", *IMAGE]) == 2
+    assert "did you mean unfinished?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["profile", RESNET, "--input", "2,3,x"], "a shape is positive integers joined by commas, got '2,3,x'"),
+        (["profile", RESNET, "--input", "0,3,4,4"], "a shape is positive integers joined by commas, got '0,3,4,4'"),
+        (["profile", RESNET, "--input", ""], "a shape is positive integers joined by commas, got ''"),
+        (["profile", RESNET, *IMAGE, "--batch", "0"], "argument --batch: expected a positive integer, got '0'"),
+        ([*PLAN, "--budget", "16"], "argument --budget: budget must be a positive number with one of B, KB"),
+        ([*PLAN, "--budget", "-5GiB"], "TiB, such as 16GiB, got '-5GiB'"),
+        ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got '-0.1'"),
+        (["plan"], "the following arguments are required: MODEL, --input, --budget"),
+        (["profile", RESNET, *IMAGE, "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+    ],
+    ids=["letter", "zero", "empty", "batch", "unit", "negative", "reserve", "missing", "choice"],
+)
+def test_what_cannot_be_parsed_is_one_line(argv, message, capsys):
+    """Usage text of several lines stood before the message."""
     with pytest.raises(SystemExit, match="2"):
-        main(["profile", RESNET, "--input", shape])
-    assert "a shape is positive integers joined by commas" in capsys.readouterr().err
+        main(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert line.startswith(f"fusedseg {argv[0]}: ")
+    assert line.endswith(f"; see fusedseg {argv[0]} --help")

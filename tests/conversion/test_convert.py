@@ -113,7 +113,7 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
 
     # the module, not the function of its name
     monkeypatch.setattr(sys.modules["fusedseg.conversion.convert"], "become", fails)
-    monkeypatch.setattr(scope, "install", lambda root: fails(root, None))
+    monkeypatch.setattr(scope, "install", lambda root, wiring: fails(root, None))
     with pytest.raises(KeyboardInterrupt):
         fusedseg.convert(model, example_inputs=image)
     assert anatomy(model) == before
@@ -126,12 +126,17 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
         ({"mode": "leaky", "slope": 0.0}, ValueError, r"fusedseg\.convert: leaky_relu with slope 0.0 cannot be"),
         ({"example_inputs": "image"}, TypeError, r"fusedseg\.convert: the example must be a tensor, a sequence"),
         (
+            {"example_inputs": (1, 3, 64, 64)},
+            TypeError,
+            r"fusedseg\.convert: the example must be a tensor, got the numbers \(1, 3, 64, 64\); pass torch\.randn",
+        ),
+        (
             {"example_inputs": torch.randn(1, 5, 8, 8)},
             ValueError,
             r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels",
         ),
     ],
-    ids=["mode", "slope", "example", "example of other channels"],
+    ids=["mode", "slope", "example", "shape", "example of other channels"],
 )
 def test_errors(options, error, message):
     model = networks.UNet()
@@ -144,6 +149,8 @@ def test_errors(options, error, message):
 def test_only_modules_are_converted():
     with pytest.raises(TypeError, match=r"fusedseg\.convert: model must be an nn\.Module, got function"):
         fusedseg.convert(lambda x: x)
+    with pytest.raises(TypeError, match=r"by its name, such as fusedseg\.convert\(model, example_inputs=.* got Tensor"):
+        fusedseg.convert(networks.UNet(), torch.randn(1, 3, 16, 16))
     with pytest.raises(TypeError, match=r"fusedseg\.revert: model must be an nn\.Module, got int"):
         fusedseg.revert(3)
 
@@ -409,7 +416,6 @@ def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
         model(torch.randn(2, 3, 8, 8))
     assert active == [True, True]
     assert innermost() is None
-    assert not scope._active.scopes
 
 
 def test_part_of_a_model_and_then_all_of_it(image):

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.__main__ import main
+from fusedseg.conversion.verify import Difference, Verification, _largest
 from fusedseg.memory import measure
 from tests.conversion import networks
 
@@ -19,17 +21,18 @@ def image():
 
 def test_the_table_tells_everything(image):
     text = str(fusedseg.convert(networks.ResNet(), example_inputs=image))
-    assert text.startswith("ResNet, mode 'exact': observed in training mode and observed in eval mode\n")
-    assert "\nReplaced by fused modules (10)\n" in text
+    assert text.startswith("ResNet, mode 'exact': observed in training and eval mode\n")
+    assert "\nReplaced by fused modules (10), with the bytes that are kept no longer\n" in text
     assert "  bn1, relu " in text
     assert "BatchNorm2d + ReLU" in text
     assert "BatchNormAct(relu)" in text
-    assert "\nLeft as they are, their outputs rebuilt in backward instead of kept (19)\n" in text
+    assert "\nUnchanged, but their outputs are rebuilt in backward instead of kept (19)\n" in text
     assert "  layers.0.bn2 " in text
     assert "followed by add_()" in text
     assert "after add_()" in text
-    assert "\nLeft as they are (" not in text
-    assert "\nA training step on the example\n  saved " in text
+    assert "kept as before" not in text
+    assert "\nA training step on the example\n  kept for backward " in text
+    assert "\n  at the peak " in text
 
 
 def test_bytes_are_those_of_a_real_step(image):
@@ -75,7 +78,12 @@ def test_verify_finds_equal_what_is(image, training, act):
     random = torch.get_rng_state()
     found = report.verify(image, training=training)
     assert found.largest < 1e-10
-    assert str(found).startswith("largest relative difference: value ")
+    if found.largest == 0:
+        assert str(found).endswith(": none, outputs, gradients and buffers are identical to the last bit")
+    else:
+        title, *lines = str(found).splitlines()
+        assert title == "largest relative difference to the stock model (one rounding is 2.2e-16)"
+        assert [line.split()[0] for line in lines] == ["outputs", "gradients", "buffers"]
     # on copies
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -95,6 +103,74 @@ def test_verify_finds_what_is_wrong(image):
     with torch.no_grad():
         model.inc[0][0].weight.fill_(float("nan"))
     assert not report.verify(image).largest <= 1.0
+
+
+def test_verify_says_what_is_identical(image):
+    """A difference of nothing was printed as "none" (issue 16)."""
+    same = Difference(0.0, "")
+    assert str(same) == "identical to the last bit"
+    found = Verification(Difference(3e-7, "output 0"), same, same, 1.2e-7)
+    assert str(found).splitlines() == [
+        "largest relative difference to the stock model (one rounding is 1.2e-07)",
+        "  outputs    3e-07 (output 0)",
+        "  gradients  identical to the last bit",
+        "  buffers    identical to the last bit",
+    ]
+
+
+def test_verify_compares_noise_with_the_largest_gradient(image):
+    """The gradient of a bias before a BatchNorm is zero but for rounding: it has no digits to agree in (issue 16)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.LeakyReLU(0.1), nn.Conv2d(16, 4, 1))
+    found = fusedseg.convert(model, example_inputs=image).verify(image)
+    assert found.gradient.size < 2e-5
+    assert found.rounding == torch.finfo(torch.float32).eps
+
+
+def test_a_small_gradient_that_is_wrong_is_found(image):
+    """At least by its part in the largest one."""
+    ours = {"large": torch.ones(4), "small": torch.full((4,), 2e-4)}
+    found = _largest(ours, {"large": torch.ones(4), "small": torch.full((4,), 1e-4)}, small=1e-3)
+    assert found.where == "small"
+    assert found.size == pytest.approx(1e-4)
+
+
+class Joins(nn.Module):
+    """Three concatenations that convolutions read, and one that the model returns, in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(6 if i == 0 else 11, 8, 3, padding=1) for i in range(3))
+
+    def forward(self, x):
+        y = x
+        for conv in self.convs:
+            y = conv(torch.cat([x, F.silu(y)], 1))
+        return torch.cat([torch.sigmoid(y), torch.sigmoid(2 * y)], 1)
+
+
+def test_calls_of_a_function_are_told_together(image):
+    """Three concatenations were told as one, by the bytes of the first; and the one that is returned as kept before."""
+    report = fusedseg.convert(Joins(), example_inputs=image)
+    assert [row.to for row in report.replaced] == ["JoinConv2d"] * 3
+    full = 3 * 32 * 32 * 4
+    joined = "formed for the convolution that reads it, which keeps its parts"
+    assert [row[1:] for row in report.recomputed] == [
+        ("silu(), 3 calls", "", "after an input and Conv2d", (3 + 8 + 8) * full),
+        ("cat(), 3 calls", "", joined, (6 + 11 + 11) * full),
+        ("sigmoid(), 2 calls", "", "after Conv2d and mul()", 2 * 8 * full),
+    ]
+
+
+def test_a_peak_that_stays_is_explained(image):
+    conv = lambda cin, cout: nn.Conv2d(cin, cout, 3, padding=1)  # noqa: E731
+    act = nn.LeakyReLU(0.1)
+    model = nn.Sequential(conv(3, 64), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(2), conv(64, 64), act)
+    report = fusedseg.convert(model, example_inputs=image)
+    assert report.after.saved < 0.9 * report.before.saved
+    assert report.after.peak > 0.97 * report.before.peak
+    assert "The peak of a model of few layers is the backward of its largest layer" in str(report)
+    assert "The peak of" not in str(fusedseg.convert(networks.UNet(), example_inputs=image))
 
 
 def test_verify_takes_dropout_as_it_falls(image):

@@ -90,7 +90,7 @@ def test_dropout_of_nothing_between_norm_and_activation(image, how):
     make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8))  # noqa: E731
     model, report = converted(make, image, **how)
     assert replaced(report) == {"1.N": "InPlaceInstanceNormAct(leaky_relu(0.1))"}
-    assert type(model[1].N) is fusedseg.InPlaceInstanceNormAct
+    assert isinstance(model[1].N, fusedseg.InPlaceInstanceNormAct)
 
 
 def test_dropout_between_norm_and_activation(image, how):
@@ -126,7 +126,8 @@ def test_norms_of_four_names(image, how):
         (*(f"{encoder}.{i}.{name}" for encoder in encoders for name in names), f"encoder.{i}.nonlin") for i in range(2)
     ]
     block = model.decoder.encoder[0]
-    assert type(block.norm) is type(block.all_modules[1]) is fusedseg.InPlaceInstanceNormAct
+    assert block.norm is block.all_modules[1]
+    assert isinstance(block.norm, fusedseg.InPlaceInstanceNormAct)
     assert block.norm is model.encoder[0].norm
 
 

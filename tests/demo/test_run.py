@@ -1,8 +1,10 @@
-"""``python -m fusedseg demo``: what it refuses, prints and writes."""
+"""``fusedseg demo``: what it refuses, prints and writes."""
 
 import dataclasses
 import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -48,6 +50,14 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
     for found in (eager, ours):
         assert all(0 <= value <= 1 for value in found["iou"].values())
         assert len(found["losses"]) == 2
+
+
+def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
+    """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files."""
+    command = [sys.executable, "-m", "fusedseg", "demo", "slices", "--steps", "1"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "fusedseg_demo" / "slices.png").exists()
 
 
 def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):

@@ -8,7 +8,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.memory import checkpoint_blocks, plan, profile
-from fusedseg.memory.plan import largest, parse_budget
+from fusedseg.memory.plan import Option, Plan, largest, parse_budget
 from fusedseg.memory.strategy import Strategy
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
@@ -39,7 +39,7 @@ def test_budgets(text, nbytes):
     assert parse_budget(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["16", "16 G", "lots", "-1GiB", "0GiB", 0])
+@pytest.mark.parametrize("text", ["16", "16 G", "16 Gi", "lots", "-1GiB", "0GiB", 0, -5])
 def test_budgets_that_are_none(text):
     with pytest.raises(ValueError, match="budget must be"):
         parse_budget(text)
@@ -78,9 +78,62 @@ def test_largest_batches_fit_and_one_more_does_not():
     options = plan(PLAIN, SHAPE, found.usable, batch=batch + 1, reserve=0.0).options
     assert options[0].total > found.usable
     assert not options[0].fits
-    # it says so, too
-    assert " run again, +" in str(found)
-    assert f"Cheapest for the largest batch, {found.cheapest.batch}" in str(found)
+
+
+def test_the_plan_names_the_useful_choices():
+    """It answered with the largest batch of all, checkpoints and their arithmetic included, where a batch nearly as
+    large needed none."""
+    found = plan(PLAIN, SHAPE, "64MiB", convert=convert)
+    by_label = {option.label: option for option in found.options}
+    first, *more = found.choices
+    assert found.cheapest is first
+    assert first.batch == max(option.batch for option in found.options if not option.convolutions)
+    assert [option.batch for option in found.choices] == sorted({option.batch for option in found.choices})
+    assert f"Largest batch without extra arithmetic: {first.batch}, with {first.label}." in str(found)
+    assert f"Without autocast, which rounds to half precision: {by_label['fusedseg'].batch}, with fusedseg." in str(
+        found
+    )
+    for option in more:
+        assert option.recomputed > first.recomputed
+        assert f"arithmetic buys {option.batch} (+" in str(found)
+    assert found.to_dict()["choices"] == [option.label for option in found.choices]
+
+
+def option(label, batch, recomputed=0.0, total=1):
+    return Option(label, Strategy.parse(label, "fusedseg"), batch, total, batch, True, recomputed, int(recomputed > 0))
+
+
+def test_what_gains_nothing_is_marked():
+    """``fusedseg+checkpoint`` reached the batch of ``fusedseg`` with +35 % arithmetic, and nothing said so."""
+    options = (option("eager", 100), option("fusedseg", 200), option("fusedseg+checkpoint", 200, 0.35))
+    found = Plan("Net", options, 10, 10, None)
+    lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}
+    assert lines["fusedseg+checkpoint"].endswith("+35%  no gain over fusedseg")
+    assert not any("no gain" in lines[label] for label in ("eager", "fusedseg"))
+    assert found.choices == [options[1]]
+    assert "More arithmetic buys no larger batch." in str(found)
+    # for a wanted batch, less memory is the gain
+    needs = tuple(option(label, 8, r, total) for label, r, total in (("eager", 0.0, 5), ("checkpoint", 0.3, 5)))
+    assert "no gain over eager" in Plan("Net", needs, 10, 10, 8).table()
+
+
+def test_a_model_without_blocks_is_planned_without_checkpoints():
+    """``checkpoint_blocks`` raised, and no way was planned at all."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))]
+    found = plan(nn.Sequential(*layers), SHAPE, "64MiB", convert=lambda model: model)
+    assert [option.label for option in found.options] == ["eager", "amp", "fusedseg", "fusedseg+amp"]
+    labels = ["checkpoint", "amp+checkpoint", "fusedseg+checkpoint", "fusedseg+amp+checkpoint"]
+    assert list(found.left_out) == labels == list(found.to_dict()["left_out"])
+    reason = "Sequential has no module with 1 to 4 convolutions or linear layers among its children"
+    assert f"Left out: {', '.join(labels)}: {reason}." in " ".join(str(found).split())
+    assert "buys" not in str(found)
+
+
+def test_progress_names_what_is_estimated():
+    said = []
+    plan(PLAIN, SHAPE, "1GiB", batch=4, progress=said.append)
+    labels = ["eager", "checkpoint", "amp", "amp+checkpoint"]
+    assert said == [f"{label} ({i} of 4), batch 4" for i, label in enumerate(labels, 1)]
 
 
 def test_the_cheapest_way_to_a_batch():

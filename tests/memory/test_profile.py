@@ -28,7 +28,7 @@ def rows_of(report, name, hook_type="fwd"):
 
 
 def test_resnet18_rows_are_those_known():
-    """Full size, on tensors without values; MiB as the design has them."""
+    """Full size, on tensors without values; MiB as docs/design.md has them."""
     report = estimate(ResNet18, (128, 3, 224, 224))
     forward = [row for row in report.rows if row.hook_type == "fwd" and row.layer_type not in ("Sequential",)]
     found = [(row.layer_type, round(row.mem_all_diff / MEBIBYTE, 1)) for row in forward]

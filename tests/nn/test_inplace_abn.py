@@ -136,9 +136,9 @@ def test_from_batchnorm_without_parameters_or_statistics():
     assert ours(torch.randn(4, 3)).shape == (4, 3)
 
 
-def test_sync_batchnorm_conversion_leaves_it_alone():
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(InPlaceABN(3)))
-    assert type(net[0]) is InPlaceABN
+def test_sync_batchnorm_conversion_is_refused():
+    with pytest.raises(RuntimeError, match=r"fusedseg\.InPlaceABN: .* call fusedseg\.convert_sync"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(InPlaceABN(3)))
 
 
 def test_zero_weight_trains_as_stock(backend, device):

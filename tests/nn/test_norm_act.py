@@ -186,8 +186,9 @@ def test_from_norm_without_parameters_and_of_other_dimensions():
     assert BatchNormAct.from_norm(nn.BatchNorm3d(3)).num_batches_tracked == 0
 
 
-def test_sync_batchnorm_conversion_leaves_it_alone():
-    assert type(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(BatchNormAct(3)))[0]) is BatchNormAct
+def test_sync_batchnorm_conversion_is_refused():
+    with pytest.raises(RuntimeError, match=r"fusedseg\.BatchNormAct: .* call fusedseg\.convert_sync"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(BatchNormAct(3)))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])

@@ -11,7 +11,8 @@ from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
 IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
-# MiB of ours at most, and of the plain twin within 1 %, as section 1 of the design has measured it: (kept, peak) each
+# (kept, peak) in MiB: an upper bound of ours; and the plain twin's within 1 %, which is the table "Bytes that a network
+# needs" in docs/design.md
 FOOTPRINTS = {
     "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 2260), (4081, 4709)),
     "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2350), (4620, 5249)),

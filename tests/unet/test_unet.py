@@ -236,3 +236,44 @@ def test_an_enlarged_map_that_is_larger_than_the_skip_is_refused():
         ValueError, match=r"x of size \(4, 4\), enlarged by 2, is larger than the skip of size \(8, 7\)"
     ):
         up(torch.randn(1, 4, 4, 4), torch.randn(1, 4, 8, 7))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_a_single_value_at_the_lowest_level_is_refused_with_the_sizes_that_work(norm, plain):
+    """The norm raised, many modules further down, and named neither the network nor a size."""
+    net = UNet(1, 2, widths=(4, 8, 8), norm_act=norm, plain=plain)
+    samples = "" if norm == "instance" else ", or two samples or more"
+    message = (
+        rf"^fusedseg\.unet\.UNet: {norm} norms need more than one value for their statistics, and images of shape "
+        rf"\(1, 1, 7, 4\) have one left after 2 halvings; pass images with a spatial size of at least 8{samples}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        net(torch.randn(1, 1, 7, 4))
+    # what the message promises
+    assert net(torch.randn(1, 1, 8, 4)).shape == (1, 2, 8, 4)
+    if norm == "batch":
+        assert net(torch.randn(2, 1, 7, 4)).shape == (2, 2, 7, 4)
+        assert net.eval()(torch.randn(1, 1, 7, 4)).shape == (1, 2, 7, 4)
+    else:
+        # statistics of each sample, in eval mode too
+        for one_value in (net, net.eval()):
+            with pytest.raises(ValueError, match=r"images of shape \(2, 1, 7, 4\) have one left"):
+                one_value(torch.randn(2, 1, 7, 4))
+
+
+def test_a_single_value_is_enough_for_norms_that_take_no_statistics():
+    net = UNet(1, 2, widths=(4, 8, 8))
+    for module in net.modules():
+        if hasattr(module, "running_mean"):
+            module.eval()
+    assert net(torch.randn(1, 1, 4, 4)).shape == (1, 2, 4, 4)
+    assert UNet(1, 2, widths=(16, 16, 16), norm_act="group")(torch.randn(1, 1, 4, 4)).shape == (1, 2, 4, 4)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+def test_skips_of_several_sizes_are_refused(plain):
+    skips = [torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 9)]
+    message = r"fusedseg\.unet\.Up: skips must have one spatial size, got \[\(1, 2, 8, 8\), \(1, 2, 8, 9\)\]"
+    with pytest.raises(ValueError, match=message):
+        Up(4, 4, 4, plain=plain)(torch.randn(1, 4, 4, 4), skips)

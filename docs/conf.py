@@ -1,0 +1,56 @@
+"""How Sphinx builds these pages: ``python -m sphinx -W --keep-going -b html docs docs/_build``."""
+
+import re
+
+import fusedseg
+
+project = "fusedseg"
+author = "fusedseg contributors"
+copyright = author  # noqa: A001  Sphinx reads this name
+version = release = fusedseg.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+# The pages are also read in the repository, so their links name Markdown files and headings.
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autoclass_content = "class"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+nitpicky = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"fusedseg {version}"
+html_show_copyright = False
+html_show_sourcelink = False
+# Nothing is loaded from another host: the site works without a network.
+html_theme_options = {
+    "navbar_center": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": [],
+    "footer_end": [],
+}
+html_sidebars = {"**": ["globaltoc.html"]}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+
+
+# a star before a word, and a bar on one side of a word: emphasis and substitutions in reStructuredText
+FORMULA = re.compile(r"(?<![\w*])\*(?=\w)|(?<!\w)\|(?=\w)|(?<=\w)\|(?!\w)")
+
+
+def escape_formulas(app, what, name, obj, options, lines):
+    """Lets docstrings say ``(N, C, *spatial)`` and ``|x|`` as they are; text in double backticks is left alone."""
+    for number, line in enumerate(lines):
+        parts = re.split(r"(``.*?``)", line)
+        parts[::2] = [FORMULA.sub(r"\\\g<0>", part) for part in parts[::2]]
+        lines[number] = "".join(parts)
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", escape_formulas, priority=400)
+    return {"parallel_read_safe": True}

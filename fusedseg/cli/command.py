@@ -1,0 +1,58 @@
+"""The parser of every command: help of 80 columns with an example, and errors of one line."""
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+# of a terminal; two are left free, as argparse does
+COLUMNS = 80
+NEGATIVE = re.compile(r"-[\d.]")
+
+
+class Refused(Exception):
+    """The command cannot do what was asked for.  The message says why and what to do; it becomes one line on stderr."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error in one line, which names the help, and exits with 2."""
+
+    def __init__(self, **options: Any) -> None:
+        width = min(COLUMNS, shutil.get_terminal_size().columns) - 2
+        formatter = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=22)
+        options["description"] = textwrap.fill(options["description"], width)
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        # argparse takes "-5GiB" for an option, and then says that --budget has no value
+        joined: list[str] = []
+        for word in args or ():
+            if joined and NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return super().parse_known_args(joined, namespace)
+
+
+def add_command(
+    commands: Any, name: str, summary: str, description: str, examples: Sequence[str], run: Callable[..., int]
+) -> Parser:
+    """Adds a command to those of ``add_subparsers``; ``run`` gets the parsed arguments and returns the exit status."""
+    lines = "\n".join(f"  {example}" for example in examples)
+    title = "example" if len(examples) == 1 else "examples"
+    command = commands.add_parser(name, help=summary, description=description, epilog=f"{title}:\n{lines}")
+    command.set_defaults(run=run)
+    return command
+
+
+def first_line(error: BaseException) -> str:
+    """The error in one line, without the name of the function of ours that has raised it."""
+    message = (str(error).strip() or "no message").splitlines()[0]
+    own = re.match(r"fusedseg[\w.]*: ", message)
+    return message[own.end() :] if own else f"{type(error).__name__}: {message}"

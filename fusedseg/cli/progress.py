@@ -1,0 +1,56 @@
+"""A line on the terminal that says what a long command is doing, and for how long."""
+
+import sys
+import threading
+import time
+from types import TracebackType
+
+# a command that ends earlier writes nothing
+QUIET_SECONDS = 1.0
+REDRAW_SECONDS = 0.5
+CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """Shows ``text`` and the elapsed seconds on stderr while it is entered, and wipes the line at the end.
+
+    It writes nothing where stderr is not a terminal, so that logs and pipes stay clean.  A thread redraws the line, so
+    that the seconds go on while PyTorch computes.
+
+        with Progress("fusedseg plan") as progress:
+            progress.update("eager, batch 8")       # "fusedseg plan: eager, batch 8 (3 s)"
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self._now = text, ""
+        self._start = time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, daemon=True) if sys.stderr.isatty() else None
+
+    def update(self, text: str) -> None:
+        """What is being done now, beside the text that stays."""
+        self._now = text
+
+    def __enter__(self) -> "Progress":
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _redraw(self) -> None:
+        drawn = self._done.wait(QUIET_SECONDS)
+        if drawn:
+            return
+        while not self._done.is_set():
+            now = f": {self._now}" if self._now else ""
+            sys.stderr.write(f"{CLEAR}{self._text}{now} ({time.monotonic() - self._start:.0f} s)")
+            sys.stderr.flush()
+            self._done.wait(REDRAW_SECONDS)
+        sys.stderr.write(CLEAR)
+        sys.stderr.flush()

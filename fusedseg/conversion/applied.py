@@ -1,0 +1,121 @@
+"""What stands for activation modules whose work a fused norm does.
+
+They stay subclasses of the activations that they replace, so that code which looks for ``nn.LeakyReLU`` finds them: to
+replace such a module, or to set its parameters, is then an error at the next forward, and not without effect.
+"""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from ..nn.leaf import as_leaf
+
+
+class Known(NamedTuple):
+    """An activation of fused norms: its name there, and the attribute of its module that is its parameter."""
+
+    name: str
+    parameter: str | None = None
+
+
+KNOWN: dict[type, Known] = {
+    nn.LeakyReLU: Known("leaky_relu", "negative_slope"),
+    nn.ELU: Known("elu", "alpha"),
+    nn.GELU: Known("gelu", "approximate"),
+    nn.ReLU: Known("relu"),
+    nn.ReLU6: Known("relu6"),
+    nn.SiLU: Known("silu"),
+    nn.Mish: Known("mish"),
+    nn.Hardswish: Known("hardswish"),
+}
+
+
+def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """The forward hook of a fused norm whose activation module is also called elsewhere: the very tensor says that
+    its activation is done."""
+    if torch.compiler.is_compiling():
+        # attributes are followed of tensors that an op with one output has made
+        out = out.view_as(out)
+    # by name: neither setattr() nor a deletion is followed
+    out._fusedseg_applied = True  # type: ignore[attr-defined]
+    return out
+
+
+class _DoneByNorm(nn.Module):
+    """The first base class of the classes below; the second one is the activation's."""
+
+    # the activation's class, the name of its parameter, the value that the norm applies, and where it was found
+    _stock: type[nn.Module]
+    _parameter: str | None
+    _fusedseg_value: Any
+    _fusedseg_path: str
+
+    def _check_parameter(self) -> None:
+        if self._parameter is not None and getattr(self, self._parameter) != self._fusedseg_value:
+            self._refuse()
+
+    # torch.compile cannot format a number
+    @torch.compiler.assume_constant_result
+    def _refuse(self) -> NoReturn:
+        assert self._parameter is not None
+        raise RuntimeError(
+            f"fusedseg.convert: {self._parameter} of {self._fusedseg_path or 'the model'} was set to "
+            f"{getattr(self, self._parameter)!r} after the model was converted, but the norm before it applies "
+            f"{self._fusedseg_value!r}; call fusedseg.convert on the model again, or fusedseg.revert before such a "
+            "change"
+        )
+
+
+class Applied(_DoneByNorm):
+    """Stands for an activation that the fused norms before it have applied, in every call: returns what comes."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        self._check_parameter()
+        return input
+
+    def extra_repr(self) -> str:
+        return f"{self._stock.__name__}, done by the norm before it"
+
+
+class AppliedOnce(_DoneByNorm):
+    """Stands for an activation that a fused norm has applied in some of its calls: what is marked stays as it is."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        self._check_parameter()
+        if getattr(input, "_fusedseg_applied", False):
+            input._fusedseg_applied = False  # type: ignore[attr-defined]
+            return input
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        return f"{self._stock.__name__}, where no norm before it has done it"
+
+
+def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
+    """By the activation's class; printed as ``base`` is, and in this module under names such as ``AppliedReLU``."""
+    made: dict[type, Any] = {}
+    for cls, known in KNOWN.items():
+        qualname = base.__name__ + cls.__name__
+        names = {"__module__": __name__, "__qualname__": qualname, "_stock": cls, "_parameter": known.parameter}
+        made[cls] = globals()[qualname] = type(base.__name__, (base, cls), names)
+    return made
+
+
+APPLIED, APPLIED_ONCE = _subclasses(Applied), _subclasses(AppliedOnce)
+
+
+def applied(act: nn.Module, path: str, once: bool) -> nn.Module:
+    """What ``act`` is to become."""
+    cls = (APPLIED_ONCE if once else APPLIED)[type(act)]
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    parameter = KNOWN[type(act)].parameter
+    twin._fusedseg_value = None if parameter is None else getattr(act, parameter)
+    twin._fusedseg_path = path
+    return twin

@@ -1,0 +1,68 @@
+"""The classes of the fused norms that ``convert`` makes: the public ones, as subclasses of the stock norms that they
+replace.
+
+Code that looks for norms by ``isinstance(module, nn.BatchNorm2d)``, to freeze them or to spare them weight decay, finds
+them so.  They have the names of the public classes, by which they are printed; pickles find them by ``__qualname__``.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from ..nn import (
+    BatchNormAct,
+    BatchNormActSync,
+    GroupNormAct,
+    InPlaceABN,
+    InPlaceABNSync,
+    InPlaceGroupNormAct,
+    InPlaceInstanceNormAct,
+    InstanceNormAct,
+)
+from ..nn.convert_sync import SYNCHRONISED
+from ..nn.leaf import as_leaf
+from .flow import BATCH_NORMS, INSTANCE_NORMS
+
+MARK = "_fusedseg_normalised"
+
+
+class NormOfConv(InPlaceABN):
+    """The norm of a ``LeanConv``: passes on what that has normalised."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) or isinstance(residual, Proxy):
+            return as_leaf(self, x, residual)
+        if getattr(x, MARK, False):
+            setattr(x, MARK, False)
+            return x
+        return super().forward(x, residual)
+
+
+def _subclasses(fused: type, stock: tuple[type, ...]) -> dict[type, Any]:
+    """By the stock class, in this module under names such as ``InPlaceABN2d``."""
+    made: dict[type, Any] = {}
+    for cls in stock:
+        qualname = fused.__name__ + cls.__name__[-2:]
+        names = {"__module__": __name__, "__qualname__": qualname, "__doc__": fused.__doc__}
+        made[cls] = globals()[qualname] = type(fused.__name__, (fused, cls), names)
+    return made
+
+
+NORM_OF_CONV = _subclasses(NormOfConv, BATCH_NORMS)
+# of a stock norm: what keeps its input, and what writes its output over its input
+STORE_INPUT = {
+    **_subclasses(BatchNormAct, BATCH_NORMS),
+    **_subclasses(InstanceNormAct, INSTANCE_NORMS),
+    nn.GroupNorm: GroupNormAct,
+}
+STORE_OUTPUT = {
+    **_subclasses(InPlaceABN, BATCH_NORMS),
+    **_subclasses(InPlaceInstanceNormAct, INSTANCE_NORMS),
+    nn.GroupNorm: InPlaceGroupNormAct,
+}
+for _norm in BATCH_NORMS:
+    SYNCHRONISED[STORE_INPUT[_norm]] = BatchNormActSync
+    SYNCHRONISED[STORE_OUTPUT[_norm]] = InPlaceABNSync
+    # the convolution before it then leaves the norm its work
+    SYNCHRONISED[NORM_OF_CONV[_norm]] = InPlaceABNSync

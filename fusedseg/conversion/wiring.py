@@ -1,0 +1,127 @@
+"""Whether a converted model still has its modules where they were when it was converted.
+
+A fused norm applies the activation of another module, and writes over what a convolution before it returns.  Where that
+activation, the norm or the convolution is replaced or taken out afterwards, the model would compute another function,
+without a word: an error says so at the next forward.
+"""
+
+import copy
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from .applied import Applied
+from .flow import CONVS
+from .twins import STOCK
+
+
+class Fused(NamedTuple):
+    """A fused norm, the activation modules whose work it does, and the convolutions whose output it writes over."""
+
+    norm: nn.Module
+    acts: tuple[nn.Module, ...]
+    convs: tuple[nn.Module, ...]
+
+
+class Wiring:
+    """Args: the converted model, its fused norms, and a path of each of their modules."""
+
+    def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str]) -> None:
+        self.root, self._fused, self._paths = root, fused, paths
+        # of each module in `fused`, the modules that it is a child of, and the names that it has there
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._find_places()
+        # the children of every module when they were last examined
+        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
+
+    def _find_places(self) -> None:
+        """Where the modules are now.  Modules that have no part in a fused norm are not referred to."""
+        self._places = {module: [] for norm, acts, convs in self._fused for module in (norm, *acts, *convs)}
+        self._paths = {module: self._paths[module] for module in self._places}
+        for parent in self.root.modules():
+            for name, child in parent._modules.items():
+                if child in self._places:
+                    self._places[child].append((parent, name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has other dictionaries of children
+        return self.__dict__ | {"_children": None}
+
+    def of(self, root: nn.Module) -> "Wiring":
+        """The wiring of another root with the same children."""
+        other = copy.copy(self)
+        other.root = root
+        return other
+
+    def check(self) -> None:
+        """Raises RuntimeError where the model is not what was converted.  Called before every forward: it compares the
+        children of each module with those of the last time, and looks closer where they differ."""
+        if self._children is not None:
+            for modules, children in self._children:
+                if tuple(modules.values()) != children:
+                    break
+            else:
+                return
+        self._examine()
+        self._children = [
+            (module._modules, tuple(module._modules.values()))
+            for module in self.root.modules()
+            if module._modules and not isinstance(module, torch.jit.ScriptModule)
+        ]
+
+    def _examine(self) -> None:
+        present = set(self.root.modules())
+        left = []
+        for fused in self._fused:
+            norm, acts, convs = fused
+            if STOCK not in norm.__dict__:
+                # it was reverted, and its activations with it
+                continue
+            name = self._path(norm)
+            if norm not in present:
+                for act in acts:
+                    if act in present and isinstance(act, Applied):
+                        _refuse(f"{name} was replaced or removed, but {self._path(act)} still leaves its work to it")
+                continue
+            if not self._in_place(norm, present):
+                _refuse(f"{name} was moved or replaced, but still does the work of {self._path(acts[0])} as well")
+            for act in acts:
+                if act not in present or not self._in_place(act, present):
+                    _refuse(f"{self._path(act)} was moved, replaced or removed, but {name} still does its work")
+            for conv in convs:
+                if not self._in_place(conv, present, CONVS):
+                    _refuse(
+                        f"{self._path(conv)} was moved, replaced or removed, but {name} still writes over its input"
+                    )
+            left.append(Fused(norm, acts, tuple(self._now(conv, present) for conv in convs)))
+        self._fused = left
+        self._find_places()
+
+    def _in_place(self, module: nn.Module, present: set[nn.Module], or_one_of: tuple[type, ...] = ()) -> bool:
+        """Whether it is still the child that it was, or within a wrapper in its place."""
+        places = [(parent, name) for parent, name in self._places[module] if parent in present]
+        for parent, name in places:
+            child = parent._modules.get(name)
+            if child is None or not (module in child.modules() or isinstance(child, or_one_of)):
+                return False
+        return bool(places) or module in present
+
+    def _now(self, conv: nn.Module, present: set[nn.Module]) -> nn.Module:
+        """The convolution, or the one that has taken its place."""
+        if conv in present:
+            return conv
+        found = next(parent._modules[name] for parent, name in self._places[conv] if parent in present)
+        assert found is not None
+        self._paths[found] = self._paths[conv]
+        return found
+
+    def _path(self, module: nn.Module) -> str:
+        return self._paths[module] or "(the model)"
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"fusedseg.convert: {what}; call fusedseg.convert on the model again, or fusedseg.revert before its modules "
+        "are changed"
+    )

@@ -1,0 +1,217 @@
+"""What the README and the pages of docs/ tell people to type: Python blocks run, and commands are parsed.
+
+The rules that a page follows:
+
+* Each ``python`` block runs by itself, in an empty folder.
+* A ``text`` block that directly follows a ``python`` block is what that block prints.
+* Each line of a ``bash`` block is a command that ``check_command`` knows.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fusedseg
+from tests.tools.threads import threads
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
+LARGEST_PICTURE = 150_000
+
+
+class Block(NamedTuple):
+    """A block of a page: its language, its text, the output that is written under it, and where it stands."""
+
+    language: str
+    text: str
+    output: str | None
+    where: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text[: match.start()].count("\n") + 1
+            if match[1] in languages:
+                found.append(Block(match[1], match[2], match[3], f"{page.relative_to(ROOT)}:{line}"))
+    return found
+
+
+PYTHON = blocks("python")
+COMMANDS = [
+    (command.strip(), block.where)
+    for block in blocks("bash")
+    for line in block.text.replace("\\\n", " ").splitlines()
+    for command in line.split("&&")
+]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=[block.where for block in PYTHON])
+def test_a_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    # line numbers of a traceback are those of the page
+    page, _, line = block.where.rpartition(":")
+    code = compile("\n" * int(line) + block.text, page, "exec")
+    with threads(1), contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "__main__"})
+    if block.output is not None:
+        assert printed.getvalue().rstrip() == block.output.rstrip()
+
+
+class Parsed(Exception):
+    """Raised in place of running a command whose arguments were accepted."""
+
+
+def parse(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hands arguments to the command line of a module, which stops as soon as they are parsed."""
+    import argparse
+
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, *args, **kwargs):
+        original(parser, *args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(Parsed):
+        importlib.import_module(module).main(arguments)
+
+
+def extras_of(requirement: str) -> list[str]:
+    found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", requirement)
+    assert found, f"not this package: {requirement}"
+    return found[1].split(",") if found[1] else []
+
+
+def check_install(arguments: list[str]) -> None:
+    assert arguments[:2] == ["install", "-e"]
+    assert len(arguments) == 3
+    for extra in extras_of(arguments[2]):
+        assert re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE), f"pyproject.toml has no extra {extra!r}"
+
+
+def check_pytest(arguments: list[str]) -> None:
+    """Options that are known, markers that pyproject.toml names, and paths that exist."""
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "-m":
+            for marker in re.findall(r"\w+", next(rest)):
+                assert marker in ("not", "or", "and") or re.search(rf'^    "{marker}: ', PYPROJECT, re.MULTILINE), (
+                    marker
+                )
+        elif argument == "--device":
+            assert next(rest) in ("cpu", "cuda")
+        else:
+            assert argument in ("-s", "--cov") or (ROOT / argument).exists(), argument
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks what can be checked of a command without running it."""
+    match words:
+        case ["python", "-m", "fusedseg", *arguments]:
+            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["fusedseg", *arguments]:
+            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
+            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["python", "-m", "bench.report", *arguments]:
+            parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "docs.make_pictures", *arguments]:
+            pytest.importorskip("matplotlib")
+            parse("docs.make_pictures", arguments, monkeypatch)
+        case ["python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build"]:
+            assert (ROOT / "docs" / "conf.py").exists()
+        case ["pip", *arguments]:
+            check_install(arguments)
+        case ["pytest", *arguments] | ["compute-sanitizer", "python", "-m", "pytest", *arguments]:
+            check_pytest(arguments)
+        case ["ruff", "check" | "format", *_] | ["mypy"]:
+            assert "[tool.mypy]" in PYPROJECT
+            assert "[tool.ruff]" in PYPROJECT
+        case _:
+            pytest.fail(f"no check knows this command: {shlex.join(words)}")
+
+
+@pytest.mark.parametrize(("command", "where"), COMMANDS, ids=[f"{where} {command}" for command, where in COMMANDS])
+def test_a_command_is_parsed(command, where, monkeypatch):
+    check_command(shlex.split(command, comments=True), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "python -m fusedseg profil unet3d_small",
+        "python -m fusedseg profile unet3d_small --input 2,x",
+        "pip install -e '.[nothing]'",
+        "pytest tests/no_such_file.py",
+        "pytest -m no_such_marker",
+        "rm -r docs",
+    ],
+)
+def test_a_wrong_command_is_found(wrong, monkeypatch, capsys):
+    with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
+        check_command(shlex.split(wrong), monkeypatch)
+
+
+def test_the_pages_have_blocks_of_known_languages():
+    """A misspelt language would take a block out of the tests above."""
+    known = {"python", "bash", "text", "json"}
+    for page in PAGES:
+        text = page.read_text()
+        languages = set(re.findall(r"^```(\w+)$", text, re.MULTILINE))
+        assert languages <= known, page.name
+        assert len(re.findall(r"^```", text, re.MULTILINE)) % 2 == 0, f"{page.name}: a block does not end"
+
+
+def test_every_picture_is_there_and_small():
+    shown = [page.parent / (match[1] or match[2]) for page in PAGES for match in PICTURE.finditer(page.read_text())]
+    assert shown
+    assert not [path for path in shown if not path.is_file()]
+    large = [path.name for path in (ROOT / "docs" / "pictures").iterdir() if path.stat().st_size > LARGEST_PICTURE]
+    assert not large
+
+
+def test_the_first_picture_shows_what_is_counted_today():
+    """Its text in the README has the figures that its command draws."""
+    pytest.importorskip("matplotlib")
+    pictures = importlib.import_module("docs.make_pictures")
+    peaks = [pictures.NETWORKS[0].report(way).total / pictures.GIBIBYTE for way in pictures.NAMES]
+    text = re.search(r'alt="([^"]+)"', (ROOT / "README.md").read_text())
+    assert text
+    assert re.findall(r"at (\d\.\d) GiB", text[1]) == [f"{peak:.1f}" for peak in peaks]
+
+
+def test_links_within_the_readme_lead_somewhere():
+    """Those of docs/ are checked by Sphinx."""
+    for link, heading in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / link).exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / link).read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+
+
+def test_the_readme_is_read_in_a_minute():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    # a picture and a number before anything else
+    assert any("<picture>" in line for line in lines[:15])
+    assert any(re.search(r"\d\.\d", line) for line in lines[:5])
+
+
+def test_every_public_name_is_in_the_reference():
+    """The names of ``fusedseg.functional`` and ``fusedseg.memory`` are in it as members of these modules."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [*fusedseg.__all__, *(f"unet.{name}" for name in fusedseg.unet.__all__)]
+    assert [name for name in names if not re.search(rf":: (fusedseg\.)?{re.escape(name)}$", page, re.MULTILINE)] == []
