@@ -1,0 +1,173 @@
+"""How a program is put together: inputs, blocks (scopes, autocast, no_grad, checkpoints), and backward passes."""
+
+from collections.abc import Callable
+
+import torch
+
+from tests.hunt import habits, layers, steps
+from tests.hunt.grow import HALF, Grower
+from tests.hunt.program import Step
+
+Maker = Callable[[Grower], None]
+
+DEEPEST = 4
+
+
+def autocast(g: Grower) -> None:
+    dtype = g.rng.choice(("torch.bfloat16", "torch.bfloat16", "torch.float16"))
+    options = g.rng.choice(("", "", ", cache_enabled=False", ", enabled=False"))
+    with g.block("autocast", f'with torch.autocast("cpu", {dtype}{options}):'):
+        some(g, 1, 5)
+
+
+def scope(g: Grower) -> None:
+    with g.block("scope", "with scope():"):
+        some(g, 2, 8)
+
+
+def modes(g: Grower) -> None:
+    """Blocks in which autograd records less, or others look on."""
+    # The hooks keep the layout.  Hooks that hand the tensor itself back are none of these: with them autograd checks no
+    # version, and eager mode computes with whatever a saved tensor holds by then.
+    copying = "torch.autograd.graph.saved_tensors_hooks(lambda t: copy.deepcopy(t.detach()), lambda t: t)"
+    headers = ("with torch.no_grad():", "with torch.no_grad():", "with torch.enable_grad():", "with Quiet():",
+               "with torch.set_grad_enabled(False):", f"with {copying}:")  # fmt: skip
+    header = g.rng.choice(headers)
+    if g.chance(g.rates.odd):
+        header = g.rng.choice(("with Spy():", "with torch.inference_mode():"))
+    with g.block("mode", header):
+        some(g, 1, 3)
+
+
+def checkpointed(g: Grower) -> None:
+    tensors = [n for n in g.frames[-1] if g.of(n).is_floating_point()]
+    if not tensors or len(g.frames) > 2:
+        return
+    arguments = sorted(set(g.rng.choices(tensors[-5:], k=2)))
+    with g.function(arguments) as name:
+        some(g, 1, 4)
+    options = g.rng.choice((
+        "use_reentrant=False", "use_reentrant=False", "use_reentrant=True",
+        "use_reentrant=False, preserve_rng_state=False", "use_reentrant=True, preserve_rng_state=False",
+        "use_reentrant=False, determinism_check='none'",
+    ))  # fmt: skip
+    result = g.stack[-1][-1].body[-1].code.removeprefix("return ")
+    if "=True," in options + "," and not g.of(result).requires_grad and not g.chance(0.1):
+        # such a checkpoint raises in backward
+        options = "use_reentrant=False"
+    if g.threaded:
+        # its state of random numbers would be that of the other thread
+        options = "use_reentrant=False, preserve_rng_state=False"
+    g.checkpoints = True
+    if g.chance(0.15):
+        g.step("call", f"{name}({', '.join(arguments)})")
+        return
+    g.step("checkpoint", f"checkpoint({name}, {', '.join(arguments)}, {options})")
+
+
+BLOCKS: list[tuple[int, Maker]] = [(4, scope), (2, modes), (3, checkpointed)]
+USUAL: list[tuple[int, Maker]] = [
+    (12, steps.activation), (10, steps.binary), (6, steps.scalar_step), (8, layers.convolution), (8, layers.norm),
+    (3, layers.norm_function), (2, layers.norm_twice), (4, layers.pool), (1, layers.unpool), (4, layers.interpolate),
+    (3, layers.pad), (4, layers.dropout), (1, layers.embedding), (6, steps.view), (5, steps.join), (2, steps.split),
+    (3, steps.reduction), (3, steps.product), (1, steps.out), (1, steps.complex_step), (2, steps.custom),
+    (1, habits.two_outputs), (1, habits.hook), (1, habits.early_backward), (2, habits.hidden_write),
+    (1, habits.changed_then_hidden), (1, habits.foreign_memory), (1, habits.parameter_change), (2, habits.mixed_sum),
+    (1, habits.shared_memory), (2, habits.broadcast_sum), (1, habits.decorated),
+]  # fmt: skip
+ODD: list[tuple[int, Maker]] = [(4, habits.odd), (1, habits.max_norm), (2, habits.inference_features)]
+
+
+def chosen(g: Grower) -> Maker:
+    rates = g.rates
+    if len(g.stack) <= DEEPEST and g.chance(rates.blocks):
+        weights, makers = zip(*BLOCKS, strict=True)
+        return g.rng.choices(makers, weights)[0]
+    if len(g.stack) <= DEEPEST and g.chance(rates.autocast):
+        return g.rng.choice((autocast, autocast, autocast, habits.stale_cast))
+    if g.chance(rates.mixed * 0.4):
+        return steps.cast
+    if g.chance(rates.odd):
+        weights, makers = zip(*ODD, strict=True)
+        return g.rng.choices(makers, weights)[0]
+    if g.chance(rates.inplace * 0.2):
+        return steps.in_place
+    weights, makers = zip(*USUAL, strict=True)
+    return g.rng.choices(makers, weights)[0]
+
+
+def some(g: Grower, least: int, most: int) -> None:
+    for _ in range(g.rng.randint(least, most)):
+        g.choose(g)(g)
+
+
+def grow(g: Grower) -> None:
+    """The inputs, and the steps; most programs lie in one scope as a whole, some in a region of autocast around it."""
+    x = g.leaf(g.shape, g.dtype, grad=g.chance(0.8))
+    g.step("input", g.rng.choice((f"{x}.view_as({x})", f"{x} * 1", f"{x}.view_as({x})")))
+    if g.rates.mixed:
+        g.step("input", f"{g.leaf(g.shape, g.rng.choice(HALF))}.clone()")
+    roll = g.rng.random()
+    if roll < 0.5:
+        with g.block("scope", "with scope():"):
+            body(g)
+    elif roll < 0.5 + 1.5 * g.rates.autocast:
+        with (
+            g.block("autocast", 'with torch.autocast("cpu", torch.bfloat16):'),
+            g.block("scope", "with scope():"),
+        ):
+            body(g)
+    else:
+        some(g, 0, 4)
+        scope(g)
+        body(g)
+
+
+def body(g: Grower) -> None:
+    some(g, 4, 14)
+    if g.chance(0.5):
+        loss(g)
+
+
+def loss(g: Grower) -> None:
+    """Adds the tensors that are there to the loss, where they have a gradient."""
+    if "loss" not in g.space:
+        g.step("loss", "loss = torch.zeros((), dtype=torch.float64)", outs=0)
+    names = [n for n in g.frames[0] if g.of(n).requires_grad]
+    for name in names[-6:] if g.chance(0.6) else g.rng.sample(names, min(4, len(names))):
+        t = g.of(name)
+        if t.is_complex():
+            continue
+        term = g.rng.choice((f"{name}.square().sum()", f"{name}.double().square().sum()", f"({name} * 0.7).sum()",
+                             f"{name}.sum()", f"{name}.float().pow(2).sum()",
+                             f"F.mse_loss({name}, {name}.detach() + 1)",
+                             f"torch.sigmoid({name}).sum()"))  # fmt: skip
+        g.step("loss", f"loss = loss + {term}", outs=0)
+
+
+def finish(g: Grower) -> None:
+    """After the scopes: the rest of the loss, what changes before the backward passes, and those."""
+    loss(g)
+    top = g.stack[0]
+    buffers = [n for n in g.space if n[0] == "b" and n[1:].isdigit()]
+    for name in buffers:
+        # autograd would read the new values itself where it keeps the memory
+        if not g.keeps(torch.from_numpy(g.space[name])):
+            top.append(Step("memory", f"{name}[...] = 0.125"))
+    if g.chance(0.3):
+        habits.parameter_change(g)
+    if g.chance(0.1):
+        steps.in_place(g)
+    # not where a checkpoint would run in another mode the second time
+    for module in g.log.modules if not g.checkpoints else ():
+        if g.chance(0.2):
+            top.append(Step("mode", f"{module}.{g.rng.choice(('train', 'eval'))}()"))
+    top.append(Step("note", "log.values(locals())"))
+    if not g.of("loss").requires_grad:
+        return
+    top.append(Step("backward", "loss.backward(retain_graph=True)"))
+    top.append(Step("note", "log.gradients('after one backward pass')"))
+    if g.chance(0.2):
+        habits.parameter_change(g)
+    top.append(Step("backward", "loss.backward()"))
+    top.append(Step("note", "log.gradients('after two backward passes')"))

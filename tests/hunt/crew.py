@@ -1,0 +1,186 @@
+"""Runs seeds in processes of their own: some of PyTorch's own programs end in a segmentation fault.
+
+A worker writes down the seed and the phase before it starts.  Where it dies, the crew asks a further process whether
+the program dies in eager mode too, which is PyTorch's own fault, and goes on after that seed.
+"""
+
+import collections
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.hunt.grow import grown
+from tests.hunt.judge import Verdict, judged, quiet, shrunk
+from tests.hunt.networks import grown_network
+from tests.hunt.program import Network, Program, nodes
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"programs": grown, "networks": grown_network}
+# a program takes a few hundredths of a second
+PATIENCE = 120.0
+CHUNK = 500
+# failures that are shrunk, for each cause
+SHRUNK = 10
+
+
+def made(kind: str, seed: int) -> Program | Network:
+    with quiet():
+        return KINDS[kind](seed)
+
+
+def work(kind: str, seeds: Iterable[int], file: Path, eager_only: bool = False) -> None:
+    """What a worker does: a line for each phase of each seed, and one for its verdict."""
+    with file.open("a", buffering=1) as out:
+
+        def tell(phase: str) -> None:
+            if eager_only and phase == "scope":
+                raise _Enough
+            out.write(json.dumps({"seed": seed, "phase": phase}) + "\n")
+
+        for seed in seeds:
+            tell("grow")
+            try:
+                verdict = judged(made(kind, seed), tell)
+            except _Enough:
+                verdict = Verdict("same")
+            except Exception as error:
+                verdict = Verdict("failure", f"the hunt itself raises {error!r}")
+            out.write(json.dumps({"seed": seed, "verdict": verdict}) + "\n")
+
+
+class _Enough(Exception):
+    """Eager mode has ended without a crash."""
+
+
+@dataclass
+class Report:
+    kind: str
+    counts: collections.Counter = field(default_factory=collections.Counter)
+    # cause -> the seeds
+    failures: dict[str, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
+    # seeds whose program ends PyTorch itself
+    crashes: list[int] = field(default_factory=list)
+
+    def add(self, seed: int, verdict: Verdict) -> None:
+        self.counts[verdict.kind] += 1
+        if verdict.kind == "failure":
+            self.failures[verdict.cause].append(seed)
+        if verdict.kind == "crash of PyTorch":
+            self.crashes.append(seed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {sum(self.counts.values())} run, {dict(self.counts.most_common())}"]
+        if self.crashes:
+            lines.append(f"PyTorch itself crashes in {self.crashes}")
+        for cause, seeds in sorted(self.failures.items(), key=lambda row: -len(row[1])):
+            lines.append(f"{len(seeds)} × {cause}: seeds {seeds[:12]}{' …' if len(seeds) > 12 else ''}")
+        return "\n".join(lines)
+
+    def programs(self) -> str:
+        """One shrunk program of each sort, as code that can be pasted.  The kinds of its steps tell sorts apart."""
+        found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for cause, seeds in self.failures.items():
+            for seed in seeds[:SHRUNK]:
+                text = printed(self.kind, seed)
+                found.setdefault((cause, text.partition("\n")[0]), []).append((seed, text))
+        return "\n\n\n".join(f"# {cause}\n# seeds {[s for s, _ in of]}\n{of[0][1]}" for (cause, _), of in found.items())
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "tests.hunt", *map(str, arguments)]
+
+
+def printed(kind: str, seed: int) -> str:
+    """The shrunk program of a seed; as it is where a smaller one ends the process."""
+    for options in ([], ["--whole"]):
+        run = subprocess.run(
+            _command("--kind", kind, "--print", seed, *options), cwd=ROOT, capture_output=True, text=True, timeout=600
+        )
+        if run.returncode == 0:
+            return run.stdout
+    return f"# {kind} {seed}: the process that prints it ends with status {run.returncode}\n{run.stderr[-2000:]}"
+
+
+def text_of(kind: str, seed: int, whole: bool = False) -> str:
+    """The program of a seed as code, without the steps that its failure does not need; first the kinds of its steps."""
+    program = made(kind, seed)
+    if not whole and judged(program).kind == "failure":
+        program = shrunk(program)
+    kinds = {node.kind for part in program.parts for _, node in nodes(part)} - {
+        "leaf",
+        "module",
+        "loss",
+        "note",
+        "backward",
+    }
+    return f"# {', '.join(sorted(kinds))}\n{program}"
+
+
+class _Worker:
+    def __init__(self, kind: str, seeds: range, folder: Path, *options: str) -> None:
+        self.kind, self.seeds, self.file = kind, seeds, folder / f"{kind}-{seeds.start}-{time.monotonic_ns()}.jsonl"
+        self.file.touch()
+        self.options = options
+        self.process = subprocess.Popen(
+            _command("--kind", kind, "--seeds", f"{seeds.start}:{seeds.stop}", "--worker", self.file, *options),
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def over(self) -> bool:
+        if self.process.poll() is not None:
+            return True
+        # a torch takes long to import where the machine is busy
+        if time.time() - self.file.stat().st_mtime > PATIENCE:
+            self.process.kill()
+            self.process.wait()
+            return True
+        return False
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+
+def _crash(worker: _Worker, last: dict, folder: Path) -> Verdict:
+    """Of a program in whose run the worker died."""
+    seed, status = last["seed"], worker.process.returncode
+    if last["phase"] == "scope":
+        further = _Worker(worker.kind, range(seed, seed + 1), folder, "--eager-only")
+        while not further.over():
+            time.sleep(0.1)
+        if further.process.returncode == 0:
+            return Verdict("failure", f"only the scope ends the process, with status {status}")
+    return Verdict("crash of PyTorch", f"status {status}")
+
+
+def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
+    """Runs all seeds, in as many processes at a time."""
+    report = Report(kind)
+    todo: Iterator[range] | list[range]
+    todo = [range(a, min(a + CHUNK, seeds.stop)) for a in range(seeds.start, seeds.stop, CHUNK)]
+    with tempfile.TemporaryDirectory() as name:
+        folder, at_work = Path(name), []
+        while todo or at_work:
+            while todo and len(at_work) < jobs:
+                at_work.append(_Worker(kind, todo.pop(0), folder))
+            time.sleep(0.05)
+            for worker in [w for w in at_work if w.over()]:
+                at_work.remove(worker)
+                lines = worker.lines()
+                for line in lines:
+                    if "verdict" in line:
+                        report.add(line["seed"], Verdict(*line["verdict"]))
+                if worker.process.returncode == 0:
+                    continue
+                if not lines or "verdict" in lines[-1]:
+                    raise RuntimeError(
+                        f"a worker of {worker.seeds} ends with {worker.process.returncode} between programs"
+                    )
+                report.add(lines[-1]["seed"], _crash(worker, lines[-1], folder))
+                rest = range(lines[-1]["seed"] + 1, worker.seeds.stop)
+                todo = [rest, *todo] if rest else todo
+    return report

@@ -1,0 +1,154 @@
+"""Runs a program in eager mode and in the scope, and says how they differ."""
+
+import contextlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import fusedseg
+from tests.hunt.prelude import difference, eager, network_difference, network_results, outcome, refused
+from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
+
+# what the scope says, in a backward pass, where a program writes to a source after the scope has ended: documented
+AFTER_SCOPE = "may be modified inside the scope only"
+
+
+class Verdict(NamedTuple):
+    """``kind`` is one of
+
+    same: every result has the same bits;
+    raises: eager mode raises in the forward, and so does the scope;
+    refused: eager mode raises in a backward pass, as a saved tensor was modified in place; the scope may raise or not,
+        and what comes before is the same;
+    documented: the program writes to a tensor after its scope, and the scope's error says so;
+    unstable: eager mode gives other results the second time;
+    failure: anything else.
+    """
+
+    kind: str
+    how: str = ""
+
+    @property
+    def cause(self) -> str:
+        """What failures have in common: the text without numbers and names."""
+        text = re.sub(r"\b[tpm]\d+(\.\w+)*", "x", self.how)
+        return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.splitlines()[0] if text else "")[:140]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Random programs do much that PyTorch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def judged(program: Program | Network, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
+    """``tell`` hears which phase starts: a crash in eager mode is PyTorch's own."""
+    if isinstance(program, Network):
+        with quiet():
+            tell("eager")
+            stock = network_results(program.make()(), program.shape, training=True)
+            if "error" in stock:
+                return Verdict("raises", stock["error"])
+            tell("scope")
+            how = network_difference(program.make(), program.shape, **program.options)
+        return Verdict("same") if how is None else Verdict("failure", how)
+    tell("eager")
+    with quiet():
+        parts = program.callables()
+        expected = outcome(parts, eager)
+        if difference(expected, outcome(parts, eager)) is not None:
+            return Verdict("unstable")
+        tell("scope")
+        got = outcome(parts, fusedseg.recompute)
+    how = difference(expected, got)
+    if how is not None:
+        documented = AFTER_SCOPE in how and program.writes_outside
+        return Verdict("documented" if documented else "failure", how)
+    errors = [log for log in expected if log.error is not None]
+    if not errors:
+        return Verdict("same")
+    return Verdict("refused" if any(refused(log.error) for log in errors) else "raises", str(errors[0].error))
+
+
+def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
+    """The program without the steps that the failure does not need.
+
+    A dropped step takes with it what needs its result; or the result's readers get one of the step's own inputs.
+    """
+    wanted = _sort(judged(program))
+
+    def fails(candidate: Program) -> bool:
+        try:
+            return _sort(judged(candidate)) == wanted
+        except (SyntaxError, MemoryError, RuntimeError):
+            # too little is left of it, or it asks for more than there is
+            return False
+
+    if len(program.parts) == 2:
+        for i in (0, 1):
+            alone = program._replace(parts=(program.parts[i],))
+            if fails(alone):
+                program = alone
+                break
+    again = True
+    while again and tries > 0:
+        again = False
+        tidy = program._replace(parts=tuple(_without_unused(part) for part in program.parts))
+        if fails(tidy):
+            program = tidy
+        for part in range(len(program.parts)):
+            for path, _ in list(nodes(program.parts[part])):
+                if tries <= 0:
+                    break
+                for steps in _smaller(program.parts[part], path):
+                    tries -= 1
+                    candidate = program._replace(parts=(*program.parts[:part], steps, *program.parts[part + 1 :]))
+                    if fails(candidate):
+                        program, again = candidate, True
+                        break
+    return program
+
+
+def _without_unused(steps: Steps) -> Steps:
+    """The steps without the leaves and modules that no other step names."""
+    named = Counter(name for _, node in nodes(steps) for name in dict.fromkeys(names_in(node)))
+    unused = {n for node in steps if node.kind in ("leaf", "module", "memory") for n in defined(node) if named[n] == 1}
+    return without(steps, unused)
+
+
+def _sort(verdict: Verdict) -> tuple[str, str]:
+    """Values that differ may differ elsewhere in a smaller program; an error stays what it is."""
+    if "differs" in verdict.how:
+        return verdict.kind, "differs"
+    return verdict.kind, verdict.cause[:60]
+
+
+def _smaller(steps, path):
+    """The ways to do without the node at a path, boldest first."""
+    try:
+        node = _at(steps, path)
+    except (IndexError, AttributeError):
+        # gone with another one
+        return
+    results = defined(node)
+    body = getattr(node, "body", None)
+    gone = edited(steps, path, ())
+    yield without(gone, set(results)) if results else gone
+    if body is not None:
+        if not node.header.startswith("def"):
+            yield edited(steps, path, body)
+        return
+    for result in results[:1]:
+        for name in dict.fromkeys(n for n in names_in(node) if n not in results and n[0] in "tp"):
+            yield renamed(gone, result, name)
+
+
+def _at(steps, path):
+    node = steps[path[0]]
+    for i in path[1:]:
+        node = node.body[i]
+    return node

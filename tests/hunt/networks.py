@@ -1,0 +1,99 @@
+"""Networks of a seed, as people write them, for ``fusedseg.convert``: everything in float64."""
+
+import random
+
+import torch
+
+from tests.hunt import blocks, layers, steps
+from tests.hunt.blocks import Maker, some
+from tests.hunt.grow import Grower
+from tests.hunt.program import Network, Step
+
+SHAPES = ((2, 4, 8, 8), (2, 4, 9, 10), (2, 4, 9, 10), (1, 4, 8, 8), (2, 4, 4, 4, 4), (2, 4, 9), (3, 4, 2, 2))
+ACTIVATIONS = (
+    "nn.ReLU(inplace=True)", "nn.ReLU()", "nn.LeakyReLU(0.1, inplace=True)", "nn.LeakyReLU()", "nn.ELU()", "nn.SiLU()",
+    "nn.GELU()", "nn.Mish(inplace=True)", "nn.Hardswish()", "nn.ReLU6(inplace=True)", "nn.Tanh()", "nn.Sigmoid()",
+    "nn.PReLU()", "nn.LeakyReLU(0.0)", "nn.Softplus()", "nn.ELU(inplace=True)", "nn.Hardtanh()", "nn.Identity()",
+)  # fmt: skip
+
+
+def unit(g: Grower) -> None:
+    """Convolution, norm and activation as modules, in one of the usual orders, some of them shared."""
+    rng = g.rng
+    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
+    if name is None:
+        return
+    n, c = g.of(name).dim() - 2, g.of(name).shape[1]
+
+    def made(kind: str, expression: str) -> str:
+        used = [m for m, module in g.log.modules.items() if type(module).__name__ in expression]
+        return rng.choice(used) if used and g.chance(0.2) else g.module(expression)
+
+    kernel, padding = rng.choice(((1, 0), (3, 1)))
+    bias = g.chance(0.5)
+    out = rng.choice((c, c, 4))
+    norms = (f"nn.BatchNorm{n}d({out})", f"nn.BatchNorm{n}d({out})", f"nn.InstanceNorm{n}d({out}, affine=True)",
+             f"nn.GroupNorm({2 if out % 2 == 0 else 1}, {out})", f"nn.BatchNorm{n}d({out}, momentum=None)",
+             f"nn.BatchNorm{n}d({out}, affine=False)",
+             f"nn.InstanceNorm{n}d({out}, track_running_stats=True)")  # fmt: skip
+    conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
+    norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
+    drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []
+    if g.chance(0.1):
+        drop = [g.module("nn.Identity()")]
+    order = rng.choice(
+        ([conv, norm, *drop, act],) * 4 + ([conv, act, norm], [norm, act, conv], [conv, norm], [conv, act])
+    )
+    if g.chance(0.08):
+        g.step("mode", f"{norm}.{rng.choice(('eval', 'train'))}()", outs=0)
+    for part in order:
+        if part == act and g.chance(0.3):
+            result = g.step("activation", steps.filled(g, rng.choice(steps.ACTIVATIONS)).replace("{x}", name))
+            name = result or name
+            continue
+        # assigned to the same variable, as people write it, or to another one, so that both can be read again
+        name = g.step("unit", f"{part}({name})") or name
+
+
+def residual(g: Grower) -> None:
+    name = g.frames[-1][-1]
+    unit(g)
+    other = g.frames[-1][-1]
+    sums = (f"{name} + {other}", f"operator.iadd({other}, {name})", f"{other}.add_({name})",
+            f"torch.add({other}, {name})",
+            f"torch.cat([{name}, {other}], 1)", f"{name} * torch.sigmoid({other})")  # fmt: skip
+    out = g.step("residual", g.rng.choice(sums))
+    if out is not None and g.chance(0.6):
+        g.step("activation", f"{g.module(g.rng.choice(ACTIVATIONS))}({out})")
+
+
+MAKERS: list[tuple[int, Maker]] = [
+    (14, unit), (8, residual), (4, steps.activation), (3, steps.binary), (2, steps.scalar_step),
+    (3, layers.convolution),
+    (3, layers.norm), (1, layers.norm_function), (1, layers.norm_twice), (3, layers.pool), (3, layers.interpolate),
+    (2, layers.pad), (1, layers.dropout), (2, steps.view), (4, steps.join), (1, steps.split), (1, steps.reduction),
+    (1, steps.product), (1, steps.custom), (1, steps.in_place), (1, blocks.checkpointed), (1, blocks.modes),
+]  # fmt: skip
+
+
+def chosen(g: Grower) -> Maker:
+    weights, makers = zip(*MAKERS, strict=True)
+    return g.rng.choices(makers, weights)[0]
+
+
+def grown_network(seed: int) -> Network:
+    """The network of a seed; it returns its last tensors, side by side."""
+    rng = random.Random(f"network {seed}")
+    torch.manual_seed(0)
+    g = Grower(rng.randrange(10**9), chosen, threaded=False)
+    g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
+    g.shape, g.dtype = rng.choice(SHAPES), torch.float64
+    g.space["t0"] = torch.randn(g.shape, dtype=torch.float64, requires_grad=True)
+    g.frames[0].append("t0")
+    with g.watch():
+        unit(g)
+        some(g, 2, 9)
+    outputs = [n for n in g.frames[0] if n != "t0" and g.of(n).is_floating_point() and g.of(n).requires_grad][-3:]
+    flat = ", ".join(f"{name}.flatten()" for name in outputs or ["t0"])
+    body = (*g.setup, *g.stack[0], Step("return", f"return torch.cat([{flat}])"))
+    return Network(seed, (body,), g.shape, {"everywhere": seed % 2 == 1})

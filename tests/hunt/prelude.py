@@ -1,0 +1,374 @@
+"""What a random program needs to run.  A printed program starts with those definitions of this file that it uses."""
+
+import contextlib
+import copy  # noqa: F401
+import io
+import operator  # noqa: F401
+import threading
+
+import numpy as np
+import torch
+from torch import nn  # noqa: F401
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint  # noqa: F401
+
+import fusedseg
+from fusedseg.conversion import convs
+from fusedseg.ops import sources
+
+
+class eager(contextlib.ContextDecorator):
+    """In place of the scope: a context manager, or a decorator, that does nothing."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *exception):
+        pass
+
+
+class Log:
+    """The results of one program, in the order in which it notes them."""
+
+    def __init__(self):
+        self.results, self.leaves, self.modules = [], {}, {}
+        # the exception that ended the program, and the state of random numbers at its end
+        self.error = self.random = None
+
+    def note(self, label, value):
+        self.results.append((label, snapshot(value)))
+        if isinstance(value, torch.Tensor):
+            self.results.append((f"stride of {label}", str(value.stride())))
+
+    def leaf(self, name, *args, **kwargs):
+        """A tensor of a seed, whose value and gradient are noted."""
+        self.leaves[name] = data(*args, **kwargs)
+        return self.leaves[name]
+
+    def module(self, name, seed, module):
+        """A module whose parameters and statistics are those of a seed, and are noted with their gradients."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4 + 0.1)
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+        self.modules[name] = module
+        return module
+
+    def values(self, variables):
+        """Notes every tensor among a function's variables."""
+        for name, value in variables.items():
+            if name[0] == "t" and name[1:].isdigit() and isinstance(value, torch.Tensor):
+                self.note(name, value)
+                self.note(f"{name}.requires_grad", value.requires_grad)
+
+    def gradients(self, when):
+        for name, leaf in self.leaves.items():
+            self.note(f"gradient of {name} {when}", leaf.grad)
+            self.note(f"{name} {when}", leaf)
+        for name, module in self.modules.items():
+            for key, parameter in module.named_parameters():
+                self.note(f"gradient of {name}.{key} {when}", parameter.grad)
+            for key, value in module.state_dict().items():
+                self.note(f"{name}.{key} {when}", value)
+
+    @contextlib.contextmanager
+    def attempt(self):
+        """Surrounds a step that may raise; the exception is a result."""
+        try:
+            yield
+        except Exception as error:
+            self.note("a step raises", type(error).__name__)
+        else:
+            self.note("a step raises", "nothing")
+
+
+def snapshot(value):
+    """A copy that later steps cannot change."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    if value.device.type == "meta":
+        return f"meta {value.shape} {value.dtype}"
+    with torch.no_grad():
+        same = value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        return torch.view_as_real(same) if same.is_complex() else same
+
+
+def data(seed, shape, dtype=torch.float32, layout="dense", grad=True, scale=1.0):
+    """A leaf of a seed.  Its values do not depend on the tensors that were made before it."""
+    generator = torch.Generator().manual_seed(seed)
+    if layout == "strided":
+        t = torch.randn((*shape[:-1], 2 * shape[-1] + 1), generator=generator)[..., 1::2]
+    elif layout == "transposed":
+        t = torch.randn(tuple(reversed(shape)), generator=generator).permute(*range(len(shape) - 1, -1, -1))
+    else:
+        t = torch.randn(shape, generator=generator)
+    if layout == "channels_last":
+        t = t.contiguous(memory_format=torch.channels_last)
+    if dtype is torch.bool:
+        return t > 0
+    if not dtype.is_floating_point:
+        return (t * 2).abs().to(dtype)
+    return (t * scale).to(dtype).detach().requires_grad_(grad)
+
+
+class SaveInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * 0.5
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[0] * g
+
+
+class SaveOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y * (1 - y)
+
+
+class SaveBetween(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        t = F.silu(torch.tanh(x))
+        ctx.save_for_backward(t, x > 0)
+        return t * 2 + x
+
+    @staticmethod
+    def backward(ctx, g):
+        t, positive = ctx.saved_tensors
+        return g * (1 + t * positive)
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 0.5
+
+
+class DirtySaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        F.leaky_relu_(x, 0.2)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        (z,) = ctx.saved_tensors
+        return torch.where(z > 0, g, g * 0.2)
+
+
+class TwoOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y, mask = F.relu(x), x > 0
+        ctx.save_for_backward(x, y)
+        ctx.mark_non_differentiable(mask)
+        return y * 2, x + 1, mask
+
+    @staticmethod
+    def backward(ctx, g, h, _):
+        x, y = ctx.saved_tensors
+        return g * 2 * (y > 0) + h + 0 * x
+
+
+class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    """Asks each result for its storage, as memory trackers do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                t.untyped_storage().nbytes()
+        return out
+
+
+class Quiet(torch.overrides.TorchFunctionMode):
+    """Passes each call on, as the modes of other libraries do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def reloaded(t):
+    """What ``torch.load`` gives back for a tensor that was saved."""
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def jitted(text):
+    """A scripted function, whose calls no mode sees."""
+    unit = torch.jit.CompilationUnit(f"def change(x: Tensor) -> Tensor:\n    return {text}")
+    return unit.change
+
+
+def filled(seed, shape):
+    """Memory of numpy's, which the caller fills again."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def outcome(parts, scope):
+    """The logs of a program: one for each of its functions, which run in threads of their own if there are two."""
+    torch.manual_seed(0)
+    logs = [Log() for _ in parts]
+    start = threading.Barrier(len(parts))
+
+    def work(part, log):
+        torch.set_num_threads(1)
+        start.wait()
+        try:
+            part(scope, log)
+        except Exception as error:
+            log.error = error
+
+    if len(parts) == 1:
+        work(parts[0], logs[0])
+        logs[0].random = torch.get_rng_state()
+        return logs
+    workers = [threading.Thread(target=work, args=pair) for pair in zip(parts, logs, strict=True)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return logs
+
+
+def differs(expected, got):
+    """How two results of one label differ; None if they are the same."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return None if type(expected) is type(got) and expected == got else f"{got} instead of {expected}"
+    for what in ("dtype", "shape"):
+        if getattr(expected, what) != getattr(got, what):
+            return f"{what} {getattr(got, what)} instead of {getattr(expected, what)}"
+    if torch.equal(expected, got):
+        return None
+    if expected.dtype.is_floating_point and torch.equal(expected.isnan(), got.isnan()):
+        expected, got = expected.nan_to_num(7.0, 8.0, 9.0), got.nan_to_num(7.0, 8.0, 9.0)
+        if torch.equal(expected, got):
+            return None
+        return f"values, by up to {(expected.double() - got.double()).abs().max().item():.3g}"
+    return "values"
+
+
+def refused(error):
+    """Whether autograd refuses a backward pass, since a tensor that it had saved was modified in place."""
+    return error is not None and "modified by an inplace operation" in str(error)
+
+
+def difference(expected, got):
+    """The first difference between two lists of logs; None if there is none.
+
+    Where autograd refuses a program's backward pass in eager mode, the scope may refuse it or not.
+    """
+    for theirs, ours in zip(expected, got, strict=True):
+        if theirs.error is None and ours.error is not None:
+            return f"only the scope raises: {type(ours.error).__name__}: {ours.error}"
+        if theirs.error is not None and not refused(theirs.error) and type(theirs.error) is not type(ours.error):
+            return f"the scope raises {ours.error!r} instead of {theirs.error!r}"
+        # what a refused pass leaves behind is not compared: the lists end where the error came
+        for (label, value), (other_label, other) in zip(theirs.results, ours.results, strict=theirs.error is None):
+            how = f"it is {other_label}" if label != other_label else differs(value, other)
+            if how is not None:
+                return f"{label} differs: {how}"
+        if theirs.error is None and theirs.random is not None and not torch.equal(theirs.random, ours.random):
+            return "state of random numbers differs"
+    return None
+
+
+def check(*parts):
+    """Raises an AssertionError that says how the scope changes a program."""
+    found = difference(outcome(parts, eager), outcome(parts, fusedseg.recompute))
+    assert found is None, found
+
+
+def check_network(make, shape, **options):
+    """Raises an AssertionError that says how ``fusedseg.convert`` changes a network, in training or in eval mode."""
+    found = network_difference(make, shape, **options)
+    assert found is None, found
+
+
+def network_difference(make, shape, everywhere=False):
+    """How a converted network differs from the stock one; None if it does not.
+
+    A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
+    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.
+    """
+    pays, formed = convs.pays, sources.FORMED_BYTES
+    try:
+        if everywhere:
+            convs.pays, sources.FORMED_BYTES = (lambda x: True), 0
+        stock, ours = make(), make()
+        fusedseg.convert(ours, example_inputs=torch.randn(shape, dtype=torch.float64) if everywhere else None)
+        for training in (True, False):
+            expected, got = network_results(stock, shape, training), network_results(ours, shape, training)
+            how = results_differ(expected, got)
+            if how is not None:
+                return f"{how} (training={training})"
+            if "error" in expected:
+                return None
+        return None
+    finally:
+        convs.pays, sources.FORMED_BYTES = pays, formed
+
+
+def results_differ(expected, got):
+    if "error" in expected:
+        # what autograd refuses may be right in a converted network, which keeps other tensors
+        return None if "error" in got or "inplace" in expected["error"] else f"nothing raises {expected['error']}"
+    if "error" in got:
+        return f"only the converted network raises: {got['error']}"
+    if expected.keys() != got.keys():
+        return f"results {sorted(expected.keys() ^ got.keys())} are missing or new"
+    floor = 1e-3 * max(t.norm().item() for name, t in expected.items() if name.startswith("gradient"))
+    for name, value in expected.items():
+        if got[name].shape != value.shape or got[name].dtype != value.dtype:
+            return f"{name} differs: {got[name].dtype} {got[name].shape} instead of {value.dtype} {value.shape}"
+        if not torch.equal(got[name].isnan(), value.isnan()):
+            return f"{name} differs: it is not a number elsewhere"
+        least = floor if name.startswith("gradient") else 1e-300
+        error = (got[name] - value).nan_to_num().norm().item() / max(value.nan_to_num().norm().item(), least, 1e-300)
+        if error >= 1e-9:
+            return f"{name} differs: by {error:.3g}"
+    return None
+
+
+def network_results(network, shape, training):
+    network.train(training)
+    network.zero_grad()
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    try:
+        # a view of the leaf, which a network may write over
+        out = network(x.view_as(x))
+        weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
+        (out * weights).sum().backward()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    results = {"output": out.detach().clone(), "gradient of x": torch.zeros(shape) if x.grad is None else x.grad}
+    results |= {f"gradient of {n}": p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
+    return results | {n: b.double().clone() for n, b in network.named_buffers()}
+
+
+def seeded(network, seed):
+    """A network in float64 whose parameters and statistics are those of a seed."""
+    return Log().module("network", seed, network.double())

@@ -1,0 +1,194 @@
+"""A program as data, and the code that it prints."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tests.hunt import prelude
+
+# tensors, leaves, modules, memory of numpy's, functions
+NAME = re.compile(r"\b[tpmbf]\d+\b")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One statement.  ``kind`` says which entry of the catalogue made it."""
+
+    kind: str
+    code: str
+
+    def lines(self) -> list[str]:
+        return [self.code]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A header, such as ``with scope():`` or ``def f3(t1):``, and the steps below it."""
+
+    kind: str
+    header: str
+    body: tuple["Step | Block", ...]
+
+    def lines(self) -> list[str]:
+        inner = [line for node in self.body for line in node.lines()]
+        return [self.header, *(f"    {line}" for line in inner or ["pass"])]
+
+
+Node = Step | Block
+Steps = tuple[Node, ...]
+
+
+def names_in(node: Node) -> list[str]:
+    """The names in a node's own line."""
+    return NAME.findall(node.header if isinstance(node, Block) else node.code)
+
+
+def defined(node: Node) -> list[str]:
+    """The names that a node gives to its results."""
+    if isinstance(node, Block):
+        name = re.match(r"def (\w+)", node.header)
+        return [name.group(1)] if name else [n for inner in node.body for n in defined(inner)]
+    target, equals, _ = node.code.partition(" = ")
+    return NAME.findall(target) if equals and re.fullmatch(r"[\w, ]+", target) else []
+
+
+class Program(NamedTuple):
+    """The steps of one function, or of two that run in threads at the same time."""
+
+    seed: int
+    parts: tuple[Steps, ...]
+    # whether a step outside of every scope writes to a tensor, after which the scope may raise its own error
+    writes_outside: bool = False
+
+    def functions(self) -> str:
+        texts = []
+        for i, part in enumerate(self.parts):
+            body = "\n".join(f"    {line}" for node in part for line in node.lines())
+            texts.append(f"def part{i}(scope, log):\n{body or '    pass'}\n")
+        return "\n\n".join(texts)
+
+    def callables(self) -> list:
+        """The functions, compiled."""
+        namespace = dict(vars(prelude))
+        exec(compile(self.functions(), f"<program {self.seed}>", "exec"), namespace)
+        return [namespace[f"part{i}"] for i in range(len(self.parts))]
+
+    def __str__(self) -> str:
+        call = f"check({', '.join(f'part{i}' for i in range(len(self.parts)))})"
+        return script(self.functions(), f"# program {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+
+
+class Network(NamedTuple):
+    """A module: the steps of its ``__init__`` and its ``forward``, in ``parts`` as a program has them."""
+
+    seed: int
+    parts: tuple[Steps, ...]
+    shape: tuple[int, ...]
+    options: dict
+
+    def functions(self) -> str:
+        lines = [line for node in self.parts[0] for line in node.lines()]
+        made = [line for line in lines if re.match(r"[pm]\d+ = log", line)]
+        rest = [OF_MODULE.sub(r"self.\1", line) for line in lines if line not in made]
+        first = [f"        {_member(line)}" for line in made]
+        init = "\n".join(["    def __init__(self):", "        super().__init__()", *first])
+        forward = "\n".join(["    def forward(self, t0):", *(f"        {line}" for line in rest)])
+        return f"class Network(nn.Module):\n{init}\n\n{forward}\n"
+
+    def make(self):
+        """What makes the module."""
+        namespace = dict(vars(prelude))
+        exec(compile(self.functions(), f"<network {self.seed}>", "exec"), namespace)
+        return lambda: prelude.seeded(namespace["Network"](), self.seed)
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        call = f"check_network(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        return script(self.functions(), f"# network {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+
+
+OF_MODULE = re.compile(r"\b([pm]\d+)\b")
+
+
+def _member(line: str) -> str:
+    """The line of a leaf or a module, as one of ``__init__``."""
+    name, _, made = line.partition(" = ")
+    if made.startswith("log.module"):
+        return f"self.{name} = {made.split(', ', 2)[2][:-1]}"
+    leaf = f"data({made.split(', ', 1)[1]}"
+    trained = "grad=False" not in leaf and not re.search(r"torch\.(u?int|bool)", leaf)
+    return f"self.{name} = nn.Parameter({leaf})" if trained else f"self.register_buffer({name!r}, {leaf})"
+
+
+def script(functions: str, call: str) -> str:
+    """Code that needs nothing but the packages: the definitions of the prelude that it uses come first."""
+    source = inspect.getsource(prelude)
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    definitions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    wanted, queue = set(), [functions + call]
+    while queue:
+        for name in set(re.findall(r"\w+", queue.pop())) & definitions.keys() - wanted:
+            wanted.add(name)
+            queue.append(ast.get_source_segment(source, definitions[name]) or "")
+    head = "\n".join(ast.unparse(node) for node in imports)
+    segments = []
+    for name, node in definitions.items():
+        if name in wanted:
+            decorators = "".join(f"@{ast.unparse(d)}\n" for d in node.decorator_list)
+            segments.append(decorators + (ast.get_source_segment(source, node) or ""))
+    return "\n\n\n".join([head, *segments, functions + "\n\n" + call])
+
+
+def nodes(steps: Steps, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """Each node with its path, later ones first."""
+    for i in range(len(steps) - 1, -1, -1):
+        node = steps[i]
+        yield (*path, i), node
+        if isinstance(node, Block):
+            yield from nodes(node.body, (*path, i))
+
+
+def edited(steps: Steps, path: tuple[int, ...], new: Steps) -> Steps:
+    """The steps with the node at a path replaced by others, or dropped."""
+    i = path[0]
+    if len(path) == 1:
+        return (*steps[:i], *new, *steps[i + 1 :])
+    block = steps[i]
+    assert isinstance(block, Block)
+    return (*steps[:i], replace(block, body=edited(block.body, path[1:], new)), *steps[i + 1 :])
+
+
+def renamed(steps: Steps, old: str, new: str) -> Steps:
+    pattern = re.compile(rf"\b{old}\b")
+    out: list[Node] = []
+    for node in steps:
+        if isinstance(node, Step):
+            out.append(replace(node, code=pattern.sub(new, node.code)))
+        else:
+            # the parameters of a function keep distinct names
+            header = (
+                node.header if f"{new}," in node.header or f"{new})" in node.header else pattern.sub(new, node.header)
+            )
+            out.append(replace(node, header=header, body=renamed(node.body, old, new)))
+    return tuple(out)
+
+
+def without(steps: Steps, names: set[str]) -> Steps:
+    """The steps that do not need any of the names, directly or through others' results."""
+    out: list[Node] = []
+    for node in steps:
+        if isinstance(node, Step):
+            if names & set(names_in(node)):
+                names |= set(defined(node))
+                continue
+            out.append(node)
+        else:
+            if names & set(NAME.findall(node.header)) and node.header.startswith("def"):
+                names |= set(defined(node))
+                continue
+            out.append(replace(node, body=without(node.body, names)))
+    return tuple(out)

@@ -1,0 +1,162 @@
+"""Random programs in the scope, and random networks through ``convert``: what they do, and that a defect is found."""
+
+import collections
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusedseg.ops import rebuild
+from tests.hunt import crew
+from tests.hunt.grow import grown
+from tests.hunt.judge import judged, quiet, shrunk
+from tests.hunt.networks import grown_network
+from tests.hunt.program import Block, Program, Step, nodes
+
+
+def found_nothing(kind: str, seeds: range, least: int, jobs: int = 1) -> None:
+    """Fails with the shrunk programs; ``least`` are to be compared to their end, or the hunt shows little."""
+    report = crew.hunt(kind, seeds, jobs)
+    print(report)
+    assert not report.failures, f"{report}\n\n{report.programs()}"
+    assert report.counts["same"] >= least, report
+
+
+def test_two_hundred_programs():
+    found_nothing("programs", range(200), least=150)
+
+
+def test_forty_networks():
+    found_nothing("networks", range(40), least=33)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_programs():
+    found_nothing("programs", range(20_000), least=15_000, jobs=2)
+
+
+@pytest.mark.slow
+def test_two_thousand_networks():
+    found_nothing("networks", range(2_000), least=1_700, jobs=2)
+
+
+def size(program):
+    return sum(1 for part in program.parts for _ in nodes(part))
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Every rebuilt tensor is a little too large."""
+    whole = rebuild.Recipe._rebuilt
+    monkeypatch.setattr(rebuild.Recipe, "_rebuilt", lambda self, order: whole(self, order) * 1.5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_broken_recipe_is_found_and_its_printed_program_shows_it(monkeypatch, request):
+    program = next(p for p in map(grown, range(100, 200)) if judged(p).kind == "same" and size(p) > 20)
+    exec(compile(str(program), "<right>", "exec"), {})
+    request.getfixturevalue("broken")
+    with quiet():
+        programs = [p for p in map(grown, range(100, 120)) if judged(p).kind == "failure"]
+    assert len(programs) > 5
+    for program in programs[:3]:
+        small = shrunk(program)
+        assert size(small) < size(program) / 2
+        with quiet(), pytest.raises(AssertionError, match="differs"):
+            exec(compile(str(small), "<wrong>", "exec"), {})
+    monkeypatch.undo()
+    exec(compile(str(small), "<right again>", "exec"), {})
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
+    networks = [grown_network(seed) for seed in range(12)]
+    exec(compile(str(networks[0]), "<right>", "exec"), {})
+    request.getfixturevalue("broken")
+    wrong = [network for network in networks if judged(network).kind == "failure"]
+    assert wrong
+    small = shrunk(wrong[0])
+    with pytest.raises(AssertionError, match="differs"):
+        exec(compile(str(small), "<wrong>", "exec"), {})
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_printed_program_runs_as_a_file(tmp_path):
+    """Nothing of the tests is needed, but the packages."""
+    file = tmp_path / "program.py"
+    file.write_text(str(next(p for p in map(grown, range(200)) if judged(p).kind == "same")))
+    assert "tests" not in re.findall(r"\w+", file.read_text())
+    subprocess.run([sys.executable, "-W", "ignore", str(file)], cwd=tmp_path, check=True)
+
+
+CRASHING = """
+import sys
+from tests.hunt import crew
+from tests.hunt.__main__ import main
+from tests.hunt.program import Program, Step
+abort = "__import__('os').abort()"
+codes = {3: abort, 5: f"scope is fusedseg.recompute and {abort}"}
+crew.KINDS["programs"] = lambda seed: Program(seed, ((Step("crash", codes.get(seed, "pass")),),))
+sys.exit(main())
+"""
+
+
+def test_a_crash_does_not_end_the_hunt(monkeypatch):
+    """A program that ends eager mode is PyTorch's own; one that ends the scope is a failure; all others run."""
+    monkeypatch.setattr(crew, "_command", lambda *words: [sys.executable, "-c", CRASHING, *map(str, words)])
+    report = crew.hunt("programs", range(8))
+    assert report.crashes == [3]
+    assert list(report.failures.values()) == [[5]]
+    assert report.counts == {"same": 6, "failure": 1, "crash of PyTorch": 1}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_a_verdict_is():
+    def verdict(*codes, **options):
+        steps = (Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)"), *(Step("", code) for code in codes))
+        return judged(Program(0, (steps,), **options)).kind
+
+    assert verdict("log.note('sum', p1.sum())") == "same"
+    assert verdict("torch.nonsense") == "raises"
+    assert verdict("t2 = torch.tanh(p1)", "t2.add_(1)", "t2.sum().backward()") == "refused"
+    assert verdict("import time", "log.note('time', torch.tensor(time.perf_counter_ns()))") == "unstable"
+    assert verdict("log.note('scope', scope.__name__)") == "failure"
+    assert verdict("with log.attempt(): p1.add_(1)") == "same"
+    after = "with scope(): t2 = p1 * 1; t3 = F.relu(t2.add_(0)); t4 = t3.exp()"
+    assert verdict(after, "t2.mul_(2)", "t4.sum().backward()", writes_outside=True) in ("same", "documented")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_programs_are_of_every_kind():
+    """What the issue names, each in several of the first programs."""
+    with quiet():
+        programs = [grown(seed) for seed in range(120)]
+    kinds = collections.Counter(node.kind for p in programs for part in p.parts for _, node in nodes(part))
+    for kind in (
+        "activation", "binary", "scalar", "cast", "view", "join", "split", "reduction", "product", "in place", "out",
+        "complex", "custom Function", "convolution", "norm", "pool", "interpolate", "pad", "dropout", "embedding",
+        "hidden write", "memory", "parameter change", "hook", "early backward", "odd", "inference features", "scope",
+        "autocast", "checkpoint", "no_grad", "mode", "attempt", "stale cast",
+    ):  # fmt: skip
+        assert kinds[kind] >= 2, kind
+    text = "\n".join(p.functions() for p in programs)
+    for part in ("bfloat16", "float16", "float64", "cache_enabled=False", "use_reentrant=True", "use_reentrant=False",
+                 "saved_tensors_hooks", "layout='strided'", "channels_last", "momentum=None",
+                 "track_running_stats=False",
+                 "inplace=True", "alpha=", "from_numpy", "(0, 4, 8, 8)", "(8, 6)", "(2, 4, 2, 2)", "out="):  # fmt: skip
+        assert part in text, part
+    assert sum(len(p.parts) == 2 for p in programs) >= 3
+    assert (
+        sum(len([1 for _, n in nodes(p.parts[0]) if isinstance(n, Block) and n.kind == "scope"]) > 2 for p in programs)
+        > 9
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_seed_gives_one_program():
+    with quiet():
+        assert [str(grown(seed)) for seed in range(20)] == [str(grown(seed)) for seed in range(20)]
+    torch.manual_seed(5)
+    assert str(grown_network(3)) == str(grown_network(3))
