@@ -272,7 +272,7 @@ def test_refused(attempt, error, text):
         attempt()
 
 
-@pytest.mark.parametrize("make", [fusedseg.InstanceNormAct, fusedseg.InPlaceInstanceNormAct])
+@pytest.mark.parametrize("make", [InstanceNormAct, fusedseg.InPlaceInstanceNormAct])
 def test_running_statistics_of_one_channel_move_once(make):
     """Those of a batch of two moved twice: every sample wrote to the same number."""
     x = torch.randn(2, 1, 6, 6)
