@@ -16,13 +16,17 @@ The contract:
 * ``overwrite``, optional, computes the same over its first input's memory and returns that.
 * Without an active scope, or without grad mode, ``offer`` returns at once and does nothing; the same while
   ``torch.compile`` traces.
-* Nothing is kept alive by an offer that is not kept anyway, but for two things: small inputs (under a sixteenth of the
-  output, such as one value per channel) are copied, so that an optimizer may change them before backward; and large
-  inputs that nobody keeps are held as long as the output lives, where all of them together are smaller than it.  Where
-  they are not, the recipe would save nothing and is not recorded; nor where an input that is itself rebuilt is
-  ``registry.LARGER`` times the output, and would stand beside it at the peak.  So: save your input first, then offer.
-* An offer is of the output's memory, place in it, dtype and version.  After the output was modified in place it finds
-  nobody.  An op that overwrites its input and saves the result while it runs calls ``expect`` before.
+* An offer keeps nothing alive that is not kept anyway, with two exceptions.  Small inputs (under a sixteenth of the
+  output, such as one value per channel) are copied, so that an optimizer may change them before backward.  Large
+  inputs that nobody keeps are held as long as the output lives, if all of them together are smaller than the output,
+  and if they are results of calls and not the caller's own memory.  Otherwise the recipe is not recorded; nor is it
+  where an input that is itself rebuilt is ``registry.LARGER`` times the output, and would stand beside it at the
+  peak.  So save your input first, then offer.
+* An offer belongs to the output's memory, place in it, dtype and version.  Once the output was modified in place, or
+  its memory was given to another library, nobody finds the offer.  An op that overwrites its input and saves the
+  result while it runs calls ``expect`` before.
+* Where it is not certain that a rebuild gives the same bits, no recipe is recorded: ``docs/design.md`` says what
+  certain means.
 * Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.
 """
 

@@ -27,14 +27,16 @@ class recompute(ContextDecorator):
     Kept for backward: about one tensor for each convolution, the mask of dropout and the positions of max-pooling as a
     byte for each element, and in a long residual stream its sum after every fifth block or so.
 
-    Falls back to saving the data: what no function known here has made, what was modified in place since, parts of
-    memory that its maker did not write, tensor subclasses; and all of it while hooks of others lie within the scope,
-    such as a checkpoint's.  Hooks around the scope get what is kept.  Under ``torch.compile`` nothing happens.
+    Falls back to saving the data wherever a rebuild is not certain to give the same bits: results of functions that
+    the scope does not know, tensors that were modified in place since, tensor subclasses, nested and inference tensors,
+    and what only the caller's own memory could give again.  While other saved-tensor hooks lie inside the scope, such
+    as a checkpoint's, and inside ``torch.vmap``, it saves all data.  Hooks around the scope get what is kept.  Under
+    ``torch.compile`` nothing happens.
 
     Raises:
-        RuntimeError: in backward, where a tensor that others are rebuilt from was modified in place after the scope
-            had ended (inside it, a copy is made first); on entering a function transform of ``torch.func`` that
-            differentiates, which no saved-tensor hooks can surround.
+        RuntimeError: in backward, if a tensor that others are rebuilt from was modified in place after the scope had
+            ended (inside the scope, a copy is made first).  On entering a transform of ``torch.func`` that
+            differentiates, since saved-tensor hooks cannot surround it.
     """
 
     def __init__(self) -> None:
