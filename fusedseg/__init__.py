@@ -27,7 +27,7 @@ from .nn import (
     convert_sync,
 )
 from .ops import reuse as _reuse
-from .ops.recompute import recompute
+from .ops.recompute.scope import recompute
 
 __version__ = "0.2.0"
 __all__ = [

@@ -1,7 +1,7 @@
 """Convolutions of a converted model: at their own paths, with their own parameters, but for two cases.
 
-* What they read is a concatenation: they keep its sources in its place (``ops/joined.py``).  The bytes that are kept
-  are those that the scope keeps anyway; in backward, a concatenation and a gradient of its size are not formed.
+* A convolution that reads a concatenation keeps its sources instead (``ops/recompute/joins.py``).  The scope keeps the
+  same bytes anyway; but in backward, a concatenation and a gradient of its size are not formed.
 * A BatchNorm and an invertible activation follow, and one op for the three pays: the convolution computes it, and the
   norm, which finds a mark on the tensor, passes it on as the activation does.
 
@@ -19,8 +19,9 @@ from ..nn import InPlaceABN
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
 from ..nn.join_conv import arguments_of
 from ..nn.leaf import as_leaf
-from ..ops import join_conv, joined
+from ..ops import join_conv
 from ..ops.convolution import looped
+from ..ops.recompute.joins import saving_sources, sources_of
 from ..ops.sources import Source, is_tensor, padded, tensors_of
 from .norms import MARK, NORM_OF_CONV
 
@@ -45,7 +46,7 @@ class _LeanConv(nn.Module):
         if isinstance(input, Proxy):
             return as_leaf(self, input)
         if not torch.compiler.is_compiling():
-            sources = joined.sources_of(input)
+            sources = sources_of(input)
             if sources is not None and not is_tensor(sources):
                 return self._joined(sources, input)
             norm = self.__dict__["norm"]
@@ -67,7 +68,7 @@ class _LeanConv(nn.Module):
         whole, weight, bias = join_conv.autocast((formed,), conv.weight, conv.bias)
         sources, _, _ = join_conv.autocast(sources, conv.weight, conv.bias)
         join_conv.check(OP, sources, weight, bias, geometry)
-        with joined.saving_sources():
+        with saving_sources():
             return join_conv.join_conv(sources, weight, bias, geometry, *tensors_of(whole))
 
 

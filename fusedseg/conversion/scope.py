@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..ops import unfused
-from ..ops.recompute import recompute
+from ..ops.recompute.scope import recompute
 from ..ops.unfused import assume_constant_result
 from .wiring import Wiring
 

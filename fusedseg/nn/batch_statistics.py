@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..ops.recomputation import recomputing
+from ..ops.recompute.saved import recomputing
 
 
 class Using(NamedTuple):

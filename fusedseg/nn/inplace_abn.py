@@ -6,7 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
-from ..ops.recipe import unwatched
+from ..ops.recompute.recipes import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
 from .leaf import as_leaf

@@ -5,7 +5,7 @@ from torch.fx import Proxy
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
-from ..ops.recipe import unwatched
+from ..ops.recompute.recipes import unwatched
 from .invertible import Invertible
 from .leaf import as_leaf
 

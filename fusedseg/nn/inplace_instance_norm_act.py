@@ -8,8 +8,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..ops import inplace_abn as op
 from ..ops.check import check_dtype, check_spatial
-from ..ops.recipe import unwatched
-from ..ops.recomputation import recomputing
+from ..ops.recompute.recipes import unwatched
+from ..ops.recompute.saved import recomputing
 from .invertible import Invertible
 from .leaf import as_leaf
 

@@ -13,8 +13,8 @@ from ..ops import norm_act as op
 from ..ops.check import check_dtype
 from ..ops.norm_act import Norm, Settings
 from ..ops.norm_act_check import check
-from ..ops.recipe import unwatched
-from ..ops.recomputation import recomputing
+from ..ops.recompute.recipes import unwatched
+from ..ops.recompute.saved import recomputing
 from .batch_statistics import BatchStatistics
 from .leaf import as_leaf
 from .unscriptable import Unscriptable

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import by_sample_aten, double_backward, inplace_abn_aten, recipe, reuse, unfused
+from . import by_sample_aten, double_backward, inplace_abn_aten, reuse, unfused
 from .check import check_batch_norm, check_input, check_residual, check_writable
 from .device import device_of
 from .double_backward import differentiated_once
 from .kept import Kept
 from .layout import dense, layout_of, like
+from .recompute import recipes
 
 OP = "fusedseg.inplace_abn"
 
@@ -293,7 +294,7 @@ def inplace_abn(
         rest = weight, bias, running_mean, running_var, training, momentum, eps, act, residual
         return unfused.norm_act(x, kind, groups or 0, *rest)
     if not torch.compiler.is_compiling():
-        recipe.changing(x)
+        recipes.changing(x)
         settings = running_mean, running_var, training, momentum, eps, act, kept
         if residual is None and groups is None:
             return InPlaceABNFunction.apply(x, weight, bias, settings)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import double_backward, inplace_abn_aten, recipe, reuse
+from . import double_backward, inplace_abn_aten, reuse
 from .check import check_input, check_parameters, check_residual, check_writable
 from .double_backward import differentiated_once
 from .inplace_abn import backward, dparam_dtype_of, forward, stats_dtype
 from .kept import Kept
 from .layout import dense, layout_of, like
+from .recompute import recipes
 from .sync import Joint, exchange, joint_moments, move_running
 
 OP = "fusedseg.inplace_abn_sync"
@@ -204,7 +205,7 @@ def inplace_abn_sync(
         residual = inplace_abn_aten.cast(residual, x.dtype)
     if not torch.compiler.is_compiling():
         settings = running_mean, running_var, momentum, eps, act, kept, group
-        recipe.changing(x)
+        recipes.changing(x)
         return InPlaceABNSyncFunction.apply(x, weight, bias, settings, residual)
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     z, joint, _ = inplace_abn_sync_op(x, weight, bias, eps, act.name, act.param, slots, count, group, residual)

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backend
-from . import max_pool_aten, recipe, unfused
+from . import max_pool_aten, unfused
 from .check import check_dtype, check_tangents, check_transforms
 from .convolution import FORMATS, per_dimension
 from .device import device_of
 from .double_backward import batched, one_by_one
 from .layout import dense
 from .max_pool_aten import Pool
+from .recompute import recipes
 
 OP = "fusedseg.max_pool"
 HALF = (torch.float16, torch.bfloat16)
@@ -301,7 +302,7 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
     if not coded:
         return forward(x, pool, False)[0]
     z = MaxPoolFunction.apply(x, pool)
-    recipe.offer(z, lambda x: forward(x, pool, False)[0], x)
+    recipes.offer(z, lambda x: forward(x, pool, False)[0], x)
     return z
 
 

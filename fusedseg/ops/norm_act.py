@@ -14,12 +14,13 @@ from torch import Tensor
 
 from .. import _backend
 from ..activation import Activation
-from . import double_backward, norm_act_aten, recipe, unfused
+from . import double_backward, norm_act_aten, unfused
 from .device import device_of
 from .double_backward import differentiated_once
 from .inplace_abn_aten import Exchange
 from .layout import Layout, dense, layout_of, like
 from .norm_act_aten import Gradients, Norm, Statistics
+from .recompute import recipes
 
 OP = "fusedseg.norm_act"
 
@@ -288,7 +289,7 @@ def norm_act(
     if not torch.compiler.is_compiling():
         x, _ = dense(x)
         inputs = (x, weight, bias, residual, slope)
-        found: list[Statistics] | None = None if recipe.active() is None else []
+        found: list[Statistics] | None = None if recipes.active() is None else []
         z = NormActFunction.apply(*inputs, running_mean, running_var, settings, found)
         if found:
             offer(z, inputs, found[0], settings)
@@ -303,7 +304,7 @@ def norm_act(
 def offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, settings: Settings) -> None:
     """Whoever saves z may rebuild it."""
     x, weight, bias, residual, slope = inputs
-    if recipe.active() is None:
+    if recipes.active() is None:
         return
     # of parameters, copies, since an optimizer may change them before backward
     weight, bias, slope = (None if v is None else v.detach().clone() for v in (weight, bias, slope))
@@ -311,7 +312,7 @@ def offer(z: Tensor, inputs: tuple[Tensor | None, ...], stats: Statistics, setti
     def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return rebuild(x, weight, bias, residual, slope, stats, settings)
 
-    recipe.offer(z, again, *(t for t in (x, residual) if t is not None))
+    recipes.offer(z, again, *(t for t in (x, residual) if t is not None))
 
 
 def move_running(stats, x, norm: Norm, running_mean, running_var, momentum: float, eps: float) -> None:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import double_backward, norm_act, recipe
+from . import double_backward, norm_act
 from .check import check_input, check_parameters
 from .double_backward import differentiated_once
 from .layout import dense, layout_of
 from .norm_act import Settings, stats_dtype, wanted
 from .norm_act_aten import Norm, Statistics
 from .norm_act_check import check_activation
+from .recompute import recipes
 from .sync import Joint, exchange, joint_moments, move_running
 
 OP = "fusedseg.norm_act_sync"
@@ -178,7 +179,7 @@ def norm_act_sync(
     if not torch.compiler.is_compiling():
         x, _ = dense(x)
         inputs, settings = (x, weight, bias, residual, slope), settings_of(eps, act)
-        found: list[Statistics] | None = None if recipe.active() is None else []
+        found: list[Statistics] | None = None if recipes.active() is None else []
         z = NormActSyncFunction.apply(*inputs, (running_mean, running_var), momentum, settings, group, found)
         if found:
             norm_act.offer(z, inputs, found[0], settings)

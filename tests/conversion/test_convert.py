@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import fusedseg
 from fusedseg.conversion import scope, twins
-from fusedseg.ops.recipe import innermost
+from fusedseg.ops.recompute.recipes import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, reasons, replaced, results
 

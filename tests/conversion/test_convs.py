@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.memory import measure
-from fusedseg.ops import joined, sources
+from fusedseg.ops import sources
+from fusedseg.ops.recompute import joins
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
 
@@ -285,7 +286,7 @@ def test_a_note_says_nothing_outside_of_the_scope():
         # of a tensor that was made in the scope
         a = torch.randn(1, 2, 4, 4, requires_grad=True) * 1
         out = torch.cat([a, a], 1)
-        assert joined.sources_of(out) is not None
+        assert joins.sources_of(out) is not None
         with torch.no_grad():
-            assert joined.sources_of(out) is None
-    assert joined.sources_of(out) is None
+            assert joins.sources_of(out) is None
+    assert joins.sources_of(out) is None

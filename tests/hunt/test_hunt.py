@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fusedseg.ops import rebuild
+from fusedseg.ops.recompute import saved
 from tests.hunt import crew
 from tests.hunt.grow import grown
 from tests.hunt.judge import judged, quiet, shrunk
@@ -49,8 +49,8 @@ def size(program):
 @pytest.fixture
 def broken(monkeypatch):
     """Every rebuilt tensor is a little too large."""
-    whole = rebuild.Recipe._rebuilt
-    monkeypatch.setattr(rebuild.Recipe, "_rebuilt", lambda self, order: whole(self, order) * 1.5)
+    whole = saved.Recipe._rebuilt
+    monkeypatch.setattr(saved.Recipe, "_rebuilt", lambda self, order: whole(self, order) * 1.5)
 
 
 @pytest.mark.usefixtures("one_thread")

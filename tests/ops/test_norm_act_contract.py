@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedseg import recompute
 from fusedseg.functional import norm_act
 from fusedseg.memory import LiveBytes, SavedBytes, measure
 from fusedseg.ops import norm_act as op
 from fusedseg.ops import norm_act_aten
-from fusedseg.ops.recompute import recompute
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, inputs, slope_of
 from tests.tools.tensors import channels_last
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from fusedseg import recompute
 from fusedseg.activation import Activation
 from fusedseg.ops import norm_act, sync
 from fusedseg.ops import norm_act_sync as op
 from fusedseg.ops.norm_act import Norm, Settings
-from fusedseg.ops.recompute import recompute
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 

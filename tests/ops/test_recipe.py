@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from fusedseg.ops import recipe
-from fusedseg.ops.recompute import recompute
+from fusedseg.ops.recompute import recipes
 
 SHAPE = (2, 4, 8, 8)
 BYTES = 2 * 4 * 8 * 8 * 4
@@ -39,7 +39,7 @@ def rebuild(x, weight):
 
 def scaled(x, weight):
     z = Scaled.apply(x, weight)
-    recipe.offer(z, rebuild, x, weight)
+    recipes.offer(z, rebuild, x, weight)
     return z
 
 
@@ -93,7 +93,7 @@ def test_a_scope_that_ended_and_none_at_all(made):
     conv, weight, x = made
     with recompute():
         z = scaled(conv(x), weight)
-    assert recipe.active() is None
+    assert recipes.active() is None
     with SavedBytes([*conv.parameters(), weight]) as saved:
         out = conv(z)
     assert saved.nbytes == BYTES
@@ -212,7 +212,7 @@ def test_rebuilt_once_for_neighbours(made):
 
     def fn(conv, w, x):
         z = Scaled.apply(conv(x), w)
-        recipe.offer(z, counted, z.grad_fn.saved_tensors[0], w)
+        recipes.offer(z, counted, z.grad_fn.saved_tensors[0], w)
         return conv(z) + conv(z)
 
     out = recompute()(fn)(*made)

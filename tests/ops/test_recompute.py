@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedseg
+from fusedseg import recompute
 from fusedseg.memory import SavedBytes, measure
-from fusedseg.ops import recipe
-from fusedseg.ops.recompute import recompute
+from fusedseg.ops.recompute import recipes
 
 SHAPE = (2, 3, 16, 16)
 BYTES = 2 * 8 * 16 * 16 * 4
@@ -83,7 +83,7 @@ def test_public_name():
 def test_context_manager_and_decorator(net, x, expected):
     @fusedseg.recompute()
     def decorated(x):
-        assert recipe.active() is not None
+        assert recipes.active() is not None
         return net(x)
 
     def inside(x):
@@ -103,12 +103,12 @@ def test_loss_and_backward_inside(net, x, expected):
 def test_nested_scopes_are_one(net, x, expected):
     def nested(x):
         with recompute():
-            registry = recipe.active()
+            registry = recipes.active()
             with recompute():
-                assert recipe.active() is registry
+                assert recipes.active() is registry
                 out = net(x)
-            assert recipe.active() is registry
-        assert recipe.active() is None
+            assert recipes.active() is registry
+        assert recipes.active() is None
         return out
 
     assert_same(gradients(nested, net, x), expected)
@@ -118,16 +118,16 @@ def test_nested_scopes_are_one(net, x, expected):
 def test_one_scope_entered_twice(net, x):
     scope = recompute()
     with scope, scope:
-        assert recipe.active() is not None
-    assert recipe.active() is None
+        assert recipes.active() is not None
+    assert recipes.active() is None
     with scope:
-        assert recipe.active() is not None
+        assert recipes.active() is not None
 
 
 def test_an_exception_ends_the_scope(net, x, expected):
     with pytest.raises(RuntimeError, match="channels"), recompute():
         net(x[:, :2])
-    assert recipe.active() is None
+    assert recipes.active() is None
     assert torch._C._len_torch_function_stack() == 0
     assert_same(gradients(recompute()(net), net, x), expected)
 
@@ -150,7 +150,7 @@ def test_an_in_place_call_that_raises(x):
 
 def test_only_the_thread_that_entered_it(net, x):
     with recompute(), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(recipe.active).result() is None
+        assert pool.submit(recipes.active).result() is None
         assert pool.submit(torch._C._len_torch_function_stack).result() == 0
 
 
@@ -247,7 +247,7 @@ def test_double_backward_is_that_of_eager(x):
 def test_no_grad_and_eval(net, x):
     with recompute(), torch.no_grad():
         out = net(x)
-        assert recipe.active() is None
+        assert recipes.active() is None
     assert torch.equal(out, net(x))
     net.eval()
     assert_same(gradients(recompute()(net), net, x), gradients(net, net, x))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.ops.recompute import recompute
+from fusedseg import recompute
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
+from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.recompute import recompute
 from tests.ops.test_recompute_certain import assert_same, grads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedseg import recompute
 from fusedseg.memory import measure
-from fusedseg.ops.recompute import recompute
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.resnet import ResNet18, ResNet50
 

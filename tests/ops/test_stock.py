@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
+from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.recompute import recompute
 
 SHAPE = (2, 8, 16, 16)
 BYTES = 2 * 8 * 16 * 16 * 4

@@ -21,6 +21,15 @@ NEAR = 8
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
+def recomputing() -> bool:
+    """Whether a backward pass runs: a forward inside of it is the second one of ``torch.utils.checkpoint``, and this
+    batch has moved the running statistics already.
+
+    Under ``torch.compile`` the answer is False: the compiler decides there what is computed twice.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class Place(NamedTuple):
     """Where in its storage a tensor lies."""
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .recipe import active
-from .registry import plain
-from .sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from ..sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from .plain import plain
+from .recipes import active
 
 
 class Note(NamedTuple):

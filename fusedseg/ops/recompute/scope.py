@@ -5,10 +5,10 @@ from contextlib import ContextDecorator, ExitStack
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .rebuild import unpack
-from .recipe import innermost
+from .recipes import innermost
 from .registry import Registry
-from .stock import Watch
+from .saved import unpack
+from .watch import Watch
 
 
 class recompute(ContextDecorator):

@@ -18,22 +18,22 @@ Everything else runs as it is, but what writes in place is told to the registry.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from . import max_pool, recipe
-from .cast import is_cast
-from .joined import note_cat, note_interpolated, noted
-from .layout import layout_of, suggests_channels_last
-from .rebuild import Autocast, Handle, Kept, Place, Recipe
-from .registry import Registry, plain
-from .replay import replay
+from .. import max_pool
+from ..cast import is_cast
+from ..layout import layout_of, suggests_channels_last
+from . import recipes
+from .calls import replay
+from .joins import note_cat, note_interpolated, noted
+from .plain import plain
+from .registry import Registry
+from .saved import Autocast, Handle, Kept, Place, Recipe
 from .stock_norm import norm
 
 Function = Callable[..., Any]
@@ -60,7 +60,7 @@ def _call(
         # all that it saves is what it is about to return
         _offer(registry, t, rebuild, tensors, overwrite)
 
-    with recipe.claimed(registry, offered):
+    with recipes.claimed(registry, offered):
         return func(*args, **kwargs)
 
 
@@ -84,7 +84,7 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
         # beside an argument of more precision, the result in new memory has the dtype of that
         return apart(x, *others).to(x.dtype)
 
-    with recipe.expect(tensors[0], rounded, *tensors[1:], overwrite=again):
+    with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again):
         return func(*args, **kwargs)
 
 
@@ -93,7 +93,7 @@ def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     again, tensors = replay(func, args, kwargs)
     if not kwargs.get("inplace"):
         return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
-    with recipe.expect(tensors[0], again.by(func, inplace=False), *tensors[1:], overwrite=again):
+    with recipes.expect(tensors[0], again.by(func, inplace=False), *tensors[1:], overwrite=again):
         return func(*args, **kwargs)
 
 
@@ -132,7 +132,7 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
     def copy_of_weight(t: Tensor) -> Handle | None:
         return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
 
-    with recipe.claimed(registry, copy_of_weight):
+    with recipes.claimed(registry, copy_of_weight):
         return func(*args, **kwargs)
 
 
@@ -147,7 +147,7 @@ def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         if t.numel() == slopes.numel() and t.dtype != slopes.dtype:
             tensors[1] = t.detach().flatten()
 
-    with recipe.claimed(registry, used):
+    with recipes.claimed(registry, used):
         out = func(*args, **kwargs)
     if tensors[1] is not slopes or not slopes.requires_grad:
         _offer(registry, out, again, tensors)
@@ -175,7 +175,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 
     if inplace:
         registry.before_change(x)
-    with recipe.claimed(registry, noise):
+    with recipes.claimed(registry, noise):
         out = func(*args, **kwargs)
     # A mask of other dimensions than x, as of a tensor without a batch, would be multiplied in another shape.
     if drawn and not inplace and out.size() == x.size() and len(drawn[0].at.size) == x.dim():
@@ -229,133 +229,3 @@ def _rules() -> dict[Function, Rule]:
 
 
 RULES = _rules()
-
-
-# what Python calls for |= and the like; the others have names of their own, such as add_
-INPLACE_OPERATORS = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-
-
-@functools.cache
-def _writes(func: Function) -> bool:
-    """Whether a function changes its first argument, by its name: relu_, aten.relu_.default, __setitem__."""
-    name = getattr(func, "__name__", "").split(".")[0]
-    return name in INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-
-
-@functools.cache
-def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that a function of ``torch.ops`` changes, by its schemas."""
-    if isinstance(func, torch._ops.OpOverload):
-        schemas = [func._schema]
-    elif isinstance(func, torch._ops.OpOverloadPacket):
-        schemas = list(func._schemas.values())
-    else:
-        return ()
-    changed = ((i, arg) for schema in schemas for i, arg in enumerate(schema.arguments))
-    return tuple({(i, arg.name) for i, arg in changed if arg.alias_info is not None and arg.alias_info.is_write})
-
-
-def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to."""
-    written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
-    if _writes(func) or kwargs.get("inplace"):
-        written += args[:1] or [kwargs.get("input", kwargs.get("tensor"))]
-    for i, name in _schemas(func):
-        written.append(args[i] if i < len(args) else kwargs.get(name))
-    if func in EMBEDDINGS:
-        # with max_norm, rows of the weight are scaled in place
-        written.append(args[1] if len(args) > 1 else kwargs.get("weight"))
-    flat = [part for tree in written for part in (tree if isinstance(tree, (tuple, list)) else [tree])]
-    return [part for part in flat if isinstance(part, Tensor)]
-
-
-EMBEDDINGS = (F.embedding, F.embedding_bag)
-# They give access to the memory of a tensor, through which it can be changed without a new version.
-EXPOSING = {
-    Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,  # type: ignore[attr-defined]
-    Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.__cuda_array_interface__.__get__,
-}  # fmt: skip
-# They give another name to the memory, with which functions that the scope does not see may be called.
-DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
-NAMING = EXPOSING | DETACHING
-
-
-@functools.cache
-def _may_change(func: Function) -> bool:
-    """Whether a function, called without keywords, may write to a tensor or give its memory another name."""
-    return func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
-
-
-def _dispatched() -> bool:
-    """Whether a ``TorchDispatchMode`` has made the call.
-
-    Memory trackers ask for the memory of a tensor to tell it from others.  They do not write to it.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
-def _made(registry: Registry, out: Any, args: Any) -> None:
-    """Notes that a call has allocated ``out``, unless it returned memory of its arguments."""
-    if isinstance(out, Tensor) and plain(out) and not out._is_view():
-        given = args[0] if args and isinstance(args[0], (tuple, list)) else args
-        own = out.untyped_storage()
-        if all(not isinstance(t, Tensor) or (plain(t) and t.untyped_storage() is not own) for t in given):
-            registry.note_made(out)
-
-
-def _changes(graph: Any) -> bool:
-    """Whether a scripted graph calls a function that writes in place."""
-    return any(node.kind().endswith("_") or any(map(_changes, node.blocks())) for node in graph.nodes())
-
-
-@functools.cache
-def _watch_scripted() -> None:
-    """Makes calls of scripted functions known to the scope of the calling thread, for good.
-
-    PyTorch does not show these calls to a function mode.  Without a scope the call costs one more look at the thread's
-    modes.
-    """
-    classes: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
-    for cls in classes:
-
-        def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
-            tensors = replay(_run, args, kwargs)[1] if torch._C._len_torch_function_stack() else []
-            if any(map(recipe.is_source, tensors)) and _changes(self.inlined_graph):
-                for t in tensors:
-                    recipe.changing(t)
-            return _run(self, *args, **kwargs)
-
-        cls.__call__ = functools.wraps(cls.__call__)(call)
-
-
-class Watch(TorchFunctionMode):
-    """Sees stock functions as they are called, on behalf of one registry."""
-
-    def __init__(self, registry: Registry) -> None:
-        super().__init__()
-        self.registry = registry
-        _watch_scripted()
-
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        registry, rule = self.registry, RULES.get(func)
-        if rule is not None and "out" not in kwargs and recipe.innermost() is registry:
-            if torch.is_grad_enabled():
-                return rule(registry, func, args, kwargs)
-            if not _writes(func) and not kwargs.get("inplace"):
-                out = func(*args, **kwargs)
-                with torch._C.DisableTorchFunction():
-                    _made(registry, out, args)
-                return out
-        if kwargs or _may_change(func):
-            with torch._C.DisableTorchFunction():
-                for t in _written(func, args, kwargs):
-                    registry.before_change(t)
-                if func in NAMING and not _dispatched():
-                    (registry.secure if func in DETACHING else registry.expose)(args[0])
-        return func(*args, **kwargs)

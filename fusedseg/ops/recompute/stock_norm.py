@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import recipe
-from .convolution import FORMATS
-from .rebuild import OFF, Handle, Place, Recipe
-from .registry import Registry, plain
-from .replay import replay
+from ..convolution import FORMATS
+from . import recipes
+from .calls import replay
+from .plain import plain
+from .registry import Registry
+from .saved import OFF, Handle, Place, Recipe
 
 Function = Callable[..., Any]
 # of both; what comes after these is the same in a second call
@@ -36,7 +37,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     vectors: list[Tensor] = []
     registry.vectors = vectors
     try:
-        with recipe.claimed(registry, lambda t: _laid_anew(registry, x, t)) if instance else nullcontext():
+        with recipes.claimed(registry, lambda t: _laid_anew(registry, x, t)) if instance else nullcontext():
             out = func(*args, **kwargs)
     finally:
         registry.vectors = None

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from .rebuild import Handle, Kept, Place
 from .registry import Registry
+from .saved import Handle, Kept, Place
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,6 +1,7 @@
 """What is known of the live tensors of one scope: who keeps them, and how they can be rebuilt.
 
-Memory is told apart by its storage, weakly: an address is never trusted.  ``recipe.py`` holds the contract.
+Memory is told apart by its storage, which is held weakly: an address is never trusted.  ``recipes.py`` holds the
+contract.
 """
 
 import weakref
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .rebuild import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe
-from .recomputation import recomputing
+from .offers import Held, Input, Linked, Offer
+from .plain import is_trained_leaf, plain, unwrapped
+from .saved import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe, recomputing
 
 # calls of rebuild to get one tensor back, those of its inputs included: five residual blocks of norm, add, activation
 MAX_STEPS = 16
@@ -23,131 +25,6 @@ LARGER = 4
 SMALL = 16
 # values, of one for each channel at most
 VECTOR = 2**12
-_KINDS = (torch.nn.Parameter, torch.nn.Buffer)
-# which sets of dispatch keys plain tensors have, found as they are met
-_plain_keys: dict[int, bool] = {}
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def plain(t: Tensor) -> bool:
-    """Whether the values of ``t`` are exactly what lies in its memory, and its version counts every change of them.
-
-    Subclasses, tensors inside ``torch.func`` transforms, nested tensors and inference tensors are not plain.
-    """
-    kind = type(t)
-    if kind is not Tensor and kind not in _KINDS and kind.__module__ != "torch._subclasses.fake_tensor":
-        return False
-    # The dispatch keys of a tensor tell all of this, and one look at them takes less time than seven questions.
-    keys = torch._C._dispatch_keys(t).raw_repr()
-    known = _plain_keys.get(keys)
-    if known is None:
-        strided = t.layout == torch.strided and not (t.is_nested or t.is_inference() or _is_wrapped(t))
-        known = _plain_keys[keys] = strided and not (t.is_conj() or t.is_neg() or t.is_quantized)
-    return known
-
-
-def _unwrapped(t: Tensor) -> Tensor:
-    """The tensor inside the wrappers of ``torch.func`` transforms."""
-    while _is_wrapped(t):
-        t = torch._C._functorch.get_unwrapped(t)
-    return t
-
-
-def _is_trained_leaf(t: Tensor) -> bool:
-    """Whether ``t`` is a parameter, or an input whose gradient is wanted."""
-    try:
-        return t.is_leaf and t.requires_grad
-    except RuntimeError:
-        # Autograd does not say it of a view that was made without grad mode and whose base was changed since.
-        return False
-
-
-class _Held:
-    """An input that is there for the offer alone.
-
-    It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that nobody else keeps.
-    """
-
-    __slots__ = ("_kept", "extra", "tensor", "version")
-    steps: int = 0
-
-    def __init__(self, t: Tensor, extra: int) -> None:
-        self.tensor, self.version, self.extra = t, t._version, extra
-        self._kept: Callable[[], Kept | None] = lambda: None
-
-    def source(self, registry: "Registry") -> Kept | None:
-        if self.tensor._version != self.version or registry.is_exposed(self.tensor):
-            return None
-        kept = self._kept()
-        if kept is None:
-            kept = registry.keep(self.tensor)
-            kept.in_graph = False
-            self._kept = weakref.ref(kept)
-        return kept
-
-
-class _Weakly:
-    """An input that somebody's backward keeps, or rebuilds."""
-
-    __slots__ = ("_source", "steps")
-    extra: int = 0
-
-    def __init__(self, source: Kept | Recipe) -> None:
-        self._source = weakref.ref(source)
-        self.steps = int(isinstance(source, Recipe))
-
-    def source(self, registry: "Registry") -> Kept | Recipe | None:
-        source = self._source()
-        return None if isinstance(source, Kept) and (source.changed() or source.exposed) else source
-
-
-class Offer:
-    """A recipe that nobody has asked for yet."""
-
-    __slots__ = ("_recipe", "at", "autocast", "device", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
-
-    def __init__(
-        self,
-        at: Place,
-        version: int,
-        device: torch.device,
-        rebuild: Callable[..., Tensor],
-        overwrite: Callable[..., Tensor] | None,
-        autocast: Autocast,
-        inputs: "list[tuple[_Input, Place]]",
-    ) -> None:
-        self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
-        self.device, self.inputs = device, inputs
-        # calls to rebuild it, and bytes that are kept for it alone
-        self.steps, self.extra = 1, 0
-        for source, _ in inputs:
-            self.steps += source.steps
-            self.extra += source.extra
-        self._recipe: Callable[[], Recipe | None] = lambda: None
-
-    def recipe(self) -> Recipe | None:
-        """The recipe, if somebody has asked for it and still has it."""
-        return self._recipe()
-
-    def source(self, registry: "Registry") -> Recipe | None:
-        """The one recipe of all who ask; None where an input is gone or has changed."""
-        recipe = self._recipe()
-        if recipe is not None:
-            return recipe
-        inputs: list[tuple[Kept | Recipe, Place]] = []
-        for link, at in self.inputs:
-            source = link.source(registry)
-            if source is None:
-                return None
-            if isinstance(source, Kept):
-                source.in_recipe = True
-            inputs.append((source, at))
-        recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
-        self._recipe = weakref.ref(recipe)
-        return recipe
-
-
-_Input = _Held | _Weakly | Offer
 
 
 class _Storage(weakref.ref):
@@ -212,7 +89,7 @@ class Registry:
         self.vectors: list[Tensor] | None = None
         # during a call: what it saves is there for recipes, and eager mode would not have kept it
         self.saves_sources = False
-        # of ``joined.py``: what a tensor was made of, gone with it
+        # of ``joins.py``: what a tensor was made of, gone with it
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         registry = weakref.ref(self)
@@ -228,7 +105,7 @@ class Registry:
         """The hook of forward; that of backward is ``unpack``."""
         with torch._C.DisableTorchFunction():
             # parameters, and vectors of statistics, of which recipes have copies anyway
-            if (t.dim() < 2 and t.numel() <= VECTOR) or _is_trained_leaf(t) or not plain(t):
+            if (t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t):
                 if self.vectors is not None:
                     self.vectors.append(t.detach())
                 return Kept(t, self.outer)
@@ -269,11 +146,11 @@ class Registry:
         # Memory that an argument lies in was made by another call, unless this call writes to it.
         if not changes and any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
             return None
-        memory, at, links = self._memory(own), Place.of(output), list[tuple[_Input, Place]]()
+        memory, at, links = self._memory(own), Place.of(output), list[tuple[Input, Place]]()
         memory.made |= not changes
         for t in inputs:
             if not isinstance(t, Tensor):
-                links.append((_Weakly(t), t.at))
+                links.append((Linked(t), t.at))
                 continue
             link, place = self._link(t, output)
             # A tensor that is rebuilt from one that is much larger, such as a pool's output, is better kept: the large
@@ -303,7 +180,7 @@ class Registry:
         memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
         offer = memory.offer_of(at, t._version)
         if offer is None:
-            links: list[tuple[_Input, Place]] = [(_Held(whole, 0), Place.of(whole))]
+            links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
             offer = Offer(at, t._version, t.device, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
             memory.offers.append(offer)
         recipe = offer.source(self)
@@ -322,7 +199,7 @@ class Registry:
 
     def before_change(self, t: Tensor) -> None:
         """``t`` is about to be written to: copies what recipes read from its memory."""
-        t = _unwrapped(t)
+        t = unwrapped(t)
         if not plain(t):
             return
         memory = self._find(t)
@@ -340,7 +217,7 @@ class Registry:
         What recipes read from it is copied now.  What was saved of it shows such a write as it does in eager mode: a
         recipe of ``t`` itself gives way to the data.
         """
-        t = _unwrapped(t)
+        t = unwrapped(t)
         if not plain(t):
             return
         memory = self._memory(t.untyped_storage())
@@ -420,7 +297,7 @@ class Registry:
         self._memories.clear()
         self.notes.clear()
 
-    def _link(self, t: Tensor, output: Tensor) -> "tuple[_Input | None, Place]":
+    def _link(self, t: Tensor, output: Tensor) -> "tuple[Input | None, Place]":
         """How the value of ``t`` will be had in backward; None where that is not certain."""
         small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
         # not parameters and running statistics
@@ -429,17 +306,17 @@ class Registry:
             if memory is not None and not memory.exposed:
                 kept = memory.kept_at(at, t._version)
                 if kept is not None:
-                    return _Weakly(kept), at
+                    return Linked(kept), at
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
             if not small and self.is_computed(t):
-                return _Held(t.detach(), t.nbytes), at
+                return Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at
         # The copy of a part of a larger memory has a place of its own.
         copy = t.detach().clone()
-        return _Held(copy, 0 if small else copy.nbytes), Place.of(copy)
+        return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 
     def _find(self, t: Tensor) -> _Memory | None:
         storage = t.untyped_storage()

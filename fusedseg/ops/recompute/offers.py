@@ -1,0 +1,101 @@
+"""Recipes that nobody has asked for yet, and where their inputs come from."""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .saved import Autocast, Kept, Place, Recipe
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+
+class Held:
+    """An input that is there for the offer alone.
+
+    It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that nobody else keeps.
+    """
+
+    __slots__ = ("_kept", "extra", "tensor", "version")
+    steps: int = 0
+
+    def __init__(self, t: Tensor, extra: int) -> None:
+        self.tensor, self.version, self.extra = t, t._version, extra
+        self._kept: Callable[[], Kept | None] = lambda: None
+
+    def source(self, registry: "Registry") -> Kept | None:
+        if self.tensor._version != self.version or registry.is_exposed(self.tensor):
+            return None
+        kept = self._kept()
+        if kept is None:
+            kept = registry.keep(self.tensor)
+            kept.in_graph = False
+            self._kept = weakref.ref(kept)
+        return kept
+
+
+class Linked:
+    """An input that somebody's backward keeps, or rebuilds."""
+
+    __slots__ = ("_source", "steps")
+    extra: int = 0
+
+    def __init__(self, source: Kept | Recipe) -> None:
+        self._source = weakref.ref(source)
+        self.steps = int(isinstance(source, Recipe))
+
+    def source(self, registry: "Registry") -> Kept | Recipe | None:
+        source = self._source()
+        return None if isinstance(source, Kept) and (source.changed() or source.exposed) else source
+
+
+class Offer:
+    """A recipe that nobody has asked for yet."""
+
+    __slots__ = ("_recipe", "at", "autocast", "device", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
+
+    def __init__(
+        self,
+        at: Place,
+        version: int,
+        device: torch.device,
+        rebuild: Callable[..., Tensor],
+        overwrite: Callable[..., Tensor] | None,
+        autocast: Autocast,
+        inputs: "list[tuple[Input, Place]]",
+    ) -> None:
+        self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
+        self.device, self.inputs = device, inputs
+        # calls to rebuild it, and bytes that are kept for it alone
+        self.steps, self.extra = 1, 0
+        for source, _ in inputs:
+            self.steps += source.steps
+            self.extra += source.extra
+        self._recipe: Callable[[], Recipe | None] = lambda: None
+
+    def recipe(self) -> Recipe | None:
+        """The recipe, if somebody has asked for it and still has it."""
+        return self._recipe()
+
+    def source(self, registry: "Registry") -> Recipe | None:
+        """The one recipe of all who ask; None where an input is gone or has changed."""
+        recipe = self._recipe()
+        if recipe is not None:
+            return recipe
+        inputs: list[tuple[Kept | Recipe, Place]] = []
+        for link, at in self.inputs:
+            source = link.source(registry)
+            if source is None:
+                return None
+            if isinstance(source, Kept):
+                source.in_recipe = True
+            inputs.append((source, at))
+        recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
+        self._recipe = weakref.ref(recipe)
+        return recipe
+
+
+Input = Held | Linked | Offer
