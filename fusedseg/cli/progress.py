@@ -1,5 +1,6 @@
 """A line on the terminal that says what a long command is doing, and for how long."""
 
+import shutil
 import sys
 import threading
 import time
@@ -44,12 +45,13 @@ class Progress:
             self._thread.join()
 
     def _redraw(self) -> None:
-        drawn = self._done.wait(QUIET_SECONDS)
-        if drawn:
+        if self._done.wait(QUIET_SECONDS):
             return
         while not self._done.is_set():
             now = f": {self._now}" if self._now else ""
-            sys.stderr.write(f"{CLEAR}{self._text}{now} ({time.monotonic() - self._start:.0f} s)")
+            line = f"{self._text}{now} ({time.monotonic() - self._start:.0f} s)"
+            # a longer line would be wrapped, and only its end wiped
+            sys.stderr.write(CLEAR + line[: shutil.get_terminal_size().columns - 1])
             sys.stderr.flush()
             self._done.wait(REDRAW_SECONDS)
         sys.stderr.write(CLEAR)

@@ -285,7 +285,8 @@ def _option(
 def largest(total: Callable[[int], int], usable: int) -> int:
     """The largest batch whose total is within what may be used; 0 if none is.
 
-    Totals grow with the batch, on nearly a straight line, along which the next guess lies.
+    Totals grow with the batch, on nearly a straight line, along which the next guess lies; for lines that bend,
+    every other guess halves what is left, and steps upwards grow until something fails.
     """
     low, high = 2, 4
     if total(low) > usable:
@@ -295,14 +296,20 @@ def largest(total: Callable[[int], int], usable: int) -> int:
         return 0
     fits, fails = low, LARGEST + 1
     known = {low: total(low), high: total(high)}
+    halve, step = False, 1
     while fails - fits > 1:
-        (a, of_a), (b, of_b) = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
+        nearest = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
+        (a, of_a), (b, of_b) = ((n, known[n]) for n in (fits, fails)) if fails in known else nearest
         slope = (of_b - of_a) / (b - a)
         guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
-        guess = min(max(guess, fits + 1), fails - 1)
+        if halve:
+            guess = (fits + fails) // 2
+        # once something has failed: before, half of what is left is far beyond
+        halve = not halve and fails in known
+        guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
         known[guess] = total(guess)
         if known[guess] <= usable:
-            fits = guess
+            fits, step = guess, 2 * step
         else:
             fails = guess
     return fits

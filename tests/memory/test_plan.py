@@ -54,6 +54,23 @@ def test_the_largest_batch_is_the_largest():
     assert largest(lambda n: 500 * n + 400, 1000) == 1
     assert largest(lambda n: 7, 1000) == 2**20
 
+    # a line that bends was walked along one batch at a time, for hours
+    asked = []
+
+    def bent(n, total):
+        asked.append(n)
+        return total(n)
+
+    lines = {
+        10_600: lambda n: max(70 * n, 100 * n - 60_000),
+        31_333: lambda n: min(70 * n, 30 * n + 60_000),
+        3_333: lambda n: max(60_000 + n, 300 * n + 100),
+    }
+    for expected, total in lines.items():
+        asked.clear()
+        assert largest(partial(bent, total=total), 1_000_000) == expected
+        assert len(asked) < 25
+
     def not_alone(n):
         if n == 1:
             raise ValueError("Expected more than 1 value per channel when training")
