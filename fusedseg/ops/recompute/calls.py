@@ -1,4 +1,4 @@
-"""A call of any function, to be done again with other tensors."""
+"""Calls without their tensors, which can be made again with other tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ Function = Callable[..., Any]
 
 
 class _Slot:
-    """The place of a tensor among the arguments of a call."""
+    """Stands for a tensor among the arguments of a call."""
 
     __slots__ = ("index",)
 
@@ -18,7 +18,7 @@ class _Slot:
 
 
 class Replay:
-    """A call with its tensors taken out, to be done again with others in their place."""
+    """A call whose tensors were taken out.  Calling it with other tensors makes the call again with these."""
 
     __slots__ = ("args", "func", "kwargs")
 
@@ -29,7 +29,7 @@ class Replay:
         return self.func(*_with(self.args, tensors), **_with(self.kwargs, tensors))
 
     def by(self, func: Function, **kwargs: Any) -> "Replay":
-        """The same tensors given to another function, or with other options."""
+        """The same call of another function, or with other options."""
         return Replay(func, self.args, self.kwargs | kwargs if kwargs else self.kwargs)
 
 
@@ -57,6 +57,6 @@ def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 
 def replay(func: Function, args: Any, kwargs: Any) -> tuple[Replay, list[Tensor]]:
-    """The call without its tensors, and these."""
+    """Returns the call without its tensors, and the list of these tensors."""
     tensors: list[Tensor] = []
     return Replay(func, _without(args, tensors), _without(kwargs, tensors)), tensors

@@ -1,11 +1,11 @@
-"""What a concatenation was made of, noted on it under the recompute scope, for a convolution that reads it.
+"""Notes about concatenations inside the scope, for the convolutions that read them.
 
-``torch.cat`` along the channels notes its sources on what it returns, ``interpolate`` its input.  A convolution that is
-handed such a tensor convolves it as it is, but keeps its sources (``ops/sources.py``): in backward, neither the
-concatenation nor the enlarged tensor is formed again, nor a gradient of that size, where they are large.
+The scope notes the sources of each ``torch.cat`` along the channels, and the input of each ``interpolate``.  A
+convolution of a converted model convolves such a tensor as it is, but keeps its sources (``ops/sources.py``).  If they
+are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that size.
 
-The scope has the notes, by tensor, and forgets each with its tensor.  A note no longer counts once a source was
-written to, or where a source is memory of the caller's that eager mode would not keep.
+The registry holds the notes by tensor, and drops each with its tensor.  A note no longer counts once a source was
+written to, or if a source is the caller's own memory, which eager mode would not keep.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from .recipes import active
 
 
 class Note(NamedTuple):
-    """Sources of a tensor; versions: of itself and of what its sources lie in, as it was made."""
+    """The sources of a tensor, and the versions of the tensor and of its sources at the time of the note."""
 
     sources: tuple[Source, ...]
     versions: tuple[int, ...]
@@ -32,11 +32,11 @@ def _versions(out: Tensor, sources: tuple[Source, ...]) -> tuple[int, ...]:
 
 
 def sources_of(x: Tensor) -> tuple[Source, ...] | None:
-    """What ``x`` stands for, None where that is not known or no longer so."""
+    """The sources of ``x``; None if they are not known, or have changed."""
     registry = active()
     if registry is None:
         return None
-    # or the scope would see that somebody asks for the memory of a tensor
+    # Hidden from the scope, which would take these looks at memory for the caller's.
     with torch._C.DisableTorchFunction():
         note = registry.notes.get(x)
         if note is None or note.versions != _versions(x, note.sources):
@@ -46,8 +46,10 @@ def sources_of(x: Tensor) -> tuple[Source, ...] | None:
 
 @contextmanager
 def saving_sources() -> Iterator[None]:
-    """What is saved inside stands for something else: the scope copies it before it is written to, as eager mode, which
-    would not have kept it, allows."""
+    """Marks the tensors that are saved inside as sources, which eager mode would not have kept.
+
+    Eager mode allows changes to such a tensor, so the scope copies it before it is written to.
+    """
     registry = active()
     if registry is None:
         yield
@@ -71,7 +73,7 @@ def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
     dim = others.pop("axis", dim)
     if others or not isinstance(dim, int) or not all(isinstance(t, Tensor) for t in tensors) or len(tensors) < 2:
         return
-    # of an empty legacy tensor, which counts for nothing, among others
+    # torch.cat still accepts, and leaves out, empty tensors of one dimension.
     if any(t.dim() != out.dim() for t in tensors) or dim % out.dim() != 1:
         return
     sources = []
@@ -96,7 +98,7 @@ def note_interpolated(
         return
     sizes = tuple(out.shape[2:])
     if scale_factor is not None and not recompute_scale_factor:
-        # positions are computed from the factor, which another size may not give
+        # Positions are computed from the factor.  They are those of the size only if the factor gives it exactly.
         factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(sizes)
         if any(n * f != m for n, f, m in zip(input.shape[2:], factors, sizes, strict=True)):
             return
@@ -105,7 +107,7 @@ def note_interpolated(
 
 
 def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """A rule of ``stock.py``, and the note on what it returns."""
+    """A rule of ``stock.py`` that also takes a note about its result."""
 
     def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = rule(registry, func, args, kwargs)

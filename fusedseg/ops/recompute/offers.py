@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """An input that is there for the offer alone.
+    """An input that is kept for an offer alone.
 
     It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that nobody else keeps.
     """
@@ -38,7 +38,7 @@ class Held:
 
 
 class Linked:
-    """An input that somebody's backward keeps, or rebuilds."""
+    """An input that the graph keeps or rebuilds for another reason.  It is held weakly."""
 
     __slots__ = ("_source", "steps")
     extra: int = 0
@@ -53,7 +53,7 @@ class Linked:
 
 
 class Offer:
-    """A recipe that nobody has asked for yet."""
+    """A recipe that no saved tensor has asked for yet."""
 
     __slots__ = ("_recipe", "at", "autocast", "device", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
 
@@ -69,7 +69,7 @@ class Offer:
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.device, self.inputs = device, inputs
-        # calls to rebuild it, and bytes that are kept for it alone
+        # the number of calls that rebuild the tensor, and the bytes that are kept for this offer alone
         self.steps, self.extra = 1, 0
         for source, _ in inputs:
             self.steps += source.steps
@@ -77,11 +77,11 @@ class Offer:
         self._recipe: Callable[[], Recipe | None] = lambda: None
 
     def recipe(self) -> Recipe | None:
-        """The recipe, if somebody has asked for it and still has it."""
+        """Returns the recipe if a saved tensor has asked for it and still lives."""
         return self._recipe()
 
     def source(self, registry: "Registry") -> Recipe | None:
-        """The one recipe of all who ask; None where an input is gone or has changed."""
+        """Returns the recipe, the same one to everybody; None if an input is gone or has changed."""
         recipe = self._recipe()
         if recipe is not None:
             return recipe

@@ -58,12 +58,15 @@ def innermost() -> Registry | None:
 
 
 def active() -> Registry | None:
-    """The innermost registry, where anything is going to be saved."""
+    """The innermost registry, if autograd saves tensors now; None otherwise, and under ``torch.compile``."""
     return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()
 
 
 def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
-    """A function of this package that the scope need not see: under a mode each look at a tensor's shape is a call."""
+    """Hides the calls inside ``forward``, a function of this package, from the scope.
+
+    Under a function mode, even reading the shape of a tensor costs a Python call.
+    """
 
     @functools.wraps(forward)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,14 +79,14 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
 
 
 def _registries() -> list[Registry]:
-    """Those that watch the functions that this thread calls."""
+    """The registries of the scopes that watch the calls of this thread."""
     modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
     return [registry for registry in found if type(registry) is Registry]
 
 
 def changing(x: Tensor) -> None:
-    """An op that is unwatched is about to write to ``x``."""
+    """Tells the scopes that an unwatched op is about to write to ``x``."""
     for registry in _registries():
         with torch._C.DisableTorchFunction():
             registry.before_change(x)
@@ -101,7 +104,7 @@ def offer(
     *inputs: Tensor,
     overwrite: Callable[..., Tensor] | None = None,
 ) -> None:
-    """``output`` was computed as ``rebuild(*inputs)``: see the contract above."""
+    """Offers a recipe: ``output`` was computed as ``rebuild(*inputs)``.  The contract is at the top of this file."""
     registry = active()
     if registry is not None:
         with torch._C.DisableTorchFunction():
@@ -109,8 +112,10 @@ def offer(
 
 
 class expect:
-    """For one call that overwrites ``x``, once, by ``rebuild(x, *others)``, and saves the result while it runs, or a
-    copy of what ``x`` was."""
+    """Surrounds one call that overwrites ``x`` once, by ``rebuild(x, *others)``.
+
+    Such a call may save its result while it runs, or a copy of the old values of ``x``; both get recipes.
+    """
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class expect:
         overwrite: Callable[..., Tensor] | None = None,
     ) -> None:
         self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
-        # to change an inference tensor raises
+        # PyTorch itself raises an error when an inference tensor is changed.
         self.registry = None if x.is_inference() else active()
 
     def __enter__(self) -> None:
@@ -152,7 +157,10 @@ class expect:
 
 
 class claimed:
-    """For one call: ``claim`` says what to save for a tensor that it makes for itself, None for what it knows not."""
+    """Surrounds one call that saves tensors which it makes for itself.
+
+    ``claim(t)`` returns what to save for such a tensor ``t``, or None if it does not know ``t``.
+    """
 
     __slots__ = ("_before", "_claim", "_registry")
 

@@ -1,7 +1,7 @@
-"""What is known of the live tensors of one scope: who keeps them, and how they can be rebuilt.
+"""What one scope knows about live tensors: which of them are kept, and how the others can be rebuilt.
 
-Memory is told apart by its storage, which is held weakly: an address is never trusted.  ``recipes.py`` holds the
-contract.
+A tensor's memory is identified by its storage, which is held weakly; an address is never trusted.  ``recipes.py`` has
+the contract with the ops.
 """
 
 import weakref
@@ -17,18 +17,19 @@ from .offers import Held, Input, Linked, Offer
 from .plain import is_trained_leaf, plain, unwrapped
 from .saved import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe, recomputing
 
-# calls of rebuild to get one tensor back, those of its inputs included: five residual blocks of norm, add, activation
+# The most calls that may rebuild one tensor, its inputs included.  This is about five residual blocks of norm, add and
+# activation.
 MAX_STEPS = 16
-# times the output: an input that is not rebuilt for it
+# Keep the output if rebuilding it needs a recomputed input at least this many times its size.
 LARGER = 4
-# of the output's elements: what an input may have to be copied
+# An input is copied if the output has at least this many times its elements.
 SMALL = 16
-# values, of one for each channel at most
+# the most values that a vector with one value per channel may have
 VECTOR = 2**12
 
 
 class _Storage(weakref.ref):
-    """A live storage, and the address that it is looked up by."""
+    """A weak reference to a storage, and the key that the registry finds it by."""
 
     __slots__ = ("key",)
     key: int
@@ -40,13 +41,13 @@ class _Storage(weakref.ref):
 
 
 class _Memory:
-    """What is known of one live storage.
+    """What is known about one live storage.
 
-    offers: recipes of its newest version.
-    kept: saved tensors that lie in it.
-    made: this scope saw torch allocate it for a result.
-    exposed: something may write to it without raising a version.
-    named: a detached tensor gives it another name, on which functions may be called that the scope does not see.
+    offers: recipes of tensors in this storage, for its newest version.
+    kept: saved tensors in this storage.
+    made: the scope saw torch allocate the storage for a result.
+    exposed: something may write to the storage without raising a version.
+    named: a detached tensor gives the storage another name, and the scope may not see what is done with that name.
     """
 
     __slots__ = ("exposed", "kept", "made", "named", "offers", "storage")
@@ -58,7 +59,7 @@ class _Memory:
         self.made = self.exposed = self.named = False
 
     def keepers(self) -> Iterator[Kept]:
-        """Saved tensors that still share the memory, with the values that were saved."""
+        """Yields the saved tensors that still share the memory and still have the values that were saved."""
         for ref in self.kept:
             kept = ref()
             if kept is not None and not (kept.copied or kept.changed()):
@@ -78,18 +79,22 @@ class _Memory:
 
 
 class Registry:
-    """Of one scope.  ``outer``: the saved-tensor hooks around it, which get the data that is kept."""
+    """The registry of one scope.
+
+    Args:
+        outer: the saved-tensor hooks around the scope, which get the data that is kept; None if there are none.
+    """
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
-        # during a call: what to save for a tensor that it makes for itself
+        # Set during a call that makes tensors for itself: decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
-        # during a call whose caller asks for them: what it saves of parameters and statistics
+        # Set during a call of a norm: collects the parameters and statistics that the call saves.
         self.vectors: list[Tensor] | None = None
-        # during a call: what it saves is there for recipes, and eager mode would not have kept it
+        # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
-        # of ``joins.py``: what a tensor was made of, gone with it
+        # Notes of ``joins.py``: the sources of a concatenation, by the concatenation, as long as that lives.
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         registry = weakref.ref(self)
@@ -102,9 +107,9 @@ class Registry:
         self._gone = gone
 
     def pack(self, t: Tensor) -> Kept | Handle:
-        """The hook of forward; that of backward is ``unpack``."""
+        """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with torch._C.DisableTorchFunction():
-            # parameters, and vectors of statistics, of which recipes have copies anyway
+            # Parameters and vectors of statistics are saved as they are; recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t):
                 if self.vectors is not None:
                     self.vectors.append(t.detach())

@@ -1,7 +1,7 @@
-"""What a graph holds in place of a saved tensor: ``Kept`` data, or a ``Handle`` of a ``Recipe``; and how it comes back.
+"""What the graph holds in place of a saved tensor: ``Kept`` data, or a ``Handle`` of a ``Recipe``.
 
-A recipe is rebuilt when backward asks for it.  The result is held a little longer where the same graph asks for it
-again soon: by the order in which handles were made, which backward walks down.
+A recipe is rebuilt when backward asks for the tensor.  The result is held a little longer if the same graph will ask
+for it again soon.  This is known from the order in which handles were made, because backward visits them in reverse.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# a rebuilt tensor is held for a handle that was made at most so many handles before the one at work
+# A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
 NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -43,14 +43,14 @@ class Place(NamedTuple):
         return cls(t.size(), t.stride(), int(t.storage_offset()), t.dtype)
 
     def layout(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-        """All but the offset."""
+        """Everything except the offset."""
         return self.size, self.stride, self.dtype
 
     def end(self) -> int:
         return self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
 
     def _dense(self) -> bool:
-        """Every element from the first to the last, once each."""
+        """Whether the tensor shows every element between its first and its last one exactly once."""
         expected = 1
         for step, n in sorted(zip(self.stride, self.size, strict=True)):
             if n != 1:
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         return True
 
     def holds(self, other: "Place") -> bool:
-        """Whether a tensor here has all elements of one there."""
+        """Whether a tensor at this place has all elements of a tensor at ``other``."""
         if self == other:
             return True
         if self.dtype != other.dtype or 0 in self.size or 0 in other.size:
@@ -72,13 +72,18 @@ NOWHERE = Place(torch.Size(), (), 0, torch.float32)
 
 
 def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
-    """``t``, which stands for a tensor at ``have``, as the one at ``want``, which ``have`` holds."""
+    """The tensor at ``want``, as a view of ``t``, which has the values of the tensor at ``have``."""
     if have == want:
         return t
     if t.stride() != have.stride:
-        # hooks around the scope have laid it out anew
+        # Hooks around the scope may return the tensor with other strides.
         t = torch.empty_strided(have.size, have.stride, dtype=t.dtype, device=t.device).copy_(t)
     return t.as_strided(want.size, want.stride, t.storage_offset() + want.offset - have.offset)
+
+
+def _version_of(packed: Any) -> int:
+    """The version of a tensor; 0 for an inference tensor, which has none, and for other objects."""
+    return packed._version if isinstance(packed, Tensor) and not packed.is_inference() else 0
 
 
 class Kept:
@@ -103,22 +108,19 @@ class Kept:
         self._take(t)
 
     def _take(self, t: Tensor) -> None:
-        # detached: an output that is packed with its own graph would keep itself alive
+        # Detached, since an output that is saved together with its own graph would keep itself alive.
         t = t.detach()
-        # an inference tensor has no version, and cannot be modified where autograd would notice
-        self.version = 0 if t.is_inference() else t._version
+        self.version = _version_of(t)
         self.packed = t if self.outer is None else self.outer[0](t)
-        self.version_packed = self.packed._version if isinstance(self.packed, Tensor) else 0
+        self.version_packed = _version_of(self.packed)
 
     def changed(self) -> bool:
-        if self.outer is not None or self.packed.is_inference():
-            # what other hooks hold is theirs to watch
-            return False
-        return self.packed._version != self.version
+        # If outer hooks hold the tensor, they must detect changes to it.
+        return self.outer is None and _version_of(self.packed) != self.version
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         at = self.at
-        # every element once, though the tensor may show some of them twice
+        # The copy has every element once, although the tensor may show some elements twice.
         span = at.end() - at.offset if 0 not in at.size else 0
         memory = torch.empty(0, dtype=at.dtype, device=storage.device)
         with torch.no_grad():
@@ -126,12 +128,15 @@ class Kept:
             return copy.as_strided(at.size, at.stride, 0)
 
     def copy_before_change(self, storage: torch.UntypedStorage) -> None:
-        """Its memory, ``storage``, is about to be written to, and all who read it want the values of before."""
+        """Copies the values for all readers, before something writes to ``storage``, the tensor's memory."""
         self._take(self._copy(storage))
         self.copied = True
 
     def copy_for_recipes(self, storage: torch.UntypedStorage) -> None:
-        """Its memory, ``storage``, may be written to, and only recipes want the values of before."""
+        """Copies the values for recipes, before something may write to ``storage``, the tensor's memory.
+
+        Saved tensors go on reading the memory, as they do in eager mode.
+        """
         if self.recipes_copy is None:
             self.recipes_copy = Kept(self._copy(storage), self.outer, self.at)
 
@@ -139,7 +144,7 @@ class Kept:
         if self.recipes_copy is not None:
             return self.recipes_copy.load()
         packed = self.packed
-        if self.outer is not None and isinstance(packed, Tensor) and packed._version != self.version_packed:
+        if self.outer is not None and _version_of(packed) != self.version_packed:
             # The hooks around the scope have not copied the tensor.
             raise self._modified(packed)
         return self.load()
@@ -159,13 +164,13 @@ class Kept:
             return self.packed
         if self.held is None:
             t = self.outer[1](self.packed)
-            # some hooks give a tensor back once in a backward, and others copy it from far
+            # Some hooks return a tensor only once in a backward pass, and other hooks copy it from another device.
             self.held = t if self.in_recipe and _hold(self) else None
             return t
         return self.held
 
     def near(self, order: int) -> bool:
-        """Held, by the end of a backward at the latest, until the graph lets it go."""
+        """Always True: what hooks have returned is held until the backward pass ends."""
         return True
 
 
@@ -176,7 +181,7 @@ def _has_autocast(kind: str) -> bool:
 
 
 class Autocast(NamedTuple):
-    """The autocast state of a device type: casts are part of what a function computes."""
+    """The autocast state of a device type.  It belongs to a recipe, since a function computes other values with it."""
 
     enabled: bool
     dtype: torch.dtype | None
@@ -190,7 +195,7 @@ class Autocast(NamedTuple):
     def again(self, kind: str) -> Any:
         if not _has_autocast(kind) or not (self.enabled or torch.is_autocast_enabled(kind)):
             return nullcontext()
-        # without the cache, which belongs to a region of the caller's
+        # Without the cache, since that belongs to the caller's autocast region.
         return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
 
 
@@ -201,15 +206,15 @@ class Recipe:
     """How a tensor is rebuilt from kept data and other recipes.
 
     Args:
-        at: where the tensor lies, which the result is laid out as.
-        device: of the tensor.
-        rebuild: called with the inputs; returns the tensor, in memory of its own.
-        overwrite: the same, written over the first input; None where there is no such function.
-        autocast: the state it was computed in.
-        inputs: each a source, and where in it the input lies.
+        at: the tensor's place in its storage.  The result gets the same size, strides and dtype.
+        device: the tensor's device.
+        rebuild: a function that is called with the inputs and returns the tensor in memory of its own.
+        overwrite: a function that computes the same over its first input; None if there is no such function.
+        autocast: the autocast state of the call.
+        inputs: for each input, its source and its place in that source.
 
-    ``data`` is the tensor itself, where it came to be kept after the recipe was made.  Saved tensors then read that;
-    other recipes still rebuild the values of the call.
+    ``data`` is the tensor itself if it came to be kept after the recipe was made (see ``Registry.expose``).  Saved
+    tensors then read ``data``; other recipes still rebuild the values of the call.
     """
 
     __slots__ = ("__weakref__", "at", "autocast", "data", "device", "held", "inputs", "orders", "overwrite", "rebuild")
@@ -226,17 +231,17 @@ class Recipe:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
         self.data: Kept | None = None
-        # of its handles
+        # the numbers of its handles
         self.orders: list[int] = []
-        # the value and its version
+        # the rebuilt value and its version
         self.held: tuple[Tensor, int] | None = None
 
     def near(self, order: int) -> bool:
         return any(order - NEAR <= own < order for own in self.orders)
 
     def load(self, order: int) -> tuple[Tensor, bool]:
-        """The tensor, and whether it is the caller's, to write over."""
-        # the version: somebody's backward may write over what it unpacks
+        """Returns the tensor, and whether the caller may write over it."""
+        # The version is compared because a backward function may write over a tensor that it has unpacked.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
@@ -268,7 +273,7 @@ class Recipe:
 
 
 class Handle:
-    """One saved tensor that will be rebuilt: the recipe, and where in its result the tensor lies."""
+    """One saved tensor that will be rebuilt: its recipe, and its place in the result of the recipe."""
 
     __slots__ = ("at", "order", "recipe")
 
@@ -284,7 +289,7 @@ class Handle:
 
 
 class _Thread(threading.local):
-    """Whose values are held for the backward that runs in this thread."""
+    """The recipes and the kept tensors whose values are held for the backward pass that runs in this thread."""
 
     def __init__(self) -> None:
         self.held: list[weakref.ref[Kept | Recipe]] = []
@@ -295,7 +300,11 @@ _orders = itertools.count()
 
 
 def _hold(source: Kept | Recipe) -> bool:
-    """Whether its value will be let go: when the backward that runs in this thread moves on, or ends."""
+    """Registers ``source`` as holding a value, and returns whether that value will be dropped again.
+
+    It is dropped when the backward pass of this thread no longer needs it, or ends.  Outside a backward pass nothing
+    would drop it, and the result is False.
+    """
     if torch._C._current_graph_task_id() == -1:
         return False
     held = _thread.held
@@ -306,7 +315,7 @@ def _hold(source: Kept | Recipe) -> bool:
 
 
 def _let_go(held: list["weakref.ref[Kept | Recipe]"], order: int | None = None) -> None:
-    """Of what no handle at ``order`` or soon after asks for; without one, of all."""
+    """Drops held values that no saved tensor near ``order`` needs.  ``order=None`` drops all of them."""
     stay = []
     for ref in held:
         source = ref()
@@ -320,5 +329,8 @@ def _let_go(held: list["weakref.ref[Kept | Recipe]"], order: int | None = None) 
 
 
 def unpack(packed: Kept | Handle) -> Tensor:
-    """The hook of backward.  Hooks around the scope may run anything in it, in the state they find: checkpoints do."""
+    """The hook that autograd calls in backward.
+
+    It changes no global state, because hooks around the scope may run any code in it; checkpoints do.
+    """
     return packed.load()

@@ -1,20 +1,21 @@
-"""Stock PyTorch functions under the scope: their outputs get recipes as they are called.
+"""PyTorch's own functions inside the scope: how each of them offers recipes.
 
-What aten saves, and what is left of it:
+The table has what aten saves for backward, and what is saved inside the scope:
 
-    batch, instance, group and layer norm    input, which is kept; the output is rebuilt from it by the same function
-    relu, leaky_relu_, elu_, relu6_, ...     result: rebuilt, in the call that overwrites its input as well
-    leaky_relu, elu, gelu, prelu, ...        input: what it was, kept or rebuilt
-    silu_, mish_, hardswish_                 a copy of the input: rebuilt
-    sigmoid, tanh                            result: rebuilt
-    cat, interpolate, pad, add               nothing; whoever reads the output saves it: rebuilt
-    mul, div                                 both inputs: kept or rebuilt; likewise the output
-    convolutions under autocast              the weight in its dtype: the parameter
-    dropout                                  its mask as floating-point numbers: a byte each, never drawn again
-    max_pool                                 input and int64 indices: a byte each (``max_pool.py``), and no input
+    function                                 aten saves            the scope saves
+    batch, instance, group and layer norm    the input             the input; the output is rebuilt from it
+    relu, leaky_relu_, elu_, relu6_, ...     the result            a recipe, also for the form that overwrites its input
+    leaky_relu, elu, gelu, prelu, ...        the input             the input, or a recipe if it has one
+    silu_, mish_, hardswish_                 a copy of the input   a recipe
+    sigmoid, tanh                            the result            a recipe
+    cat, interpolate, pad, add               nothing               nothing; whoever reads the output saves a recipe
+    mul, div                                 both inputs           the inputs or their recipes; the output has a recipe
+    convolutions under autocast              the cast weight       the parameter
+    dropout                                  a mask of floats      a mask of one byte per element; it is drawn once
+    max_pool                                 input, int64 indices  one byte per element (``max_pool.py``), and no input
 
-What is a quarter of its input or less, such as a pool's output, and would have that rebuilt first, is kept.
-Everything else runs as it is, but what writes in place is told to the registry.
+A tensor of a quarter of its input or less, such as a pool's output, is kept if the input would have to be rebuilt
+first.  All other functions run as they are; ``watch.py`` tells the registry about those that write in place.
 """
 
 import functools
@@ -50,14 +51,14 @@ def _call(
     registry: Registry, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], rebuild: Function,
     overwrite: Function | None,
 ) -> Any:  # fmt: skip
-    """A function that changes nothing."""
+    """Calls a function that writes to none of its arguments, and offers the recipe ``rebuild``."""
     if func not in SAVE_RESULT:
         out = func(*args, **kwargs)
         _offer(registry, out, rebuild, tensors, overwrite)
         return out
 
     def offered(t: Tensor) -> None:
-        # all that it saves is what it is about to return
+        # Such a function saves one tensor, the one that it is about to return.
         _offer(registry, t, rebuild, tensors, overwrite)
 
     with recipes.claimed(registry, offered):
@@ -65,23 +66,26 @@ def _call(
 
 
 def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: Function | None = None) -> Any:
-    """A function that changes nothing; ``inplace`` is the one that does the same over its first argument."""
+    """The rule of functions that write to none of their arguments.
+
+    ``inplace`` is the function that writes the same result over its first argument, if there is one.
+    """
     again, tensors = replay(func, args, kwargs)
     overwrite = None if inplace is None else again.by(inplace)
     return _call(registry, func, args, kwargs, tensors, again, overwrite)
 
 
 def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
-    """A function that overwrites its first argument; ``pure`` computes the same into new memory."""
+    """The rule of functions that overwrite their first argument; ``pure`` computes the same into new memory."""
     if args and not args[0].is_floating_point():
-        # a counter
+        # for example a counter of batches
         registry.before_change(args[0])
         return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
     apart = again.by(pure)
 
     def rounded(x: Tensor, *others: Tensor) -> Tensor:
-        # beside an argument of more precision, the result in new memory has the dtype of that
+        # Beside an argument of more precision, pure returns the dtype of that argument.
         return apart(x, *others).to(x.dtype)
 
     with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again):
@@ -89,7 +93,7 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
 
 
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """A function of ``torch.nn.functional`` with the option ``inplace``."""
+    """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
     again, tensors = replay(func, args, kwargs)
     if not kwargs.get("inplace"):
         return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
@@ -98,6 +102,7 @@ def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
+    """The rule of max-pooling: this package's own pool runs if it computes the same, which keeps a byte per element."""
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     named = dict(zip(names, args, strict=False)) | kwargs
     x, op = named.pop("input"), f"max_pool{dims}d"
@@ -109,7 +114,7 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
         pool = max_pool.parse_pool(op, dims, **named)
         max_pool.check(op, x, pool)
     except (TypeError, ValueError):
-        # what a byte does not tell apart, or what the stock function refuses in its own words
+        # A byte cannot number the positions of this window, or the stock function refuses it in its own words.
         return _pure(registry, func, args, kwargs)
     if not x.is_contiguous():
         if layout_of(x) is None:
@@ -121,7 +126,10 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 
 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast."""
+    """The rule of convolutions, which save their weight.
+
+    Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast.
+    """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not Autocast.now(weight.device.type).enabled:
         return func(*args, **kwargs)
@@ -137,7 +145,11 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
 
 
 def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """Under autocast, the slopes of the recipe are those that the call has computed with (see ``is_cast``)."""
+    """The rule of prelu.
+
+    Under autocast the recipe gets the slopes that the call has computed with, which may be older than the parameter
+    (see ``is_cast``).
+    """
     again, tensors = replay(func, args, kwargs)
     slopes = tensors[1]
     if not Autocast.now(slopes.device.type).enabled:
@@ -155,7 +167,7 @@ def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """Dropout of elements or channels.  The mask is drawn once, by the function itself."""
+    """The rule of dropout, of elements or of channels.  The function itself draws the mask, once."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     x, p, inplace = named["input"], named.get("p", 0.5), named.get("inplace")
     drawn: list[Kept | Recipe] = []
@@ -164,7 +176,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         if drawn or not plain(t) or t.untyped_storage() is x.untyped_storage():
             return None
         if t.dtype == torch.bool or t.size() != x.size():
-            # of a fused function, as it should be; a number for each channel
+            # This is the mask of a fused function, or one number for each channel: small enough as it is.
             drawn.append(kept := registry.keep(t))
             return kept
         mask, dtype, at = t != 0, t.dtype, Place.of(t)
@@ -177,7 +189,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         registry.before_change(x)
     with recipes.claimed(registry, noise):
         out = func(*args, **kwargs)
-    # A mask of other dimensions than x, as of a tensor without a batch, would be multiplied in another shape.
+    # For a tensor without a batch the mask has one dimension more than x, and the product would have another shape.
     if drawn and not inplace and out.size() == x.size() and len(drawn[0].at.size) == x.dim():
         masked = isinstance(drawn[0], Kept) and drawn[0].at.dtype == torch.bool
         registry.offer(out, functools.partial(_masked, p=p) if masked else torch.mul, [x, drawn[0]])
@@ -185,7 +197,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    # the fused function divides in the precision that it multiplies in
+    # The fused function divides in the precision that it multiplies in.
     keep = torch.tensor(1 - p, dtype=torch.promote_types(x.dtype, torch.float32))
     return torch.ops.aten.native_dropout_backward(x, mask, (1 / keep).item() if p < 1 else 0.0)
 
@@ -193,7 +205,7 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 Rule = Callable[[Registry, Function, Any, Any], Any]
 # functions of torch.nn.functional with the option `inplace`
 FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.hardtanh, F.selu, F.celu, F.hardsigmoid)
-# names of functions, and methods, that have a twin with an underscore
+# names of functions and methods that have an in-place form with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
 PURE = (
     F.gelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
@@ -202,7 +214,7 @@ PURE = (
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
     Tensor.bfloat16, Tensor.double,
 )  # fmt: skip
-# those of the above that save what they return
+# functions among these that save the tensor that they return
 SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,

@@ -1,8 +1,8 @@
-"""Stock batch and instance norm under the scope: outputs get recipes, and running statistics move once.
+"""The recipes of PyTorch's batch and instance norm.  Rebuilding an output moves no running statistics.
 
-Where the call keeps mean and 1 / sqrt(var + eps) for its backward on a CPU, the output is rebuilt from those, in one
-pass.  It has the bits of the first one, since aten rounds weight / sqrt(var + eps) once in either.  Elsewhere the
-function runs again, on the batch alone.
+On a CPU the call keeps mean and 1 / sqrt(var + eps) for its backward, and the output is rebuilt from these in one pass.
+The bits are the same, since aten rounds weight / sqrt(var + eps) once in both calls.  Elsewhere the function runs again
+on the batch alone.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from .registry import Registry
 from .saved import OFF, Handle, Place, Recipe
 
 Function = Callable[..., Any]
-# of both; what comes after these is the same in a second call
+# the first arguments of both functions; the arguments after these do not matter in a second call
 NAMES = ("input", "running_mean", "running_var", "weight", "bias")
-# whether the statistics are those of the batch, and whether they are by default
+# the name and the default of the argument that asks for the statistics of the batch
 OWN = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
 
 
 def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
-    """The rule of these functions."""
+    """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
     flag, default = OWN[func]
     named = dict(zip((*NAMES, flag, "momentum", "eps"), args, strict=False)) | kwargs
     x, own, instance = named["input"], named.get(flag, default), func is F.instance_norm
@@ -68,7 +68,7 @@ def _again(
     (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
     if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
         return None
-    # copies: an optimizer may change the parameters before backward
+    # These are copies, since an optimizer may change the parameters before backward.
     if weight is not None:
         weight = weight.detach()
         scale = scale * (weight.repeat(len(x)) if instance else weight)
@@ -77,7 +77,7 @@ def _again(
         bias = bias.repeat(len(x)) if instance else bias
 
     def again(x: Tensor) -> Tensor:
-        # as one sample of all samples' channels
+        # Instance norm is batch norm of one sample that has the channels of all samples.
         problem = x.contiguous().view(1, count, *x.shape[2:]) if instance else x
         z, _, _ = torch.native_batch_norm(problem, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
         return z.view(x.shape) if instance else z
@@ -86,7 +86,7 @@ def _again(
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
-    """Instance norm saves x laid out anew where it is not contiguous: x is kept in place of this copy."""
+    """Keeps ``x`` in place of ``t``, the contiguous copy of ``x`` that instance norm saves."""
     if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
         return None
     if not registry.certain(x):

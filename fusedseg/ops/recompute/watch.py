@@ -1,4 +1,4 @@
-"""The scope's eyes: it sees functions as they are called, and what they write to."""
+"""The function mode of the scope: it sees functions as they are called, and what they write to."""
 
 import functools
 import sys
@@ -18,7 +18,7 @@ from .stock import RULES
 
 Function = Callable[..., Any]
 
-# what Python calls for |= and the like; the others have names of their own, such as add_
+# The methods that Python calls for |= and similar operators.  Other in-place operators call methods such as add_.
 INPLACE_OPERATORS = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 
 
@@ -50,7 +50,7 @@ def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     for i, name in _schemas(func):
         written.append(args[i] if i < len(args) else kwargs.get(name))
     if func in EMBEDDINGS:
-        # with max_norm, rows of the weight are scaled in place
+        # With max_norm, these functions scale rows of the weight in place.
         written.append(args[1] if len(args) > 1 else kwargs.get("weight"))
     flat = [part for tree in written for part in (tree if isinstance(tree, (tuple, list)) else [tree])]
     return [part for part in flat if isinstance(part, Tensor)]
