@@ -89,7 +89,8 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, pool):
         z, codes = forward(x, pool, True)
-        ctx.size, ctx.rows, ctx.pool = tuple(x.shape[2:]), _rows(z), pool
+        # Of x: a result with one position per channel does not tell how x lies in memory.
+        ctx.size, ctx.rows, ctx.pool = tuple(x.shape[2:]), _rows(dense(x)[0]), pool
         ctx.save_for_backward(codes)
         return z
 
@@ -199,7 +200,7 @@ def _setup_context(ctx, inputs, output):
     x, *pool, _ = inputs
     z, codes = output
     ctx.mark_non_differentiable(codes)
-    ctx.size, ctx.rows, ctx.pool = x.shape[2:], _rows(z), pool
+    ctx.size, ctx.rows, ctx.pool = x.shape[2:], _rows(dense(x)[0]), pool
     ctx.save_for_backward(codes)
 
 

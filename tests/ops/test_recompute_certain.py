@@ -321,6 +321,21 @@ def test_pool_lays_out_what_the_stock_function_does(dims, batch, view):
     assert_same(program)
 
 
+def test_gradient_of_a_pool_with_one_position_lies_as_its_input():
+    """The gradient of a channels_last image came contiguous, and the norm before the pool summed it in another order."""
+
+    def program(scope):
+        bn, x = nn.BatchNorm2d(4), torch.randn(2, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        y = bn(x)
+        y.retain_grad()
+        with scope():
+            z = F.max_pool2d(y, 3, 2, 1)
+        z.square().sum().backward()
+        return [z.detach(), y.grad, torch.tensor(y.grad.stride()), *grads(*bn.parameters())]
+
+    assert_same(program)
+
+
 def test_pool_of_volumes_under_autocast():
     """On a CPU autocast pools volumes in fp32; the result had the dtype of the input."""
 
