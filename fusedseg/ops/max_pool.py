@@ -92,10 +92,14 @@ class MaxPoolFunction(torch.autograd.Function):
         # Of x: a result with one position per channel does not tell how x lies in memory.
         ctx.size, ctx.rows, ctx.pool = tuple(x.shape[2:]), _rows(dense(x)[0]), pool
         ctx.save_for_backward(codes)
+        # As in the stock function, no gradient gives no gradient: zeros would count as one for an optimizer.
+        ctx.set_materialize_grads(False)
         return z
 
     @staticmethod
     def backward(ctx, dz):
+        if dz is None:
+            return None, None
         (codes,) = ctx.saved_tensors
         if batched((dz,)):
             args = dz, codes, ctx.size, ctx.rows, ctx.pool
@@ -198,7 +202,7 @@ def _(ddx, codes, rows, kernel, stride, padding, dilation, ceil_mode):
 
 def _setup_context(ctx, inputs, output):
     x, *pool, _ = inputs
-    z, codes = output
+    _, codes = output
     ctx.mark_non_differentiable(codes)
     ctx.size, ctx.rows, ctx.pool = x.shape[2:], _rows(dense(x)[0]), pool
     ctx.save_for_backward(codes)

@@ -36,6 +36,9 @@ def unit(g: Grower) -> None:
              f"nn.GroupNorm({2 if out % 2 == 0 else 1}, {out})", f"nn.BatchNorm{n}d({out}, momentum=None)",
              f"nn.BatchNorm{n}d({out}, affine=False)",
              f"nn.InstanceNorm{n}d({out}, track_running_stats=True)")  # fmt: skip
+    if len(g.frames) > 1:
+        # Inside a checkpoint the fused module moves its running statistics once, and the stock module twice.
+        norms = norms[:-1]
     conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
     norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
     drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []

@@ -322,7 +322,7 @@ def test_pool_lays_out_what_the_stock_function_does(dims, batch, view):
 
 
 def test_gradient_of_a_pool_with_one_position_lies_as_its_input():
-    """The gradient of a channels_last image came contiguous, and the norm before the pool summed it in another order."""
+    """The gradient of a channels_last image came contiguous, and the norm before it summed in another order."""
 
     def program(scope):
         bn, x = nn.BatchNorm2d(4), torch.randn(2, 4, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -334,6 +334,26 @@ def test_gradient_of_a_pool_with_one_position_lies_as_its_input():
         return [z.detach(), y.grad, torch.tensor(y.grad.stride()), *grads(*bn.parameters())]
 
     assert_same(program)
+
+
+def test_pool_that_no_gradient_reaches():
+    """Its input got a gradient of zeros, where eager mode gives none."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            return None
+
+    for scope in (nullcontext, recompute):
+        x = torch.randn(2, 4, 6, 6, requires_grad=True)
+        with scope():
+            out = Cut.apply(F.max_pool2d(x * 2, 2))
+        out.sum().backward()
+        assert x.grad is None
 
 
 def test_pool_of_volumes_under_autocast():
