@@ -1,31 +1,282 @@
-"""Activation functions, parsed in one place."""
+"""Activation functions: the one table of what the package knows about each, and how arguments name them.
+
+Everything outside ``kernels/`` reads ``TABLE``: the ops on aten, programs that are exported, modules, conversion and
+the memory report.  To add an activation, add a row here and a branch to each function of ``kernels/activation.py``.
+
+In the table, y is the input of the activation, z its output, and p its parameter, which is 0 for those that have none.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-# these have an inverse, for suitable parameters, so that an op may store its output
-INVERTIBLE = ("leaky_relu", "elu", "identity")
-# these do not: an op stores its input
-EXACT_ONLY = ("relu", "silu", "gelu", "mish", "hardswish", "relu6", "prelu")
-NAMES = (*INVERTIBLE, *EXACT_ONLY)
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-# what ``activation_param`` is, and the stock module's default for it
-PARAMETERS = {"leaky_relu": ("slope", 0.01), "elu": ("alpha", 1.0), "prelu": ("initial slope", 0.25)}
-GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """What ``activation_param`` is: its name in errors, the stock module's attribute, and the stock default.
+
+    ``choices``, where the parameter is a word: each word with the name of the row that it selects.
+    """
+
+    name: str
+    attribute: str
+    default: Any
+    choices: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """What an op needs that stores z alone.  An activation with a parameter is invertible where the parameter is > 0.
+
+    y: (z, p) -> y.
+    grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless that is None.
+    into: (y, p, out); writes z to ``out``.
+    slope: p -> how much smaller than a small y its z may be, at most 1.
+    """
+
+    y: Callable[[Tensor, float], Tensor]
+    grad: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
+    into: Callable[[Tensor, float, Tensor], object]
+    slope: Callable[[float], float] = lambda p: 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """All that is known about an activation.
+
+    name: what ``Activation`` and the kernels call it.
+    module: the stock module; None for identity, which conversion does not look for.
+    function: (y, p) -> z, by stock functions.
+    forward: (y, p) -> z, by aten ops, in the memory of y.
+    grad: (dz, y, p) -> dz * phi'(y), in the memory of y where aten can.  These are the ops that autograd calls for the
+        stock function of y; for the function that overwrites y, autograd calls others, which round differently.
+    node: how the name of the node begins that autograd makes for it; "" where the memory report gives no advice.
+    parameter: what ``activation_param`` is, if there is one.
+    inverse: None where y cannot be found from z.
+    idempotent: to apply it twice is the same as to apply it once.
+    fixed: attributes of the stock module that the fused ops do not take, each with the only value that they stand for.
+    selected_by: for a row that a word selects, the public name and the word.
+    learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
+        the gradient of p as well.  The kernels do not take it.
+    """
+
+    name: str
+    module: type[nn.Module] | None
+    function: Callable[[Tensor, Any], Tensor]
+    forward: Callable[[Tensor, Any], Tensor]
+    grad: Callable[[Tensor, Tensor, Any], Any]
+    node: str = ""
+    parameter: Parameter | None = None
+    inverse: Inverse | None = None
+    idempotent: bool = False
+    fixed: tuple[tuple[str, Any], ...] = ()
+    selected_by: tuple[str, str] | None = None
+    learned: bool = False
+
+
+def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
+    if out is None:
+        return aten.leaky_relu_backward(dz, z, p, True)
+    return aten.leaky_relu_backward.grad_input(dz, z, p, True, grad_input=out)
+
+
+def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
+    if out is None:
+        return aten.elu_backward(dz, p, scale, 1, True, z)
+    return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
+
+
+def _elu_inverse(z: Tensor, p: float) -> Tensor:
+    # The tail saturates at -1.  What has rounded to -1 is taken for the middle of the values that round to it.
+    least = math.log(torch.finfo(z.dtype).eps / 8)
+    tail = z.div(p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
+    return torch.where(z > 0, z, tail)
+
+
+def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
+    """The slopes (1,) or (C,) of prelu, to broadcast against (N, C, *spatial)."""
+    return slope.view(1, -1, *(1,) * (y.dim() - 2)).to(y.dtype)
+
+
+def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    w = _per_channel(slope, y)
+    g, dw = aten._prelu_kernel_backward(dz, y, w)
+    over = [d for d in range(y.dim()) if w.shape[d] == 1]
+    return g, dw.sum(over, dtype=slope.dtype).view_as(slope)
+
+
+_APPROXIMATION = Parameter("approximation", "approximate", "none", {"none": "gelu", "tanh": "gelu_tanh"})
+
+_ROWS = (
+    Row(
+        "leaky_relu",
+        nn.LeakyReLU,
+        function=F.leaky_relu,
+        forward=lambda y, p: aten.leaky_relu_(y, p),
+        grad=lambda dz, y, p: aten.leaky_relu_backward.grad_input(dz, y, p, False, grad_input=y),
+        node="LeakyRelu",
+        parameter=Parameter("slope", "negative_slope", 0.01),
+        inverse=Inverse(
+            y=lambda z, p: F.leaky_relu(z, 1.0 / p),
+            grad=_leaky_relu_grad,
+            into=lambda y, p, out: aten.leaky_relu.out(y, p, out=out),
+            slope=lambda p: min(p, 1.0),
+        ),
+    ),
+    Row(
+        "elu",
+        nn.ELU,
+        function=F.elu,
+        forward=lambda y, p: aten.elu_(y, p),
+        grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=y),
+        node="Elu",
+        parameter=Parameter("alpha", "alpha", 1.0),
+        inverse=Inverse(y=_elu_inverse, grad=_elu_grad, into=lambda y, p, out: aten.elu.out(y, p, out=out)),
+    ),
+    Row(
+        "identity",
+        None,
+        function=lambda y, p: y,
+        forward=lambda y, p: y,
+        grad=lambda dz, y, p: dz,
+        idempotent=True,
+        inverse=Inverse(
+            y=lambda z, p: z,
+            grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
+            into=lambda y, p, out: out.copy_(y),
+        ),
+    ),
+    Row(
+        "relu",
+        nn.ReLU,
+        function=lambda y, p: F.relu(y),
+        forward=lambda y, p: aten.relu_(y),
+        grad=lambda dz, y, p: aten.threshold_backward.grad_input(dz, y, 0, grad_input=y),
+        node="Relu",
+        idempotent=True,
+    ),
+    Row(
+        "silu",
+        nn.SiLU,
+        function=lambda y, p: F.silu(y),
+        forward=lambda y, p: aten.silu_(y),
+        grad=lambda dz, y, p: aten.silu_backward.grad_input(dz, y, grad_input=y),
+        node="Silu",
+    ),
+    Row(
+        "gelu",
+        nn.GELU,
+        function=lambda y, p: F.gelu(y),
+        forward=lambda y, p: aten.gelu_(y),
+        grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, grad_input=y),
+        node="Gelu",
+        parameter=_APPROXIMATION,
+    ),
+    Row(
+        "gelu_tanh",
+        nn.GELU,
+        function=lambda y, p: F.gelu(y, approximate="tanh"),
+        forward=lambda y, p: aten.gelu_(y, approximate="tanh"),
+        grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, approximate="tanh", grad_input=y),
+        node="Gelu",
+        parameter=_APPROXIMATION,
+        selected_by=("gelu", "tanh"),
+    ),
+    Row(
+        "mish",
+        nn.Mish,
+        function=lambda y, p: F.mish(y),
+        forward=lambda y, p: aten.mish_(y),
+        grad=lambda dz, y, p: aten.mish_backward(dz, y),
+        node="Mish",
+    ),
+    Row(
+        "hardswish",
+        nn.Hardswish,
+        function=lambda y, p: F.hardswish(y),
+        forward=lambda y, p: aten.hardswish_(y),
+        grad=lambda dz, y, p: aten.hardswish_backward(dz, y),
+        node="Hardswish",
+    ),
+    Row(
+        "relu6",
+        nn.ReLU6,
+        function=lambda y, p: F.relu6(y),
+        forward=lambda y, p: aten.hardtanh_(y, 0.0, 6.0),
+        grad=lambda dz, y, p: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=y),
+        node="Hardtanh",
+        idempotent=True,
+    ),
+    Row(
+        "prelu",
+        nn.PReLU,
+        function=lambda y, slope: F.prelu(y, slope.to(y.dtype)),
+        forward=lambda y, slope: aten._prelu_kernel(y, _per_channel(slope, y)),
+        grad=_prelu_grad,
+        parameter=Parameter("initial slope", "init", 0.25),
+        learned=True,
+    ),
+)
+TABLE: dict[str, Row] = {row.name: row for row in _ROWS}
+
+
+class Other(NamedTuple):
+    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``."""
+
+    name: str
+    module: type[nn.Module] | None
+    node: str = ""
+
+
+OTHERS = (
+    Other("hardtanh", nn.Hardtanh),
+    Other("selu", nn.SELU),
+    Other("celu", nn.CELU),
+    Other("rrelu", nn.RReLU),
+    Other("softplus", nn.Softplus, "Softplus"),
+    Other("sigmoid", nn.Sigmoid, "Sigmoid"),
+    Other("tanh", nn.Tanh, "Tanh"),
+    Other("hardsigmoid", nn.Hardsigmoid),
+    Other("clamp", None),
+    Other("clamp_min", None),
+)
+
+# what the argument ``activation`` may be: of any op, of an op that stores its output, and the rest
+NAMES = tuple(row.name for row in _ROWS if row.selected_by is None)
+INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
+EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)
+# the stock module's class -> its row, the first one where a word selects among several
+OF_MODULE: dict[type[nn.Module], Row] = {
+    row.module: row for row in _ROWS if row.module is not None and row.selected_by is None
+}
 
 
 class Activation(NamedTuple):
-    """A name and its parameter: the negative slope of leaky_relu, the alpha of elu, the initial slope of prelu (which
-    is learned), 0 for the others.  GELU by its approximation is two of them, "gelu" and "gelu_tanh"."""
+    """The name of a row of the table, and the parameter: 0 for rows without one, the initial slope for prelu."""
 
     name: str
     param: float
 
     def __str__(self) -> str:
         """As users wrote it."""
-        if self.name == "gelu_tanh":
-            return "gelu('tanh')"
-        return f"{self.name}({self.param})" if self.name in PARAMETERS else self.name
+        row = TABLE[self.name]
+        if row.selected_by is not None:
+            name, word = row.selected_by
+            return f"{name}({word!r})"
+        return self.name if row.parameter is None or row.parameter.choices else f"{self.name}({self.param})"
+
+
+def is_invertible(name: str, param: Any) -> bool:
+    """Whether an op can store the output alone, with this number as the parameter."""
+    row = TABLE[name]
+    return row.inverse is not None and (row.parameter is None or param > 0)
 
 
 def _check_name(op: str, name: str, names: tuple[str, ...]) -> None:
@@ -35,9 +286,8 @@ def _check_name(op: str, name: str, names: tuple[str, ...]) -> None:
         raise ValueError(f"{op}: activation must be one of {', '.join(names)}, got {name!r}")
 
 
-def _check_number(op: str, name: str, param: object) -> float:
+def _check_number(op: str, name: str, what: str, param: object) -> float:
     if isinstance(param, bool) or not isinstance(param, (int, float)) or not math.isfinite(param):
-        what = PARAMETERS[name][0]
         raise TypeError(f"{op}: activation_param must be a finite number, the {what} of {name}, got {param!r}")
     return float(param)
 
@@ -45,38 +295,44 @@ def _check_number(op: str, name: str, param: object) -> float:
 def parse_activation(op: str, name: str, param: float | str | None = None) -> Activation:
     """The activation of an op that stores its input, which is exact for all of them; None: the stock default.
 
-    ``param``: a number for leaky_relu, elu and prelu, "none" or "tanh" for gelu, None for the others; identity takes no
-    notice of it, as in ``parse_invertible``.
+    ``param``: a number for leaky_relu, elu and prelu, "none" or "tanh" for gelu, None for those without a parameter.
+    Identity takes no notice of it, as in ``parse_invertible``.
     """
     _check_name(op, name, NAMES)
-    if name == "identity":
-        return Activation(name, 0.0)
-    if name == "gelu":
-        if param not in (None, *GELU):
+    parameter = TABLE[name].parameter
+    if parameter is None:
+        if param is not None and name != "identity":
             raise ValueError(
-                f"{op}: activation_param of gelu must be 'none' or 'tanh', its approximation, got {param!r}"
+                f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}"
             )
-        return Activation(GELU[param or "none"], 0.0)
-    if name in PARAMETERS:
-        return Activation(name, PARAMETERS[name][1] if param is None else _check_number(op, name, param))
-    if param is not None:
-        raise ValueError(f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}")
-    return Activation(name, 0.0)
+        return Activation(name, 0.0)
+    if parameter.choices is not None:
+        if param not in (None, *parameter.choices):
+            words = " or ".join(map(repr, parameter.choices))
+            raise ValueError(f"{op}: activation_param of {name} must be {words}, its {parameter.name}, got {param!r}")
+        return Activation(parameter.choices[str(param or parameter.default)], 0.0)
+    return Activation(name, parameter.default if param is None else _check_number(op, name, parameter.name, param))
 
 
 def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAct") -> Activation:
     """The activation of an op that stores its output; ValueError for one that cannot be inverted, which names the
-    module that is exact for it."""
+    module that is exact for it.
+
+    ``param`` has a default in every signature, the slope of leaky_relu.  So activations without a parameter take that
+    default and 0, which is what ``Activation`` holds for them, and no other number; identity takes any.
+    """
     if name in EXACT_ONLY:
         raise ValueError(f"{op}: activation {name!r} cannot be inverted; use fusedseg.{exact}, which is exact for it")
     _check_name(op, name, INVERTIBLE)
-    if name == "identity":
+    parameter = TABLE[name].parameter
+    if parameter is None:
+        if name != "identity" and param not in (None, 0.0, 0.01):
+            raise ValueError(f"{op}: activation {name!r} has no parameter, leave activation_param out, got {param!r}")
         return Activation(name, 0.0)
-    value = _check_number(op, name, param)
-    if value <= 0:
-        what = PARAMETERS[name][0]
+    value = _check_number(op, name, parameter.name, param)
+    if not is_invertible(name, value):
         raise ValueError(
-            f"{op}: {name} with {what} {param} cannot be inverted (the {what} must be > 0); "
+            f"{op}: {name} with {parameter.name} {param} cannot be inverted (the {parameter.name} must be > 0); "
             f"use fusedseg.{exact}, which is exact for it"
         )
     return Activation(name, value)

@@ -58,7 +58,8 @@ def inplace_abn(
         running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 beside half precision.
         training: statistics of the batch, which move the running ones by ``momentum``; else the running ones.
         eps: added to the variance.
-        activation: "leaky_relu" (``activation_param``: the negative slope, > 0), "elu" (alpha, > 0) or "identity".
+        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
         residual: added before the activation; of the shape, dtype (under autocast, any) and device of ``x``, in other
             memory.  Copied once where its strides are not those of ``x``.
 

@@ -88,9 +88,10 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
         z = y * t
     elif ACT == "hardswish":
         z = tl.where(y <= -3, y * 0.0, tl.where(y >= 3, y, y * (y + 3.0) * 0.16666666666666666))
-    else:
-        tl.static_assert(ACT == "identity")
+    elif ACT == "identity":
         z = y
+    else:
+        tl.static_assert(False, "act_fwd has no branch for this activation")
     return z
 
 
@@ -101,8 +102,10 @@ def act_grad(dz, z, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = tl.where(z > 0, dz, dz * PARAM)
     elif ACT == "elu":
         g = tl.where(z > 0, dz, dz * (z + PARAM))
-    else:
+    elif ACT == "identity":
         g = dz
+    else:
+        tl.static_assert(False, "act_grad has no branch for this activation")
     return g
 
 
@@ -133,9 +136,10 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = dz * (t + y * tl.sigmoid(y) * sech2)
     elif ACT == "hardswish":
         g = tl.where(y <= -3, 0.0, tl.where(y >= 3, dz, dz * (y * 0.3333333333333333 + 0.5)))
-    else:
-        tl.static_assert(ACT == "identity")
+    elif ACT == "identity":
         g = dz
+    else:
+        tl.static_assert(False, "act_grad_of_input has no branch for this activation")
     return g
 
 
@@ -146,6 +150,8 @@ def act_inverse(z, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr):
     elif ACT == "elu":
         w = tl.maximum(tl.minimum(z, 0.0) * (1.0 / PARAM) + 1.0, CLAMP)
         y = tl.where(z > 0, z, tl.log(w))
-    else:
+    elif ACT == "identity":
         y = z
+    else:
+        tl.static_assert(False, "act_inverse has no branch for this activation")
     return y

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .launcher import forget_plans
+from .launcher import forget_plans, fp_fusion
 
 
 class Launch(NamedTuple):
@@ -73,8 +73,8 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
     run, active = JITFunction.run, driver._active
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        # named, though it is the default: Triton 3.9 warns where it is not, since 3.10 will have another
-        kwargs.setdefault("enable_fp_fusion", triton.knobs.language.default_fp_fusion)
+        # A kernel that is launched without a Launcher leaves this open.
+        kwargs.setdefault("enable_fp_fusion", fp_fusion())
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         launches.append(Launch(self.__name__, compiled, grid))
         return compiled

@@ -12,6 +12,7 @@ debuggers; and versions of Triton other than those that were read.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -59,6 +60,15 @@ def is_watched() -> bool:
     )
 
 
+def fp_fusion() -> bool:
+    """Whether the compiler may fuse a multiplication and an addition: yes, unless the user has said no.
+
+    Triton 3.9 warns where a launch leaves this open, because 3.10 will not fuse by default.  Every launch of ours names
+    it, so results stay what they are.  Triton's setting, when it is set in a program, sets the variable too.
+    """
+    return "TRITON_DEFAULT_FP_FUSION" not in os.environ or bool(knobs.language.default_fp_fusion)
+
+
 def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> tuple:
     """What compiled code depends on, beside a launcher's own sizes and constants."""
     return *[None if t is None else t.dtype for t in tensors], *[a and a % 16 for a in addresses]
@@ -89,7 +99,9 @@ class Launcher:
                 stream = driver.active.get_current_stream(device)
                 run(*self._whole_grid, stream, function, metadata, None, None, None, *addresses, *floats, *self._tail)
                 return
-        compiled = self._kernel[self._grid](*tensors, *floats, *self._sizes, **self._constants)
+        compiled = self._kernel[self._grid](
+            *tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=fp_fusion()
+        )
         if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             addresses = [None if t is None else t.data_ptr() for t in tensors]
             kind = (driver.active.get_current_device(), *kind_of(tensors, addresses))

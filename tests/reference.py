@@ -1,10 +1,13 @@
 """What the ops must compute, in plain float64 PyTorch: the benches compare with it as well."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from fusedseg.activation import TABLE
 
 # Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
 # roundoff u; what comes before is exact to fp32, or fp64, over the lengths tested here.
@@ -25,16 +28,22 @@ GRADIENT_TOLERANCE = {
 }
 
 
-# those without a parameter, by the names of kernels
-STOCK_ACTIVATIONS = {
-    "relu": functional.relu,
-    "relu6": functional.relu6,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda y: functional.gelu(y, approximate="tanh"),
-    "mish": functional.mish,
-    "hardswish": functional.hardswish,
-}
+# parameters that tests take, which are not the stock defaults
+PARAMS = {"leaky_relu": 0.2, "elu": 1.3}
+
+
+def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:
+    """The stock function by the name that the kernels use: found by that name, not in the package's own table."""
+    if name == "identity":
+        return lambda y: y
+    if name == "gelu_tanh":
+        return lambda y: functional.gelu(y, approximate="tanh")
+    function = getattr(functional, name)
+    return (lambda y: function(y, param)) if name in PARAMS or name == "prelu" else function
+
+
+# those without a number as a parameter, by the names of kernels
+STOCK_ACTIVATIONS = {name: stock_activation(name) for name in TABLE if name not in {*PARAMS, "identity", "prelu"}}
 
 
 class Result(NamedTuple):

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": (set(), {"matplotlib", "torch"}),
+    "memory": ({"activation"}, {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
     "__init__": (BASE | {"conversion", "functional", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),

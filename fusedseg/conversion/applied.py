@@ -4,33 +4,15 @@ They stay subclasses of the activations that they replace, so that code which lo
 replace such a module, or to set its parameters, is then an error at the next forward, and not without effect.
 """
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from ..activation import OF_MODULE
 from ..nn.leaf import as_leaf
 from ..ops.unfused import assume_constant_result
-
-
-class Known(NamedTuple):
-    """An activation of fused norms: its name there, and the attribute of its module that is its parameter."""
-
-    name: str
-    parameter: str | None = None
-
-
-KNOWN: dict[type, Known] = {
-    nn.LeakyReLU: Known("leaky_relu", "negative_slope"),
-    nn.ELU: Known("elu", "alpha"),
-    nn.GELU: Known("gelu", "approximate"),
-    nn.ReLU: Known("relu"),
-    nn.ReLU6: Known("relu6"),
-    nn.SiLU: Known("silu"),
-    nn.Mish: Known("mish"),
-    nn.Hardswish: Known("hardswish"),
-}
 
 
 def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -47,24 +29,33 @@ def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 class _DoneByNorm(nn.Module):
     """The first base class of the classes below; the second one is the activation's."""
 
-    # the activation's class, the name of its parameter, the value that the norm applies, and where it was found
+    # the activation's class, and the name of its parameter
     _stock: type[nn.Module]
     _parameter: str | None
+    # attributes that must have a certain value, as in the activation's row of the table
+    _fixed: tuple[tuple[str, Any], ...]
+    # the value of the parameter that the norm applies, and where the activation was found
     _fusedseg_value: Any
     _fusedseg_path: str
 
     def _check_parameter(self) -> None:
         if self._parameter is not None and getattr(self, self._parameter) != self._fusedseg_value:
             self._refuse()
+        for attribute, value in self._fixed:
+            if getattr(self, attribute) != value:
+                self._refuse()
 
     # torch.compile cannot format a number
     @assume_constant_result
     def _refuse(self) -> NoReturn:
-        assert self._parameter is not None
+        expected = dict(self._fixed)
+        if self._parameter is not None:
+            expected[self._parameter] = self._fusedseg_value
+        name, value = next((name, value) for name, value in expected.items() if getattr(self, name) != value)
         raise RuntimeError(
-            f"fusedseg.convert: {self._parameter} of {self._fusedseg_path or 'the model'} was set to "
-            f"{getattr(self, self._parameter)!r} after the model was converted, but the norm before it applies "
-            f"{self._fusedseg_value!r}; call fusedseg.convert on the model again, or fusedseg.revert before such a "
+            f"fusedseg.convert: {name} of {self._fusedseg_path or 'the model'} was set to "
+            f"{getattr(self, name)!r} after the model was converted, but the norm before it applies "
+            f"{value!r}; call fusedseg.convert on the model again, or fusedseg.revert before such a "
             "change"
         )
 
@@ -101,9 +92,14 @@ class AppliedOnce(_DoneByNorm):
 def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
     """By the activation's class; printed as ``base`` is, and in this module under names such as ``AppliedReLU``."""
     made: dict[type, Any] = {}
-    for cls, known in KNOWN.items():
+    for cls, row in OF_MODULE.items():
+        if row.learned:
+            # ``spec_of`` refuses it
+            continue
         qualname = base.__name__ + cls.__name__
-        names = {"__module__": __name__, "__qualname__": qualname, "_stock": cls, "_parameter": known.parameter}
+        parameter = None if row.parameter is None else row.parameter.attribute
+        names = {"__module__": __name__, "__qualname__": qualname, "_stock": cls, "_parameter": parameter}
+        names["_fixed"] = row.fixed
         made[cls] = globals()[qualname] = type(base.__name__, (base, cls), names)
     return made
 
@@ -116,7 +112,6 @@ def applied(act: nn.Module, path: str, once: bool) -> nn.Module:
     cls = (APPLIED_ONCE if once else APPLIED)[type(act)]
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
-    parameter = KNOWN[type(act)].parameter
-    twin._fusedseg_value = None if parameter is None else getattr(act, parameter)
+    twin._fusedseg_value = None if cls._parameter is None else getattr(act, cls._parameter)
     twin._fusedseg_path = path
     return twin

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..activation import OF_MODULE, OTHERS
+
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -22,24 +24,18 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 KINDS = {
     "conv": {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"},
     "norm": {"batch_norm", "instance_norm", "group_norm"},
-    "activation": {
-        "relu", "leaky_relu", "elu", "silu", "gelu", "mish", "hardswish", "relu6", "prelu", "hardtanh", "selu", "celu",
-        "rrelu", "softplus", "sigmoid", "tanh", "hardsigmoid", "clamp", "clamp_min",
-    },
+    "activation": {row.name for row in OF_MODULE.values()} | {other.name for other in OTHERS},
     "add": {"add", "iadd", "__add__", "__iadd__", "__radd__"},
     "pool": {"max_pool1d", "max_pool2d", "max_pool3d"},
     "join": {"cat", "concat", "concatenate", "interpolate", "upsample", "pad"},
-}  # fmt: skip
+}
 MODULE_KINDS: dict[str, tuple[type, ...]] = {
     "conv": CONVS,
     "norm": NORMS,
-    "activation": (
-        nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Mish, nn.Hardswish, nn.ReLU6, nn.PReLU, nn.Hardtanh,
-        nn.SELU, nn.CELU, nn.RReLU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
-    ),
+    "activation": (*OF_MODULE, *(other.module for other in OTHERS if other.module is not None)),
     "pool": POOLS,
     "join": (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
-}  # fmt: skip
+}
 
 
 def kind_of(name: str, module: nn.Module | None) -> str:

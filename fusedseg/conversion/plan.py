@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..activation import TABLE
 from .convs import LEAN, joins, lean
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import IDEMPOTENT, POOLS, Refused, Spec, check_hooks, spec_of, twin_of
+from .twins import POOLS, Refused, Spec, check_hooks, spec_of, twin_of
 
 T = TypeVar("T")
 CATS = ("cat", "concat")
@@ -155,7 +156,7 @@ class Planner:
         return not all(maker is not None and maker.module in fusions for maker in makers)
 
     def _sharing_allowed(self, fusion: Fusion, fusions: dict[nn.Module, Fusion]) -> bool:
-        if fusion.spec.name in IDEMPOTENT or not any(self._is_shared(act, fusions) for act in fusion.acts):
+        if TABLE[fusion.spec.name].idempotent or not any(self._is_shared(act, fusions) for act in fusion.acts):
             return True
         # a mark is on the very tensor
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))

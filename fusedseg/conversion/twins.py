@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..activation import OF_MODULE, is_invertible
 from ..nn import MaxPool2d, MaxPool3d
-from .applied import KNOWN, mark_applied
+from .applied import mark_applied
 from .norms import NORM_OF_CONV, STORE_INPUT, STORE_OUTPUT
 
 POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
-# z = phi(z): to call it once more changes nothing
-IDEMPOTENT = ("relu", "relu6")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STOCK = "_fusedseg_stock"
 
@@ -31,7 +30,7 @@ class Spec(NamedTuple):
 
     @property
     def invertible(self) -> bool:
-        return self.name in ("leaky_relu", "elu") and self.param > 0  # type: ignore[operator]
+        return is_invertible(self.name, self.param)
 
 
 class Refused(Exception):
@@ -40,16 +39,24 @@ class Refused(Exception):
 
 def spec_of(act: nn.Module) -> Spec:
     """The activation of a stock module; raises Refused where the fused modules have none like it."""
-    if type(act) in KNOWN:
-        name, parameter = KNOWN[type(act)]
-        if parameter is None:
-            return Spec(name, None)
-        value = getattr(act, parameter)
-        return Spec(name, value if name == "gelu" else _number(parameter.split("_")[-1], value))
-    if type(act) is nn.PReLU:
+    row = OF_MODULE.get(type(act))
+    if row is None:
+        raise Refused(f"there is no fused norm with {type(act).__name__}")
+    if row.learned:
         # measured: as many bytes, 1 to 4 % more time on a CPU, and no kernel of our own on a GPU
-        raise Refused("followed by PReLU, whose slope is learned: a fused module would keep as much as the scope does")
-    raise Refused(f"there is no fused norm with {type(act).__name__}")
+        raise Refused(
+            f"followed by {type(act).__name__}, whose slope is learned: a fused module would keep as much as the scope "
+            "does"
+        )
+    for attribute, value in row.fixed:
+        found = getattr(act, attribute)
+        # A tensor that is learned may be equal now.
+        if type(found) not in (int, float) or found != value:
+            raise Refused(f"the {attribute} of its activation is {found!r}, and fused norms take {value!r} alone")
+    if row.parameter is None:
+        return Spec(row.name, None)
+    value = getattr(act, row.parameter.attribute)
+    return Spec(row.name, value if row.parameter.choices else _number(row.parameter.name, value))
 
 
 def _number(what: str, value: Any) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..activation import Activation
+from ..activation import TABLE, Activation
 from ..ops import conv_abn as op
 from ..ops.conv_choice import check_conv_backend
 from ..ops.join_conv import autocast
@@ -23,9 +23,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def activation_module(act: Activation) -> nn.Module:
-    if act.name == "leaky_relu":
-        return nn.LeakyReLU(act.param, inplace=True)
-    return nn.ELU(act.param, inplace=True) if act.name == "elu" else nn.Identity()
+    """The stock module, of an activation that can be inverted: all of these work in place."""
+    row = TABLE[act.name]
+    if row.module is None:
+        return nn.Identity()
+    param = {} if row.parameter is None else {row.parameter.attribute: act.param}
+    return row.module(**param, inplace=True)
 
 
 def convolved_and_normalised(

@@ -31,8 +31,8 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
-        activation: "leaky_relu", "elu" or "identity".
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
+        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
         device, dtype: of parameters and buffers.
 
     Kept for backward: the output, 1 / sqrt(var + eps), the parameters and the residual; and the normalised input of

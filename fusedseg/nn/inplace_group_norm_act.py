@@ -25,8 +25,8 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as in ``nn.GroupNorm``.
-        activation: "leaky_relu", "elu" or "identity".
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
+        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
 
     Kept for backward: the output, 1 / sqrt(var + eps) of each group of each sample, the parameters and the residual;
     and kept channels as ``InPlaceABN`` has them.

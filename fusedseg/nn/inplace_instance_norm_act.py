@@ -32,8 +32,8 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``: neither parameters
             nor running statistics unless asked for.
-        activation: "leaky_relu", "elu" or "identity".
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused by identity.
+        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
 
     Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters and the residual;
     and kept channels as ``InPlaceABN`` has them.

@@ -78,5 +78,4 @@ class Invertible(Unscriptable, nn.Module):
         watch(self)
 
     def extra_repr(self) -> str:
-        act = self.activation if self.activation == "identity" else f"{self.activation}({self.activation_param})"
-        return f"{super().extra_repr()}, activation={act}"
+        return f"{super().extra_repr()}, activation={self._act}"

@@ -151,7 +151,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
-        activation: "relu", "leaky_relu", "elu", "silu", "gelu", "mish", "hardswish", "relu6", "prelu" or "identity".
+        activation: the name of an activation, one of ``fusedseg.activation.NAMES``.
         activation_param: the negative slope of leaky_relu (None: 0.01), the alpha of elu (1), the initial slope of
             prelu (0.25), the approximation of gelu, "none" or "tanh" ("none"); None for the others.
         num_slopes: of prelu, 1 or C, as in ``nn.PReLU``.

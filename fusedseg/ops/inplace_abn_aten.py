@@ -13,15 +13,13 @@ scale g + slope y + offset of vectors per channel, as it is where sums come firs
 are dealt with in ``by_sample_aten.py``.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 
-from ..activation import Activation
+from ..activation import TABLE, Activation, Inverse
 from . import groups_aten
 from .kept import Kept
 from .layout import Layout, channel_view, per_channel
@@ -90,42 +88,13 @@ def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
 
 
 def activate_(z: Tensor, act: Activation) -> Tensor:
-    if act.name == "leaky_relu":
-        return F.leaky_relu_(z, act.param)
-    return F.elu_(z, act.param) if act.name == "elu" else z
+    return TABLE[act.name].forward(z, act.param)
 
 
-def _activate_into(out: Tensor, y: Tensor, act: Activation) -> None:
-    if act.name == "leaky_relu":
-        aten.leaky_relu.out(y, act.param, out=out)
-    elif act.name == "elu":
-        aten.elu.out(y, act.param, out=out)
-    else:
-        out.copy_(y)
-
-
-def _act_grad(dz: Tensor, z: Tensor, act: Activation, out: Tensor | None = None) -> Tensor:
-    """dz phi'(y), in ``out`` where that is given."""
-    if act.name == "leaky_relu":
-        if out is not None:
-            return aten.leaky_relu_backward.grad_input(dz, z, act.param, True, grad_input=out)
-        return aten.leaky_relu_backward(dz, z, act.param, True)
-    if act.name == "elu":
-        if out is not None:
-            return aten.elu_backward.grad_input(dz, act.param, 1, 1, True, z, grad_input=out)
-        return aten.elu_backward(dz, act.param, 1, 1, True, z)
-    return dz if out is None else out.copy_(dz)
-
-
-def _act_inverse(z: Tensor, act: Activation) -> Tensor:
-    if act.name == "leaky_relu":
-        return F.leaky_relu(z, 1.0 / act.param)
-    if act.name == "elu":
-        # a distance of 0 from -1 stands for the middle of what rounds to it
-        least = math.log(torch.finfo(z.dtype).eps / 8)
-        tail = z.div(act.param).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
-        return torch.where(z > 0, z, tail)
-    return z
+def _inverse(act: Activation) -> Inverse:
+    inverse = TABLE[act.name].inverse
+    assert inverse is not None, act
+    return inverse
 
 
 def _small(x: Tensor) -> bool:
@@ -183,7 +152,7 @@ def forward(
             rstds.append(rstd)
             if residual is not None:
                 y.add_(channel_view(residual, layout)[:, c])
-            _activate_into(outv[:, c], y, act)
+            _inverse(act).into(y, act.param, outv[:, c])
         return torch.cat(means), torch.cat(rstds), None
     if training:
         mean, var = moments(xv, layout, acc)
@@ -230,7 +199,8 @@ class _Backward:
 
     def rebuild(self, z: Tensor, dz: Tensor, c: slice, rows: slice) -> tuple[Tensor, Tensor]:
         """g and y of a range of channels (planes) or rows."""
-        y = _act_inverse(z, self.act)
+        inverse, param = _inverse(self.act), self.act.param
+        y = inverse.y(z, param)
         if self.residual is not None:
             r = self.residual[:, c, rows]
             y = z - r if y is z else y.sub_(r)
@@ -239,7 +209,7 @@ class _Backward:
             if into.numel():
                 y = y.clone() if y is z else y
                 y[:, into.to(y.device)] = self.xhat[:, slots, rows]
-        return _act_grad(dz, z, self.act, None if self.dresidual is None else self.dresidual[:, c, rows]), y
+        return inverse.grad(dz, z, param, None if self.dresidual is None else self.dresidual[:, c, rows]), y
 
     def reduce(self, g: Tensor, y: Tensor, c: slice, dx_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2, s1 of these values alone."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..activation import Activation
+from ..activation import TABLE, Activation
 from .recompute.saved import recomputing
 
 # |bias| > KAPPA |weight| is kept: u |bias / weight| then stays below 2**-6, 2**-9, 2**-18, 2**-41
@@ -58,7 +58,9 @@ def kept_mask(
     above 1 / KAPPA as many times the accuracy.
     """
     # the smallest weight whose outputs stay normal numbers, where the slope takes its part of them
-    slope = min(act.param, 1.0) if act.name == "leaky_relu" else 1.0
+    inverse = TABLE[act.name].inverse
+    assert inverse is not None, act
+    slope = inverse.slope(act.param)
     floor = 1.0 if residual else torch.finfo(dtype).tiny / slope
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
         # a handful of values in every step: numpy's calls cost a tenth of aten's

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend
-from ..activation import Activation
+from ..activation import TABLE, Activation
 from . import double_backward, norm_act_aten, unfused
 from .device import device_of
 from .double_backward import differentiated_once
@@ -48,7 +48,7 @@ def statistics_count(x: Tensor, norm: Norm, own: bool) -> int:
 
 def use_triton(x: Tensor, act: Activation) -> bool:
     """The slope of prelu, which is learned, is left to aten."""
-    return act.name != "prelu" and _backend.use_triton(x)
+    return not TABLE[act.name].learned and _backend.use_triton(x)
 
 
 def kernel_layout(x: Tensor, norm: Norm) -> Layout:

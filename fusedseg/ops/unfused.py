@@ -8,20 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..activation import Activation
+from ..activation import TABLE, Activation
 from .convolution import Geometry
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "mish": F.mish,
-    "hardswish": F.hardswish,
-    "identity": lambda y: y,
-}
-
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,14 +37,7 @@ def wanted() -> bool:
 
 
 def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
-    if act.name == "leaky_relu":
-        return F.leaky_relu(y, act.param)
-    if act.name == "elu":
-        return F.elu(y, act.param)
-    if act.name == "prelu":
-        assert slope is not None
-        return F.prelu(y, slope.to(y.dtype))
-    return ACTIVATIONS[act.name](y)
+    return TABLE[act.name].function(y, act.param if slope is None else slope)
 
 
 def norm_act(

@@ -7,8 +7,10 @@ Kernels are compiled for sm_90; a GPU is not needed.
 
 import contextlib
 import json
+import os
 import random
 import traceback
+import warnings
 from typing import NamedTuple
 from unittest import mock
 
@@ -104,7 +106,8 @@ def add(n: int = 100) -> Launcher:
 
 
 def public(tensors, factor, n=100) -> None:
-    add_kernel[(triton.cdiv(n, 64),)](*tensors, factor, n, EVEN=n % 2 == 0, BLOCK=64, num_warps=1)
+    constants = {"EVEN": n % 2 == 0, "BLOCK": 64, "num_warps": 1, "enable_fp_fusion": True}
+    add_kernel[(triton.cdiv(n, 64),)](*tensors, factor, n, **constants)
 
 
 def as_addresses(launched: Launched) -> Launched:
@@ -207,6 +210,19 @@ def options_take_the_public_way() -> None:
     assert not launcher.is_watched()
 
 
+def every_launch_names_fp_fusion() -> None:
+    """Triton 3.9 warned of its default, which 3.10 changes.  A user's own choice counts."""
+    tensors = (tensor(torch.float32), None, tensor(torch.float32))
+    for choice, expected in ((None, True), ("1", True), ("0", False)):
+        chosen = {} if choice is None else {"TRITON_DEFAULT_FP_FUSION": choice}
+        with recorder(), mock.patch.dict(os.environ, chosen), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            launch = add()
+            launch(tensors, 1.0)
+            (*_, compiled) = next(iter(launch._compiled.values()))
+            assert compiled.metadata.enable_fp_fusion is expected, choice
+
+
 def dry_run_lists_every_launch() -> None:
     with recorder() as record:
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
@@ -235,6 +251,7 @@ CHECKS = (
     takes_the_current_device_and_stream,
     hooks_see_launches,
     options_take_the_public_way,
+    every_launch_names_fp_fusion,
     dry_run_lists_every_launch,
     unknown_versions_take_the_public_way,
 )

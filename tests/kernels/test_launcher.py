@@ -21,6 +21,7 @@ CHECKS = (
     "takes_the_current_device_and_stream",
     "hooks_see_launches",
     "options_take_the_public_way",
+    "every_launch_names_fp_fusion",
     "dry_run_lists_every_launch",
     "unknown_versions_take_the_public_way",
 )
@@ -30,8 +31,8 @@ LEAKY = ("leaky_relu", 0.01)
 @functools.cache
 def results() -> dict[str, str]:
     """Of a process of its own: this one may have chosen the interpreter."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    unset = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
+    env = {key: value for key, value in os.environ.items() if key not in unset}
     command = [sys.executable, "-m", "tests.kernels.launcher_checks"]
     run = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

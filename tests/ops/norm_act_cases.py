@@ -3,25 +3,20 @@
 import torch
 from torch.nn import functional as F
 
+from fusedseg.activation import TABLE
 from fusedseg.functional import norm_act
+from tests.reference import PARAMS, stock_activation
 from tests.tools.tensors import channels_last
 
 # name: activation, activation_param, the stock function; prelu's slopes are those of 3 channels
 SLOPES = (0.25, -0.1, 1.5)
 ACTIVATIONS = {
-    "relu": ("relu", None, F.relu),
-    "leaky_relu": ("leaky_relu", 0.2, lambda y: F.leaky_relu(y, 0.2)),
-    "leaky_relu-negative": ("leaky_relu", -0.2, lambda y: F.leaky_relu(y, -0.2)),
-    "elu": ("elu", 1.3, lambda y: F.elu(y, 1.3)),
-    "silu": ("silu", None, F.silu),
-    "gelu": ("gelu", None, F.gelu),
-    "gelu-tanh": ("gelu", "tanh", lambda y: F.gelu(y, approximate="tanh")),
-    "mish": ("mish", None, F.mish),
-    "hardswish": ("hardswish", None, F.hardswish),
-    "relu6": ("relu6", None, F.relu6),
-    "prelu": ("prelu", None, None),
-    "prelu-shared": ("prelu", None, None),
-    "identity": ("identity", None, lambda y: y),
+    name: (*(row.selected_by or (name, PARAMS.get(name))), stock_activation(name, PARAMS.get(name)))
+    for name, row in TABLE.items()
+}
+ACTIVATIONS |= {
+    "leaky_relu-negative": ("leaky_relu", -0.2, stock_activation("leaky_relu", -0.2)),
+    "prelu-shared": ACTIVATIONS["prelu"],
 }
 NORMS = ("batch", "instance", "group")
 GROUPS = 3

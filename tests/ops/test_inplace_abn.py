@@ -6,17 +6,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusedseg
+from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import inplace_abn
 from fusedseg.memory import measure
 from fusedseg.ops import inplace_abn as op
 from fusedseg.ops import inplace_abn_aten
-from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
+from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error, stock_activation
 
-ACTIVATIONS = {
-    "leaky_relu": lambda y, p: F.leaky_relu(y, p),
-    "elu": lambda y, p: F.elu(y, p),
-    "identity": lambda y, p: y,
-}
+# each with a parameter
+ACTIVATIONS = [(name, PARAMS.get(name, 0.0)) for name in INVERTIBLE]
 # small enough for the interpreter, each with something to get wrong
 SHAPES = {
     "N x C": (6, 3),
@@ -34,7 +32,7 @@ def channels_last(x):
 
 
 def stock(x, running_mean, running_var, weight, bias, training, activation="leaky_relu", param=0.01):
-    return ACTIVATIONS[activation](F.batch_norm(x, running_mean, running_var, weight, bias, training), param)
+    return stock_activation(activation, param)(F.batch_norm(x, running_mean, running_var, weight, bias, training))
 
 
 @pytest.fixture(params=["whole", "chunked"])
@@ -81,7 +79,7 @@ def test_gradcheck_shapes(backend, device, shape, fmt, training):
     check_gradients(backend, device, shape, fmt, "leaky_relu", 0.01, training, True)
 
 
-@pytest.mark.parametrize(("activation", "param"), [("leaky_relu", 0.3), ("elu", 1.3), ("identity", 0.0)])
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS, ids=INVERTIBLE)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
 def test_gradcheck_activations(backend, device, activation, param, training, affine):
@@ -90,10 +88,10 @@ def test_gradcheck_activations(backend, device, activation, param, training, aff
 
 @pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
-def test_gradcheck_chunked(monkeypatch, chunking, fmt, training, activation):
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS, ids=INVERTIBLE)
+def test_gradcheck_chunked(monkeypatch, chunking, fmt, training, activation, param):
     monkeypatch.setattr(fusedseg, "backend", "aten")
-    check_gradients("aten", "cpu", (2, 3, 4, 5), fmt, activation, 0.4, training, True)
+    check_gradients("aten", "cpu", (2, 3, 4, 5), fmt, activation, param, training, True)
 
 
 def test_weight_without_bias_and_bias_without_weight(backend, device):
@@ -381,7 +379,7 @@ REFUSED = {
     "unknown activation": (
         lambda: call(activation="leaky_relu_0.01"),
         ValueError,
-        r"activation must be one of leaky_relu, elu, identity, got 'leaky_relu_0.01'",
+        f"activation must be one of {', '.join(INVERTIBLE)}, got 'leaky_relu_0.01'",
     ),
     "slope True": (
         lambda: call(activation_param=True),

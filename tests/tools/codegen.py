@@ -24,8 +24,6 @@ BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 def compile_launches(target: str, module: str, cases: str = "CASES") -> list[dict]:
     """Every launch of every case of ``module``, compiled for ``target`` ("sm_90", "gfx942")."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # whether multiplications and additions may be fused: what released versions do, and a warning when left open
-    env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     command = [sys.executable, "-m", "tests.tools.codegen", target, module, cases]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if run.returncode:

@@ -1,0 +1,185 @@
+"""The table of activations: each row beside the stock function, on both backends, inverted, converted and exported."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.activation import EXACT_ONLY, INVERTIBLE, NAMES, OF_MODULE, OTHERS, TABLE, Activation, parse_invertible
+from fusedseg.functional import inplace_abn, norm_act
+from tests.conversion.compare import assert_same
+from tests.reference import PARAMS, stock_activation
+
+# a kink, both sides of it, and where exponentials saturate
+POINTS = (-8.0, -3.5, -1.0, -0.25, 0.25, 1.0, 3.5, 5.5, 8.0)
+CONVERTED = [row for row in OF_MODULE.values() if not row.learned]
+
+
+def arguments(row):
+    """``activation`` and ``activation_param``."""
+    return row.selected_by or (row.name, PARAMS.get(row.name))
+
+
+def given_to_module(row):
+    """The parameter of the stock module."""
+    return {row.parameter.attribute: arguments(row)[1] or row.parameter.default} if row.parameter else {}
+
+
+def slope_of(row):
+    return torch.tensor([0.25], dtype=torch.float64) if row.learned else None
+
+
+def stock(row, y, slope=None):
+    return stock_activation(row.name, PARAMS.get(row.name, 0.0) if slope is None else slope)(y)
+
+
+def names(rows):
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+def test_every_name_is_of_one_kind():
+    assert set(NAMES) == set(INVERTIBLE) | set(EXACT_ONLY)
+    assert {"leaky_relu", "elu", "identity"} <= set(INVERTIBLE)
+    assert "relu" in EXACT_ONLY
+    assert set(OF_MODULE).isdisjoint(other.module for other in OTHERS)
+    assert set(TABLE).isdisjoint(other.name for other in OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("page", "listed"), [("exact.md", NAMES), ("inplace.md", INVERTIBLE)], ids=["exact", "in place"]
+)
+def test_the_documentation_lists_them_all(page, listed):
+    text = (Path(__file__).parents[1] / "docs" / page).read_text().replace("\n", " ")
+    assert f"one of {', '.join(listed[:-1])} and {listed[-1]}." in text
+
+
+@names(TABLE.values())
+def test_a_row_is_consistent(row):
+    """With itself, and with the stock module."""
+    y = torch.tensor(POINTS, dtype=torch.float64).requires_grad_()
+    param = slope_of(row) if row.learned else PARAMS.get(row.name, 0.0)
+    expected = stock(row, y, slope_of(row))
+    assert torch.equal(row.function(y, param), expected)
+    twice = stock(row, expected, slope_of(row))
+    assert torch.equal(twice, expected) == row.idempotent
+    if row.node:
+        assert expected.grad_fn.name().startswith(row.node)
+    if row.module is not None:
+        module = row.module(**given_to_module(row)).double()
+        assert torch.equal(module(y), expected)
+        assert all(getattr(module, attribute) == value for attribute, value in row.fixed)
+
+
+@names(TABLE.values())
+def test_forward_and_gradient(row, backend, device):
+    """The gradient as autograd has it, from the input; kernels take no learned slope, and leave it to aten."""
+    x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
+    dz, found, expected = torch.randn_like(x), [], []
+    slope = slope_of(row)
+    slope = None if slope is None else slope.to(device)
+    # statistics of 0 and 1, so that y is x
+    statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
+    activation, param = arguments(row)
+    z = norm_act(x, *statistics, eps=0.0, activation=activation, activation_param=param, slope=slope)
+    found = z, *torch.autograd.grad(z, x, dz)
+    z = stock(row, x, slope)
+    expected = z, *torch.autograd.grad(z, x, dz)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+@names([TABLE[name] for name in INVERTIBLE])
+def test_inverse(row, backend, device):
+    """The gradients of x and of the weight, from the output alone."""
+    x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
+    weight = torch.tensor([1.5, -0.5, 0.75], dtype=x.dtype, device=device).requires_grad_()
+    statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
+    dz = torch.randn_like(x)
+    activation, param = arguments(row)
+    z = inplace_abn(
+        x * 1, *statistics, weight, eps=0.0, activation=activation, activation_param=0.0 if param is None else param
+    )
+    expected = stock(row, x * weight.view(-1, 1))
+    torch.testing.assert_close(z, expected)
+    # a tail of exp(-12) costs as many digits
+    for ours, theirs in zip(
+        torch.autograd.grad(z, (x, weight), dz), torch.autograd.grad(expected, (x, weight), dz), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in INVERTIBLE if TABLE[name].parameter is None])
+def test_a_parameter_that_an_invertible_activation_does_not_have(name):
+    """The signatures' default, which is the slope of leaky_relu, and the 0 that modules hold say nothing."""
+    for param in (0.01, 0.0):
+        assert parse_invertible("test", name, param) == Activation(name, 0.0)
+    if name != "identity":
+        with pytest.raises(ValueError, match=f"activation '{name}' has no parameter, .* got 0.3"):
+            parse_invertible("test", name, 0.3)
+
+
+@names(CONVERTED)
+def test_conversion(row):
+    """A stock module becomes part of the fused norm before it, and that computes the same."""
+    given = given_to_module(row)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), row.module(**given), nn.Conv2d(4, 2, 1)).double()
+    plain = copy.deepcopy(model)
+    report = fusedseg.convert(model, example_inputs=x)
+    word = f"({next(iter(given.values()))})" if given else ""
+    fused = "BatchNormAct" if row.inverse is None else "ConvABN2d"
+    assert [replaced.to for replaced in report.replaced] == [f"{fused}({row.name}{word})"]
+    for training in (True, False):
+        assert_same(model, plain, x, training=training)
+
+
+@names([row for row in CONVERTED if row.fixed])
+def test_conversion_refuses_what_the_table_fixes(row):
+    for attribute, value in row.fixed:
+        act = row.module()
+        setattr(act, attribute, nn.Parameter(torch.tensor(value)))
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
+        assert not fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6)).replaced
+        act = row.module()
+        setattr(act, attribute, value + 1)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
+        report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
+        assert not report.replaced
+        assert f"the {attribute} of its activation is {value + 1!r}, and fused norms take {value!r} alone" in str(
+            report
+        )
+        setattr(act, attribute, value)
+        fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
+        setattr(act, attribute, value + 1)
+        with pytest.raises(RuntimeError, match=f"{attribute} of 2 was set to {value + 1!r} after .* applies {value!r}"):
+            model(torch.randn(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("module", [other.module for other in OTHERS if other.module], ids=lambda cls: cls.__name__)
+def test_conversion_leaves_activations_outside_the_table(module):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), module(), nn.Conv2d(4, 2, 1))
+    report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
+    assert not report.replaced
+    assert f"there is no fused norm with {module.__name__}" in str(report)
+
+
+@names(TABLE.values())
+@pytest.mark.parametrize("strict", [False, True], ids=["export", "strict export"])
+def test_export(row, strict):
+    """A program of stock ops alone, with the same values."""
+    activation, param = arguments(row)
+    modules = [fusedseg.BatchNormAct(4, activation=activation, activation_param=param)]
+    if row.inverse is not None:
+        modules.append(fusedseg.InPlaceABN(4, activation=activation, activation_param=0.0 if param is None else param))
+    for module in modules:
+        x = torch.randn(2, 4, 5, 5)
+        module.eval()
+        with torch.no_grad():
+            program = torch.export.export(module, (x,), strict=strict)
+            expected = module(x.clone())
+        called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert all(target.startswith("aten.") for target in called), called
+        torch.testing.assert_close(program.module()(x), expected, rtol=1e-5, atol=1e-5)
