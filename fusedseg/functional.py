@@ -7,16 +7,15 @@ from torch import Tensor
 
 from .activation import parse_activation, parse_invertible
 from .ops import conv_abn as _conv_abn
-from .ops import inplace_abn as _inplace_abn
 from .ops import join_conv as _join_conv
 from .ops import max_pool as _max_pool
-from .ops import norm_act as _norm_act
-from .ops.check import check_spatial
 from .ops.conv_choice import check_conv_backend
 from .ops.conv_choice import load as load_conv_choices
 from .ops.conv_choice import save as save_conv_choices
-from .ops.kept import find
-from .ops.norm_act_check import check as _check_norm_act
+from .ops.norm.checks import check
+from .ops.norm.kept import find
+from .ops.norm.op import normalise
+from .ops.norm.spec import NAMES, Passed, Spec
 from .ops.sources import Interpolated, Source, padded, parse_sources
 
 __all__ = [
@@ -87,12 +86,12 @@ def inplace_abn(
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
-    act = parse_invertible(_inplace_abn.OP, activation, activation_param)
-    _inplace_abn.check(x, weight, bias, running_mean, running_var, training, residual)
-    kept = find(weight, bias, act, x.dtype, residual is not None)
-    return _inplace_abn.inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, act, kept, residual
-    )
+    op = NAMES["output"]
+    act = parse_invertible(op, activation, activation_param)
+    passed = Passed(x, weight, bias, residual, None, running_mean, running_var)
+    spec = Spec("output", act, eps, momentum, training)
+    check(op, passed, spec)
+    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
 
 def inplace_instance_norm_act(
@@ -124,15 +123,10 @@ def inplace_instance_norm_act(
     """
     name = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(name, activation, activation_param, "InstanceNormAct")
-    groups = None
-    if use_input_stats and isinstance(x, Tensor) and x.dim() > 1:
-        check_spatial(name, x.shape)
-        groups = x.shape[1]
-    _inplace_abn.check(x, weight, bias, running_mean, running_var, use_input_stats, residual, groups, name)
-    kept = find(weight, bias, act, x.dtype, residual is not None)
-    return _inplace_abn.inplace_abn(
-        x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, act, kept, residual, groups
-    )
+    passed = Passed(x, weight, bias, residual, None, running_mean, running_var)
+    spec = Spec("output", act, eps, momentum, use_input_stats, "instance" if use_input_stats else "batch")
+    check(name, passed, spec)
+    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
 
 def inplace_group_norm_act(
@@ -157,9 +151,10 @@ def inplace_group_norm_act(
     """
     name = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(name, activation, activation_param, "GroupNormAct")
-    _inplace_abn.check(x, weight, bias, None, None, True, residual, num_groups, name)
-    kept = find(weight, bias, act, x.dtype, residual is not None)
-    return _inplace_abn.inplace_abn(x, weight, bias, None, None, True, 0.0, eps, act, kept, residual, num_groups)
+    passed = Passed(x, weight, bias, residual)
+    spec = Spec("output", act, eps, kind="group", groups=num_groups)
+    check(name, passed, spec)
+    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
 
 def norm_act(
@@ -203,7 +198,7 @@ def norm_act(
 
     Kept for backward, and raised: see ``BatchNormAct``.
     """
-    op = _norm_act.OP
+    op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
     if norm not in ("batch", "instance", "group"):
         raise ValueError(f"{op}: norm must be 'batch', 'instance' or 'group', got {norm!r}")
@@ -212,10 +207,10 @@ def norm_act(
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
     own = training or norm == "group"
-    residual = _norm_act.autocast_residual(x, residual)
-    settings = _norm_act.Settings(_norm_act.Norm(norm, num_groups or 0), own, momentum, eps, act)
-    _check_norm_act(op, x, weight, bias, running_mean, running_var, residual, slope, settings)
-    return _norm_act.norm_act(x, weight, bias, residual, slope, running_mean, running_var, settings)
+    passed = Passed(x, weight, bias, residual, slope, running_mean, running_var)
+    spec = Spec("input", act, eps, momentum, own, norm, 0 if num_groups is None else num_groups)
+    check(op, passed, spec)
+    return normalise(passed, spec)
 
 
 def conv_abn(

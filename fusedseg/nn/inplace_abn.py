@@ -4,8 +4,10 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
@@ -93,11 +95,11 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
         self._check_shape(x)
-        batch_stats, mean, var, momentum = self._statistics()
-        weight, bias = self.weight, self.bias
-        op.check(x, weight, bias, mean, var, batch_stats, residual)
-        kept = self._kept_now(x.dtype, residual is not None)
-        z = op.inplace_abn(x, weight, bias, mean, var, batch_stats, momentum, self.eps, self._act, kept, residual)
+        own, mean, var, momentum = self._statistics()
+        passed = Passed(x, self.weight, self.bias, residual, None, mean, var)
+        spec = Spec("output", self._act, self.eps, momentum, own)
+        check(self.OP, passed, spec)
+        z = normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
         self._count_batch()
         return z
 

@@ -5,7 +5,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Proxy
 
-from ..ops import inplace_abn_sync as op
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from .inplace_abn import InPlaceABN
 from .leaf import as_leaf
 from .synchronised import Synchronised
@@ -69,10 +71,9 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
             return super().forward(x, residual)
         self._check_shape(x)
         _, running_mean, running_var, momentum = self._statistics()
-        op.check(x, self.weight, self.bias, running_mean, running_var, residual)
-        kept = self._kept_now(x.dtype, residual is not None)
-        z = op.inplace_abn_sync(
-            x, self.weight, self.bias, running_mean, running_var, momentum, self.eps, self._act, kept, group, residual
-        )
+        passed = Passed(x, self.weight, self.bias, residual, None, running_mean, running_var)
+        spec = Spec("output", self._act, self.eps, momentum, process_group=group)
+        check(self.OP, passed, spec)
+        z = normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
         self._count_batch()
         return z

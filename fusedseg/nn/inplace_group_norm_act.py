@@ -3,8 +3,10 @@
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..ops import inplace_abn as op
 from ..ops.check import check_dtype
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from .invertible import Invertible
 from .leaf import as_leaf
@@ -78,8 +80,7 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
                 f"{self.OP}: input must have shape (N, {self.num_channels}) or (N, {self.num_channels}, *spatial), "
                 f"got {came}"
             )
-        op.check(x, self.weight, self.bias, None, None, True, residual, self.num_groups, self.OP)
-        kept = self._kept_now(x.dtype, residual is not None)
-        return op.inplace_abn(
-            x, self.weight, self.bias, None, None, True, 0.0, self.eps, self._act, kept, residual, self.num_groups
-        )
+        passed = Passed(x, self.weight, self.bias, residual)
+        spec = Spec("output", self._act, self.eps, kind="group", groups=self.num_groups)
+        check(self.OP, passed, spec)
+        return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))

@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..ops import inplace_abn as op
-from ..ops.check import check_dtype, check_spatial
+from ..ops.check import check_dtype
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from ..ops.recompute.saved import recomputing
 from .invertible import Invertible
@@ -92,16 +94,11 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
             self._other_channels(x)
         own = self.training or not self.track_running_stats
         mean, var = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        # a tensor where TorchScript traces
-        groups = int(x.shape[1]) if own else None
-        if own:
-            check_spatial(self.OP, x.shape)
-        op.check(x, self.weight, self.bias, mean, var, own, residual, groups, self.OP)
-        kept = self._kept_now(x.dtype, residual is not None)
         momentum = 0.0 if self.momentum is None else self.momentum
-        return op.inplace_abn(
-            x, self.weight, self.bias, mean, var, own, momentum, self.eps, self._act, kept, residual, groups
-        )
+        passed = Passed(x, self.weight, self.bias, residual, None, mean, var)
+        spec = Spec("output", self._act, self.eps, momentum, own, "instance")
+        check(self.OP, passed, spec)
+        return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
 
     def _other_channels(self, x: Tensor) -> None:
         text = f"{self.OP}: input must have {self.num_features} channels (num_features), got {tuple(x.shape)}"

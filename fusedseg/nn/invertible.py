@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation, parse_invertible
 from ..ops import unfused
-from ..ops.kept import Kept, KeptChannels, serve_compiled_code, watch
+from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
 from .unscriptable import Unscriptable
 
 

@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import Activation, parse_activation
-from ..ops import norm_act as op
 from ..ops.check import check_dtype
-from ..ops.norm_act import Norm, Settings
-from ..ops.norm_act_check import check
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from ..ops.recompute.saved import recomputing
 from .batch_statistics import BatchStatistics
@@ -70,12 +70,12 @@ class _NormAct(Unscriptable, nn.Module):
         residual: Tensor | None,
         channels: int,
         running: tuple[Tensor | None, Tensor | None],
-        settings: Settings,
+        spec: Spec,
     ) -> Tensor:
         self._check_shape(x, channels)
-        residual = op.autocast_residual(x, residual)
-        check(f"fusedseg.{type(self).__name__}", x, self.weight, self.bias, *running, residual, self.slope, settings)
-        return op.norm_act(x, self.weight, self.bias, residual, self.slope, *running, settings)
+        passed = Passed(x, self.weight, self.bias, residual, self.slope, *running)
+        check(f"fusedseg.{type(self).__name__}", passed, spec)
+        return normalise(passed, spec)
 
     def extra_repr(self) -> str:
         slopes = f", num_slopes={len(self.slope)}" if self.slope is not None and len(self.slope) > 1 else ""
@@ -203,8 +203,8 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
         own, running_mean, running_var, momentum = self._statistics()
-        settings = Settings(Norm("batch"), own, momentum, self.eps, self._act)
-        z = self._run(x, residual, self.num_features, (running_mean, running_var), settings)
+        spec = Spec("input", self._act, self.eps, momentum, own)
+        z = self._run(x, residual, self.num_features, (running_mean, running_var), spec)
         self._count_batch()
         return z
 
@@ -257,8 +257,8 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         running = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        settings = Settings(Norm("instance"), own, momentum, self.eps, self._act)
-        return self._run(x, residual, self.num_features, running, settings)
+        spec = Spec("input", self._act, self.eps, momentum, own, "instance")
+        return self._run(x, residual, self.num_features, running, spec)
 
 
 class GroupNormAct(_NormAct, nn.GroupNorm):
@@ -303,8 +303,8 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
-        settings = Settings(Norm("group", self.num_groups), True, 0.0, self.eps, self._act)
-        return self._run(x, residual, self.num_channels, (None, None), settings)
+        spec = Spec("input", self._act, self.eps, kind="group", groups=self.num_groups)
+        return self._run(x, residual, self.num_channels, (None, None), spec)
 
 
 ABN = BatchNormAct

@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Proxy
 
-from ..ops import norm_act_sync as op
-from ..ops.norm_act import autocast_residual
+from ..ops.norm.checks import check
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import Passed, Spec
 from .leaf import as_leaf
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
@@ -61,11 +62,9 @@ class BatchNormActSync(Synchronised, BatchNormAct):
             return super().forward(x, residual)
         self._check_shape(x, self.num_features)
         _, running_mean, running_var, momentum = self._statistics()
-        residual = autocast_residual(x, residual)
-        op.check(x, self.weight, self.bias, running_mean, running_var, residual, self.slope, self._act)
-        z = op.norm_act_sync(
-            x, self.weight, self.bias, residual, self.slope, running_mean, running_var, momentum, self.eps, self._act,
-            group,
-        )  # fmt: skip
+        passed = Passed(x, self.weight, self.bias, residual, self.slope, running_mean, running_var)
+        spec = Spec("input", self._act, self.eps, momentum, process_group=group)
+        check(f"fusedseg.{type(self).__name__}", passed, spec)
+        z = normalise(passed, spec)
         self._count_batch()
         return z

@@ -2,7 +2,7 @@
 y = conv(x, conv_weight).
 
 Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is gone.  Backward is that of
-``ops/inplace_abn.py``, which rebuilds dy from z, and ``aten.convolution_backward``.
+``ops/norm/op.py``, which rebuilds dy from z, and ``aten.convolution_backward``.
 
 In training the mean takes a convolution's bias along: it is left out of y, moves running_mean by momentum * conv_bias,
 and its gradient is exactly zero.
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from . import conv_choice, inplace_abn, join_conv, unfused
+from . import conv_choice, join_conv, unfused
 from .cast import uncast
-from .check import check_batch_norm
 from .convolution import Geometry, convolve_backward, output_format
 from .device import device_of
 from .double_backward import differentiated_once
-from .inplace_abn import InPlaceABNFunction, inplace_abn_backward_op, move_running, stats_dtype
-from .inplace_abn_aten import activate_
-from .kept import Kept
 from .layout import dense, layout_of
+from .norm import op as norm_op
+from .norm.aten_output import activate_
+from .norm.checks import check_norm
+from .norm.kept import Kept
+from .norm.spec import Passed, Spec, Statistics, move_running, stats_dtype
 from .sources import (
     Source,
     concatenated,
@@ -38,6 +39,7 @@ from .sources import (
 )
 
 OP = "fusedseg.conv_abn"
+IDENTITY = Activation("identity", 0.0)
 
 
 class Settings(NamedTuple):
@@ -51,6 +53,11 @@ class Settings(NamedTuple):
     kept: Kept | None
     conv_backend: str
 
+    @property
+    def norm(self) -> Spec:
+        """The norm behind the convolution."""
+        return Spec("output", self.act, self.eps, self.momentum, self.training)
+
 
 def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
     """z, mean, rstd, and xhat of the kept channels, the convolution being done by ``name``."""
@@ -61,9 +68,9 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
         if not training and kept is None and _folds(sources, w, geometry):
             return _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
-        return z, *inplace_abn.forward(
-            z, z, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept
-        )
+        passed = Passed(z, weight, bias, running_mean=running_mean, running_var=running_var)
+        _, stats, xhat_kept = norm_op.forward(passed, settings.norm, layout, kept, z)
+        return z, stats.mean, stats.second, xhat_kept
     from ..kernels.conv_abn import conv_abn_fwd
 
     x, x_layout = dense(*sources)
@@ -122,7 +129,7 @@ def _step(settings, sources, w, conv_bias, norm):
 
 
 class _Convolution(torch.autograd.Function):
-    """All of the forward, but only the convolution's part of the graph: ``InPlaceABNFunction``, called next on what
+    """All of the forward, but only the convolution's part of the graph: ``NormFunction``, called next on what
     this returns, has the rest.  One node for both would hold dz, dy and dx at once in backward, two hold two each.
     """
 
@@ -199,7 +206,7 @@ def _op_setup_context(ctx, inputs, output):
     stride, padding, dilation, groups, _, activation, activation_param, slots, kept_count, _ = rest
     z, stats, xhat_kept = output
     ctx.mark_non_differentiable(stats, xhat_kept)
-    ctx.training, ctx.activation, ctx.kept_count = mean is None, (activation, activation_param), kept_count
+    ctx.training, ctx.activation, ctx.kept_count = mean is None, Activation(activation, activation_param), kept_count
     ctx.geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     ctx.conv_bias_dtype = None if conv_bias is None else conv_bias.dtype
     ctx.save_for_backward(x, w, z, weight, bias, stats, xhat_kept, slots)
@@ -208,10 +215,10 @@ def _op_setup_context(ctx, inputs, output):
 def _op_backward(ctx, dz, *unused):
     x, w, z, weight, bias, stats, xhat_kept, slots = ctx.saved_tensors
     need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
-    dy, dweight, dbias, _ = inplace_abn_backward_op(
-        dz, z, weight, bias, stats, xhat_kept, slots, ctx.kept_count, ctx.training, *ctx.activation,
-        need_weight or need_bias,
-    )  # fmt: skip
+    spec = norm_op.flat(Spec("output", ctx.activation, own=ctx.training))
+    dy, dweight, dbias, _, _ = norm_op.norm_backward_op(
+        dz, z, weight, bias, None, None, stats, xhat_kept, slots, ctx.kept_count, need_weight or need_bias, False, *spec
+    )
     dx, dw, dconv_bias = convolve_backward(
         dy, x, w, ctx.geometry, (need_x, need_w, need_conv_bias and not ctx.training)
     )
@@ -242,8 +249,9 @@ def check(
         raise ValueError(
             f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
         )
-    vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    check_batch_norm(OP, vectors, training, shape, w.dtype, w.device, "the convolution's output")
+    # for the names of the vectors alone: the convolution's output is not there yet
+    passed = Passed(w, weight, bias, running_mean=running_mean, running_var=running_var)
+    check_norm(OP, passed, Spec("output", IDENTITY, own=training), shape, w, "the convolution's output")
 
 
 def conv_abn(
@@ -259,9 +267,13 @@ def conv_abn(
     """The op on checked arguments."""
     geometry, training, momentum, eps, act, kept, conv_backend = settings
     norm = (weight, bias, running_mean, running_var)
+
+    def passed_with(y: Tensor) -> Passed:
+        return Passed(y, weight, bias, running_mean=running_mean, running_var=running_var)
+
     if unfused.wanted():
         y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)
-        return unfused.norm_act(y, "batch", 0, *norm, training, momentum, eps, act)
+        return unfused.norm_act(passed_with(y), settings.norm)
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(settings, sources, w, conv_bias, norm)[0]
@@ -269,13 +281,13 @@ def conv_abn(
         done: list[Tensor | None] = []
         arguments = settings, norm, done, enlarges_of(sources)
         z = _Convolution.apply(arguments, w, conv_bias, *tensors_of(sources))
-        rest = running_mean, running_var, training, momentum, eps, act, kept
-        return InPlaceABNFunction.apply(z, weight, bias, rest, done)
+        call = norm_op.Call(settings.norm, kept, done=done)
+        return norm_op.NormFunction.apply(z, weight, bias, None, None, call)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):
         # the compiler sees through a join, and forms as little of it as it finds fit
         y = convolve_sources(sources, w, None if training else conv_bias, geometry)
-        z = inplace_abn.inplace_abn(y, *norm, training, momentum, eps, act, kept)
+        z = norm_op.normalise(passed_with(y), settings.norm, kept)
     else:
         stride, padding, dilation, groups = geometry
         slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
@@ -284,8 +296,8 @@ def conv_abn(
             sources[0], w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, act.name,
             act.param, slots, count, conv_backend,
         )  # fmt: skip
-        if training and running_mean is not None and running_var is not None:
-            move_running(stats, z.numel() // z.shape[1], running_mean, running_var, momentum, eps)
+        if training:
+            move_running(passed_with(z), settings.norm, Statistics(*stats), z.numel() // z.shape[1])
     if moved is not None and running_mean is not None:
         with torch.no_grad():
             running_mean.add_(moved, alpha=momentum)

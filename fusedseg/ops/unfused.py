@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..activation import TABLE, Activation
 from .convolution import Geometry
+from .norm.spec import Passed, Spec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,29 +41,16 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
     return TABLE[act.name].function(y, act.param if slope is None else slope)
 
 
-def norm_act(
-    x: Tensor,
-    kind: str,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    own: bool,
-    momentum: float,
-    eps: float,
-    act: Activation,
-    residual: Tensor | None = None,
-    slope: Tensor | None = None,
-) -> Tensor:
-    """``kind`` and ``groups`` as in ``norm_act_aten.Norm``; ``own``: the statistics are those of x."""
-    if kind == "group":
-        y = F.group_norm(x, groups, weight, bias, eps)
-    elif kind == "instance" and own:
-        y = F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+def norm_act(passed: Passed, spec: Spec) -> Tensor:
+    """The norm op of these arguments."""
+    x, weight, bias, residual, slope, running_mean, running_var = passed
+    if spec.kind == "group":
+        y = F.group_norm(x, spec.groups, weight, bias, spec.eps)
+    elif spec.kind == "instance" and spec.own:
+        y = F.instance_norm(x, running_mean, running_var, weight, bias, True, spec.momentum, spec.eps)
     else:
-        y = F.batch_norm(x, running_mean, running_var, weight, bias, own, momentum, eps)
-    return activate(y if residual is None else y + residual, act, slope)
+        y = F.batch_norm(x, running_mean, running_var, weight, bias, spec.own, spec.momentum, spec.eps)
+    return activate(y if residual is None else y + residual, spec.act, slope)
 
 
 def convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

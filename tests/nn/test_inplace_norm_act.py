@@ -255,7 +255,7 @@ def test_a_residual_network_keeps_one_tensor_a_convolution(backend, device):
         (
             lambda: InPlaceABN(4)(torch.randn(2, 4, 5), torch.randn(2, 4, 4)),
             ValueError,
-            r"fusedseg.inplace_abn: residual must have the shape of x, \(2, 4, 5\), got \(2, 4, 4\)",
+            r"fusedseg.InPlaceABN: residual must have the shape of x, \(2, 4, 5\), got \(2, 4, 4\)",
         ),
         (
             lambda: InPlaceGroupNormAct(2, 4, dtype=torch.complex64),

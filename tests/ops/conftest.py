@@ -8,7 +8,7 @@ import torch
 def twin(monkeypatch):
     """In place of other processes: what is gathered are one's own values, twice.  Shapes of what was gathered."""
     # here, since triton must not be imported before the tests' own conftest has configured it
-    from fusedseg.ops import sync
+    from fusedseg.ops.norm import sync
 
     calls = []
 

@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusedseg
-from fusedseg.activation import INVERTIBLE
+from fusedseg.activation import INVERTIBLE, Activation
 from fusedseg.functional import inplace_abn
 from fusedseg.memory import measure
-from fusedseg.ops import inplace_abn as op
-from fusedseg.ops import inplace_abn_aten
+from fusedseg.ops.norm import aten_output, op
+from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error, stock_activation
 
+ACT = Activation("leaky_relu", 0.01)
 # each with a parameter
 ACTIVATIONS = [(name, PARAMS.get(name, 0.0)) for name in INVERTIBLE]
 # small enough for the interpreter, each with something to get wrong
@@ -39,9 +40,9 @@ def stock(x, running_mean, running_var, weight, bias, training, activation="leak
 def chunking(request, monkeypatch):
     """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
     if request.param == "chunked":
-        monkeypatch.setattr(inplace_abn_aten, "_chunk_elements", lambda x: 7)
-        monkeypatch.setattr(inplace_abn_aten, "WHOLE", 1)
-        monkeypatch.setattr(inplace_abn_aten, "SLOW_STATISTICS", 0)
+        monkeypatch.setattr(aten_output, "_chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_output, "WHOLE", 1)
+        monkeypatch.setattr(aten_output, "SLOW_STATISTICS", 0)
 
 
 def check_gradients(backend, device, shape, fmt, activation, param, training, affine):
@@ -266,12 +267,13 @@ def test_opcheck(backend, device, fmt, kept):
     slots = torch.tensor([-1, 0, -1], dtype=torch.int32, device=device) if kept else None
     mean, var = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
     for stats in ((None, None), (mean, var)):
-        torch.library.opcheck(op.inplace_abn_op, (x, weight, bias, *stats, 1e-5, "leaky_relu", 0.01, slots, int(kept)))
+        spec = Spec("output", ACT, own=stats[0] is None)
+        torch.library.opcheck(op.norm_op, (x, weight, bias, None, None, *stats, slots, int(kept), *op.flat(spec)))
 
 
 def test_double_backward(backend, device):
     x = torch.randn(2, 3, 4, 5, device=device, requires_grad=True)
-    functional_op = lambda x: op.inplace_abn_op(x, None, None, None, None, 1e-5, "leaky_relu", 0.01, None, 0)[0]  # noqa: E731
+    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.flat(Spec("output", ACT)))[0]  # noqa: E731
     for f in (lambda x: inplace_abn(x * 1, None, None, training=True), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
         assert torch.isfinite(dx).all()

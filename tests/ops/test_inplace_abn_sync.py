@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fusedseg.activation import parse_invertible
-from fusedseg.ops import inplace_abn_sync as op
-from fusedseg.ops import sync
-from fusedseg.ops.inplace_abn import inplace_abn
-from fusedseg.ops.kept import find
+from fusedseg.ops.norm import op, sync
+from fusedseg.ops.norm.checks import check
+from fusedseg.ops.norm.kept import find
+from fusedseg.ops.norm.spec import Passed, Spec
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 ACT = parse_invertible("test", "leaky_relu", 0.2)
@@ -53,10 +53,11 @@ def test_as_over_both(backend, twin, device, shape, dtype, channels_last, with_r
     residual = r if with_residual else None
 
     def ours(x, weight, bias, mean, var, kept, residual):
-        return op.inplace_abn_sync(x, weight, bias, mean, var, 0.1, 1e-5, ACT, kept, None, residual)
+        spec = Spec("output", ACT, 1e-5, 0.1, process_group="group")
+        return op.normalise(Passed(x, weight, bias, residual, None, mean, var), spec, kept)
 
     def stock(x, weight, bias, mean, var, kept, residual):
-        return inplace_abn(x, weight, bias, mean, var, True, 0.1, 1e-5, ACT, kept, residual)
+        return op.normalise(Passed(x, weight, bias, residual, None, mean, var), Spec("output", ACT, 1e-5, 0.1), kept)
 
     z, grads, moved = step(x, dz, ours, residual)
     # one all-gather forward, one backward
@@ -81,20 +82,26 @@ def test_a_failed_collective_changes_nothing(monkeypatch):
     weight, bias = parameters(3, torch.float32, "cpu")
     mean, var, x = torch.zeros(3), torch.ones(3), torch.randn(2, 3, 4)
     before = x.clone()
+    spec = Spec("output", ACT, 1e-5, 0.1, process_group="group")
     with pytest.raises(RuntimeError, match="connection closed"):
-        op.inplace_abn_sync(x, weight, bias, mean, var, 0.1, 1e-5, ACT, None, None)
+        op.normalise(Passed(x, weight, bias, None, None, mean, var), spec)
     assert torch.equal(x, before)
     assert not mean.any()
 
 
 def test_errors():
-    vectors = torch.ones(4, 3).unbind()
+    weight, bias, mean, var = torch.ones(4, 3).unbind()
+
+    def refuse(x, var=var):
+        spec = Spec("output", ACT, process_group="group")
+        check(spec.name, Passed(x, weight, bias, None, None, mean, var), spec)
+
     with pytest.raises(ValueError, match=r"inplace_abn_sync: weight must have shape \(4,\)"):
-        op.check(torch.randn(2, 4), *vectors, None)
+        refuse(torch.randn(2, 4))
     with pytest.raises(ValueError, match="running_mean and running_var must be given together"):
-        op.check(torch.randn(2, 3), vectors[0], vectors[1], vectors[2], None, None)
+        refuse(torch.randn(2, 3), None)
     with pytest.raises(ValueError, match="leaf that requires grad"):
-        op.check(torch.randn(2, 3, requires_grad=True), *vectors, None)
+        refuse(torch.randn(2, 3, requires_grad=True))
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
@@ -104,16 +111,16 @@ def test_opcheck(shape, with_residual):
     x, residual = torch.randn(2, *shape, dtype=torch.float64)
     weight, bias = parameters(3, torch.float64, "cpu")
     kept = find(weight, bias, ACT, torch.float64)
-    args = [weight, bias, 1e-5, *ACT, kept.slots, kept.count, "group", residual.requires_grad_()]
-    args = args if with_residual else args[:-1]
-    torch.library.opcheck(op.inplace_abn_sync_op, (x.requires_grad_(), *args))
+    args = (weight, bias, residual.requires_grad_() if with_residual else None, *(None,) * 3, kept.slots, kept.count)
+    spec = Spec("output", ACT, process_group="group")
+    torch.library.opcheck(op.norm_op, (x.requires_grad_(), *args, *op.flat(spec)))
 
 
 @pytest.mark.usefixtures("twin")
 def test_double_backward_raises():
     weight, bias = parameters(3, torch.float64, "cpu")
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    z = op.inplace_abn_sync(x * 1, weight, bias, None, None, 0.0, 1e-5, ACT, None, "group")
+    z = op.normalise(Passed(x * 1, weight, bias), Spec("output", ACT, process_group="group"))
     (dx,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="inplace_abn_sync: double backward is not supported"):
         dx.sum().backward()

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import fusedseg
+from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
-from fusedseg.ops import inplace_abn as op
-from fusedseg.ops import inplace_abn_aten
-from fusedseg.ops.kept import find
+from fusedseg.ops.norm import aten_output, op
+from fusedseg.ops.norm.kept import find
+from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
 from tests.tools.tensors import channels_last
 
@@ -56,9 +57,9 @@ def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
 def chunking(request, monkeypatch):
     """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
     if request.param == "chunked":
-        monkeypatch.setattr(inplace_abn_aten, "_chunk_elements", lambda x: 7)
-        monkeypatch.setattr(inplace_abn_aten, "WHOLE", 1)
-        monkeypatch.setattr(inplace_abn_aten, "SLOW_STATISTICS", 0)
+        monkeypatch.setattr(aten_output, "_chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_output, "WHOLE", 1)
+        monkeypatch.setattr(aten_output, "SLOW_STATISTICS", 0)
 
 
 def check(groups, leaves, numerically=False, fast=False, **options):
@@ -225,8 +226,10 @@ def test_opcheck(backend, device, groups, fmt, kept):
     if not kept:
         weight.data.fill_(0.5)
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
-    arguments = (x, weight, bias, None, None, 1e-5, "leaky_relu", 0.01, slots, int(kept))
-    torch.library.opcheck(op.inplace_abn_op, (*arguments, r, groups))
+    kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
+    spec = Spec("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
+    arguments = (x, weight, bias, r, None, None, None, slots, int(kept))
+    torch.library.opcheck(op.norm_op, (*arguments, *op.flat(spec)))
 
 
 def test_double_backward(backend, device):

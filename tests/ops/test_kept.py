@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.activation import Activation
-from fusedseg.ops import kept
-from fusedseg.ops.kept import Kept, KeptChannels, find
+from fusedseg.ops.norm import kept
+from fusedseg.ops.norm.kept import Kept, KeptChannels, find
 
 LEAKY = Activation("leaky_relu", 0.01)
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from fusedseg.functional import norm_act
-from fusedseg.ops import norm_act_aten
+from fusedseg.ops.norm import aten_input
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs, slope_of
 
 
@@ -36,8 +36,8 @@ def test_same_bits_as_stock(norm, name, dtype, fmt):
 @pytest.fixture
 def parts(monkeypatch):
     """Large tensors are done a part at a time; here all are, in parts of two planes of (8, 8) in fp64."""
-    monkeypatch.setattr(norm_act_aten, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(norm_act_aten, "PART_BYTES", 1024)
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aten_input, "PART_BYTES", 1024)
 
 
 @pytest.mark.usefixtures("parts")
@@ -142,5 +142,5 @@ def test_autocast_residual():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         z = norm_act(x.bfloat16(), None, None, training=True, residual=residual)
     assert z.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="residual must be like x"):
+    with pytest.raises(TypeError, match=r"residual must be torch.bfloat16, the dtype of x"):
         norm_act(x.bfloat16(), None, None, training=True, residual=residual)

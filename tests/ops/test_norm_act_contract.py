@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
+from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
 from fusedseg.memory import LiveBytes, SavedBytes, measure
-from fusedseg.ops import norm_act as op
-from fusedseg.ops import norm_act_aten
+from fusedseg.ops.norm import aten_input, op
+from fusedseg.ops.norm.spec import Spec
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, inputs, slope_of
 from tests.tools.tensors import channels_last
 
@@ -58,8 +59,8 @@ def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
     x = torch.randn(shape, requires_grad=True)
     z = norm_act(x, None, None, training=True, activation="silu", norm=norm, num_groups=32 if norm == "group" else None)
     dz = torch.randn_like(z)
-    monkeypatch.setattr(norm_act_aten, "WHOLE_BYTES", x.nbytes - 1)
-    monkeypatch.setattr(norm_act_aten, "PART_BYTES", x.nbytes // 16)
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", x.nbytes - 1)
+    monkeypatch.setattr(aten_input, "PART_BYTES", x.nbytes // 16)
     with LiveBytes() as live:
         torch.autograd.grad(z, x, dz)
     assert live.peak <= 1.6 * x.nbytes
@@ -116,17 +117,17 @@ def test_opcheck(norm, fmt):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, fmt))
     slope = torch.full((3,), 0.2, dtype=x.dtype, requires_grad=True)
     running = (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
-    groups = 1 if norm == "group" else 0
-    constants = (norm, groups, 1e-5)
-    check = lambda *args: torch.library.opcheck(op.norm_act_op, args)  # noqa: E731
-    check(x, weight, bias, residual, slope, None, None, *constants, "prelu", 0.25)
+    spec = Spec("input", Activation("prelu", 0.25), kind=norm, groups=1 if norm == "group" else 0)
+    check = lambda *args: torch.library.opcheck(op.norm_op, (*args[:-1], None, 0, *op.flat(args[-1])))  # noqa: E731
+    check(x, weight, bias, residual, slope, None, None, spec)
     if norm == "batch":
-        check(x, None, None, residual, None, *running, *constants, "identity", 0.0)
+        check(x, None, None, residual, None, *running, spec._replace(act=Activation("identity", 0.0), own=False))
 
 
 def test_double_backward():
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
-    functional_op = lambda x: op.norm_act_op(x, *(None,) * 6, "batch", 0, 1e-5, "silu", 0.0)[0]  # noqa: E731
+    spec = Spec("input", Activation("silu", 0.0))
+    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.flat(spec))[0]  # noqa: E731
     for f in (lambda x: norm_act(x, None, None, training=True, activation="silu"), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
         assert torch.isfinite(dx).all()

@@ -5,9 +5,9 @@ import torch
 
 from fusedseg import recompute
 from fusedseg.activation import Activation
-from fusedseg.ops import norm_act, sync
-from fusedseg.ops import norm_act_sync as op
-from fusedseg.ops.norm_act import Norm, Settings
+from fusedseg.ops.norm import op, sync
+from fusedseg.ops.norm.checks import check
+from fusedseg.ops.norm.spec import Passed, Spec
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 
@@ -30,12 +30,11 @@ def step(x, dz, residual, act, norm):
 def both(act):
     """Ours; and the op over the batches of both."""
 
-    def ours(x, weight, bias, residual, slope, *running):
-        return op.norm_act_sync(x, weight, bias, residual, slope, *running, 0.1, EPS, act, "group")
+    def ours(*passed):
+        return op.normalise(Passed(*passed), Spec("input", act, EPS, 0.1, process_group="group"))
 
-    def joint(x, weight, bias, residual, slope, *running):
-        settings = Settings(Norm("batch"), True, 0.1, EPS, act)
-        return norm_act.norm_act(x, weight, bias, residual, slope, *running, settings)
+    def joint(*passed):
+        return op.normalise(Passed(*passed), Spec("input", act, EPS, 0.1))
 
     return ours, joint
 
@@ -117,7 +116,8 @@ def test_opcheck(shape, name):
     vectors = torch.randn(3, 3, dtype=torch.float64).requires_grad_().unbind()
     slope = vectors[2] if name == "prelu" else None
     args = (x.detach().requires_grad_(), *vectors[:2], residual.detach().requires_grad_(), slope)
-    torch.library.opcheck(op.norm_act_sync_op, (*args, EPS, name, 0.25, "group"))
+    spec = Spec("input", Activation(name, 0.25), EPS, process_group="group")
+    torch.library.opcheck(op.norm_op, (*args, None, None, None, 0, *op.flat(spec)))
 
 
 def test_a_failed_collective_changes_nothing(monkeypatch):
@@ -126,10 +126,9 @@ def test_a_failed_collective_changes_nothing(monkeypatch):
 
     monkeypatch.setattr(sync, "gather", fails)
     mean, var = torch.zeros(3), torch.ones(3)
+    ours, _ = both(Activation("relu", 0.0))
     with pytest.raises(RuntimeError, match="connection closed"):
-        op.norm_act_sync(
-            torch.randn(2, 3, 4), None, None, None, None, mean, var, 0.1, EPS, Activation("relu", 0.0), "group"
-        )
+        ours(torch.randn(2, 3, 4), None, None, None, None, mean, var)
     assert not mean.any()
 
 
@@ -144,13 +143,17 @@ def test_double_backward_raises():
 
 
 def test_errors():
-    vectors = torch.ones(4, 3).unbind()
-    act = Activation("relu", 0.0)
+    weight, bias, mean, var = torch.ones(4, 3).unbind()
+
+    def refuse(x, residual=None, var=var, act=Activation("relu", 0.0)):  # noqa: B008
+        spec = Spec("input", act, process_group="group")
+        check(spec.name, Passed(x, weight, bias, residual, None, mean, var), spec)
+
     with pytest.raises(ValueError, match=r"norm_act_sync: weight must have shape \(4,\)"):
-        op.check(torch.randn(2, 4), *vectors, None, None, act)
+        refuse(torch.randn(2, 4))
     with pytest.raises(ValueError, match="running_mean and running_var must be given together"):
-        op.check(torch.randn(2, 3), vectors[0], vectors[1], vectors[2], None, None, None, act)
-    with pytest.raises(ValueError, match="residual must be like x"):
-        op.check(torch.randn(2, 3), *vectors, torch.randn(2, 4), None, act)
+        refuse(torch.randn(2, 3), var=None)
+    with pytest.raises(ValueError, match=r"residual must have the shape of x, \(2, 3\), got \(2, 4\)"):
+        refuse(torch.randn(2, 3), torch.randn(2, 4))
     with pytest.raises(ValueError, match="slope must be given for activation 'prelu'"):
-        op.check(torch.randn(2, 3), *vectors, None, None, Activation("prelu", 0.25))
+        refuse(torch.randn(2, 3), act=Activation("prelu", 0.25))

@@ -6,7 +6,9 @@ import torch
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
-from fusedseg.ops import norm_act as op
+from fusedseg.ops.layout import layout_of
+from fusedseg.ops.norm import op
+from fusedseg.ops.norm.spec import Passed, Saved, Spec
 from tests import reference
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -64,14 +66,15 @@ def test_rebuilt_on_triton(norm, device):
             continue
         x, weight, bias, residual = inputs((2, 6, 9, 7), torch.float32, device=device)
         buffers = (None, None) if norm == "group" else (bias.clone(), bias + 1)
-        settings = op.Settings(op.Norm(norm, GROUPS), training, 0.1, 1e-5, Activation("silu", 0.0))
-        settings = settings if training else settings._replace(norm=op.Norm("batch"))
-        z, stats = op.forward(x, weight, bias, *buffers, residual, None, settings)
-        again = op.rebuild(x, weight, bias, residual, None, stats, settings)
+        spec = Spec("input", Activation("silu", 0.0), 1e-5, 0.1, training, norm if training else "batch", GROUPS)
+        passed = Passed(x, weight, bias, residual, None, *buffers)
+        z, stats, _ = op.forward(passed, spec, spec.layout(x, layout_of(x)), None, None)
+        again = op.rebuild(Saved(x, weight, bias, residual, None, stats.mean, stats.second), spec)
         assert torch.equal(again, z)
 
 
 @pytest.mark.usefixtures("triton")
 def test_opcheck_on_triton(device):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
-    torch.library.opcheck(op.norm_act_op, (x, weight, bias, residual, *(None,) * 3, "instance", 0, 1e-5, "relu", 0.0))
+    spec = Spec("input", Activation("relu", 0.0), kind="instance")
+    torch.library.opcheck(op.norm_op, (x, weight, bias, residual, *(None,) * 4, 0, *op.flat(spec)))

@@ -216,7 +216,7 @@ def test_stopped_forward_moves_no_statistics(backend, monkeypatch, error, where)
     if where == "convolution":
         monkeypatch.setattr(conv_abn_op, "convolve_sources", Stopped(conv_abn_op.convolve_sources, error))
     else:
-        monkeypatch.setattr(conv_abn_op.inplace_abn, "forward", Stopped(conv_abn_op.inplace_abn.forward, error))
+        monkeypatch.setattr(conv_abn_op.norm_op, "forward", Stopped(conv_abn_op.norm_op.forward, error))
     with pytest.raises(type(error)):
         net(x)
     torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)

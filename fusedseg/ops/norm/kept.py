@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..activation import TABLE, Activation
-from .recompute.saved import recomputing
+from ...activation import TABLE, Activation
+from ..recompute.saved import recomputing
 
 # |bias| > KAPPA |weight| is kept: u |bias / weight| then stays below 2**-6, 2**-9, 2**-18, 2**-41
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}

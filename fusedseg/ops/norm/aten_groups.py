@@ -1,4 +1,4 @@
-"""Statistics of groups of D adjacent channels on aten ops, for ``inplace_abn_aten.py``."""
+"""Statistics of groups of D adjacent channels on aten ops, for ``aten_output.py``."""
 
 import torch
 from torch import Tensor

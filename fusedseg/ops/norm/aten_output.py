@@ -1,4 +1,4 @@
-"""In-place activated BatchNorm on aten ops, for every device: the mathematics of ``kernels/norm_act.py``.
+"""The norm op that keeps its output on aten ops, for every device: the mathematics of ``kernels/norm_act.py``.
 
 Backward rebuilds y = phi^-1(z) and g = dz phi'(z) a chunk at a time, so that what one op writes is still in the cache
 when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  With
@@ -10,19 +10,20 @@ inverse 1),
 is exactly (dx, dweight, dbias).  Groups of D channels, on a CPU, are given to aten's group norm a few at a time
 (planes), or all where they are small (rows).  Else their statistics are merged from those of the channels; dx then is
 scale g + slope y + offset of vectors per channel, as it is where sums come first.  Samples with statistics of their own
-are dealt with in ``by_sample_aten.py``.
+are dealt with in ``aten_samples.py``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..activation import TABLE, Activation, Inverse
-from . import groups_aten
+from ...activation import TABLE, Activation, Inverse
+from ..layout import Layout, channel_view, per_channel
+from . import aten_groups
 from .kept import Kept
-from .layout import Layout, channel_view, per_channel
+from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, stats_dtype
 
 aten = torch.ops.aten
 
@@ -70,8 +71,9 @@ def _slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
     return slow and not isinstance(x, FakeTensor)
 
 
-def moments(xv: Tensor, layout: Layout, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of a ``channel_view``, in ``acc``."""
+def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of a ``channel_view``."""
+    acc = stats_dtype(xv)
     if _slow_statistics(xv, layout, acc):
         return _plane_moments(xv)
     if xv.device.type == "cpu":
@@ -115,22 +117,16 @@ def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout
 
 
 def forward(
-    x: Tensor,
-    out: Tensor,
-    layout: Layout,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: Activation,
-    kept: Kept | None,
-    residual: Tensor | None = None,
+    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``kernels.norm_act.norm_act_fwd``, for one sample of a layout or the batch."""
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    """Mean and rstd, and xhat of the kept channels, flat, or None: for one sample of a layout or the batch.
+
+    z is written into ``out``.
+    """
+    x, weight, bias, residual = passed.x, passed.weight, passed.bias, passed.residual
+    running_mean, running_var, training = passed.running_mean, passed.running_var, spec.own
+    momentum, eps, act = spec.momentum, spec.eps, spec.act
+    acc = stats_dtype(x)
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
     # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
@@ -147,7 +143,7 @@ def forward(
     if training and kept is None and _as_group_norm(x, layout):
         means, rstds = [], []
         for c in (EVERY,) if layout.rows else _channel_chunks(xv, layout.D):
-            y, mean, rstd = groups_aten.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
+            y, mean, rstd = aten_groups.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
             means.append(mean)
             rstds.append(rstd)
             if residual is not None:
@@ -155,14 +151,14 @@ def forward(
             _inverse(act).into(y, act.param, outv[:, c])
         return torch.cat(means), torch.cat(rstds), None
     if training:
-        mean, var = moments(xv, layout, acc)
+        mean, var = moments(xv, layout)
     else:
         mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
     if layout.D > 1:
-        mean, var = groups_aten.of_channels(mean, var, layout.D)
+        mean, var = aten_groups.of_channels(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
     found = mean, rstd
-    mean, var, rstd = (groups_aten.over_channels(v, layout.D) for v in (mean, var, rstd))
+    mean, var, rstd = (aten_groups.over_channels(v, layout.D) for v in (mean, var, rstd))
     xhat_kept = None
     if kept is not None:
         index = kept.index.to(x.device)
@@ -182,20 +178,22 @@ def forward(
 class _Backward:
     """One backward pass: what all chunks share."""
 
-    def __init__(self, layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual):
+    def __init__(self, saved: Saved, act: Activation, layout: Layout, kept: Kept | None, dresidual: Tensor | None):
         self.act, self.kept, self.D = act, kept, layout.D
         self.m = layout.N * layout.S * layout.D
-        self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in (residual, dresidual))
-        self.rstd = rstd
-        self.shift = torch.zeros_like(rstd) if bias is None else cast(bias, rstd.dtype)
-        self.weight = torch.ones_like(rstd) if weight is None else cast(weight, rstd.dtype)
+        both = saved.residual, dresidual
+        self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in both)
+        self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)
+        self.shift = torch.zeros_like(rstd) if saved.bias is None else cast(saved.bias, rstd.dtype)
+        self.weight = torch.ones_like(rstd) if saved.weight is None else cast(saved.weight, rstd.dtype)
         self.inverse = self.weight.reciprocal()
         self.rescaled = self.weight.square().mul_(rstd)
         if kept is not None:
             index = kept.index.to(rstd.device)
             self.rescaled.index_copy_(0, index, (self.weight * rstd)[index])
             self.shift, self.inverse = self.shift.index_fill(0, index, 0.0), self.inverse.index_fill_(0, index, 1.0)
-            self.xhat = channel_view(xhat_kept, layout._replace(C=kept.count))
+            assert saved.xhat is not None
+            self.xhat = channel_view(saved.xhat, layout._replace(C=kept.count))
 
     def rebuild(self, z: Tensor, dz: Tensor, c: slice, rows: slice) -> tuple[Tensor, Tensor]:
         """g and y of a range of channels (planes) or rows."""
@@ -226,14 +224,14 @@ class _Backward:
         scale = self.inverse[c] / rstd
         centred = torch.empty_like(y) if y is z else y
         _scale_shift(y, centred, scale, self.shift[c] * -scale, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
-        return groups_aten.backward(g, centred, weight, rstd, self.D)
+        return aten_groups.backward(g, centred, weight, rstd, self.D)
 
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """scale, slope and offset of dx = scale g + slope y + offset, for channels whose sums are these."""
         rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
         t1, t2 = weight * s1, weight * s2
         if self.D > 1:
-            t1, t2 = (groups_aten.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
+            t1, t2 = (aten_groups.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
         slope = rstd * inverse * t2 / -self.m
         return weight * rstd, slope, rstd * t1 / -self.m - slope * shift
 
@@ -244,30 +242,19 @@ def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor,
 
 
 EVERY = slice(None)
-# what comes between the sums of g and g * xhat and their use, such as those of other processes
-Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def backward(
-    dz: Tensor,
-    z: Tensor,
-    layout: Layout,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rstd: Tensor,
-    xhat_kept: Tensor | None,
-    kept: Kept | None,
-    training: bool,
-    act: Activation,
-    dparam_dtype: torch.dtype | None,
-    into: Tensor | None = None,
-    residual: Tensor | None = None,
-    dresidual: Tensor | None = None,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As ``kernels.norm_act_bwd.norm_act_bwd``; in one piece dx is new memory all the same, as aten makes it."""
-    rstd = groups_aten.over_channels(rstd, layout.D)
-    job = _Backward(layout, weight, bias, rstd, xhat_kept, kept, act, residual, dresidual)
+    dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dresidual: Tensor | None
+) -> Gradients:
+    """dx, dweight and dbias, the latter two in the dtype of the statistics, whether wanted or not.
+
+    ``dresidual``, where given, is written.  In one piece dx is new memory even where ``wanted.into`` is given, since
+    aten makes it.
+    """
+    z, training, into, exchange = saved.source, spec.own, wanted.into, wanted.exchange
+    job = _Backward(saved, spec.act, layout, kept, dresidual)
+    rstd = job.rstd
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     # x - mean is not rounded to half precision
     as_groups = training and exchange is None and z.dtype == rstd.dtype and _as_group_norm(z, layout)
@@ -285,10 +272,7 @@ def backward(
             s2, s1 = _backward_twice(job, zv, dzv, dxv, training, layout.rows, exchange)
         else:
             s2, s1 = _backward_planes(job, zv, dzv, dxv, training, as_groups)
-    dx = dx.as_strided(z.shape, z.stride())
-    if dparam_dtype is None:
-        return dx, None, None
-    return dx, cast(s2, dparam_dtype), cast(s1, dparam_dtype)
+    return Gradients(dx.as_strided(z.shape, z.stride()), s2, s1)
 
 
 def _backward_planes(

@@ -1,0 +1,1 @@
+"""The norm op: BatchNorm, InstanceNorm and GroupNorm with a residual and an activation."""

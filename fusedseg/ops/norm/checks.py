@@ -1,0 +1,117 @@
+"""Checks of the arguments of the norm op, with the errors that users see."""
+
+import torch
+from torch import Tensor
+
+from ..check import check_channel_vector, check_dtype, check_input
+from .spec import Passed, Spec
+
+
+def check(op: str, passed: Passed, spec: Spec) -> None:
+    """Raises ValueError or TypeError for arguments that the op cannot take; errors call it ``op``."""
+    x = passed.x
+    check_input(op, x)
+    check_norm(op, passed, spec, x.shape, x)
+    if passed.residual is not None:
+        _check_residual(op, passed.residual, x, spec)
+    if passed.slope is not None or spec.act.name == "prelu":
+        _check_slope(op, passed.slope, x, spec)
+    if spec.keep == "output" and not torch.compiler.is_compiling():
+        _check_writable(op, x)
+
+
+def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Tensor, of: str = "x") -> None:
+    """Checks parameters and running statistics for a tensor of this shape, of the dtype and on the device of ``like``.
+
+    Errors call that tensor ``of``.
+    """
+    C, dtype, device = shape[1], like.dtype, like.device
+    running_mean, running_var = passed.running_mean, passed.running_var
+    check_channel_vector(op, "weight", passed.weight, C, dtype, device, of)
+    check_channel_vector(op, "bias", passed.bias, C, dtype, device, of)
+    check_channel_vector(op, "running_mean", running_mean, C, dtype, device, of)
+    check_channel_vector(op, "running_var", running_var, C, dtype, device, of)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
+    if not spec.own and running_mean is None:
+        raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
+    if spec.process_group is None:
+        _check_values(op, spec, shape)
+
+
+def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
+    """Raises ValueError where a statistic of x itself would be that of one value.  An empty batch passes, as in the
+    stock norms."""
+    if spec.kind == "batch":
+        if spec.own and shape[1] and shape.numel() == shape[1]:
+            raise ValueError(
+                f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}"
+            )
+        return
+    if spec.kind == "instance":
+        if len(shape) < 3:
+            raise ValueError(f"{op}: instance norm takes x of shape (N, C, *spatial), got {tuple(shape)}")
+        if spec.own and shape[2:].numel() == 1:
+            raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
+        return
+    groups = spec.groups
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
+        raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
+    # nn.GroupNorm takes several samples whose groups have one value each, and so does the op that keeps its output.
+    values = groups if spec.keep == "output" else shape[0] * groups
+    if shape.numel() and shape.numel() == values:
+        raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
+
+
+def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
+    """``residual`` can be added to ``x``, and is not overwritten with it."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if residual.device != x.device:
+        raise ValueError(f"{op}: residual must be on {x.device}, the device of x, got {residual.device}")
+    if residual.dtype != x.dtype:
+        check_dtype(op, "residual", residual.dtype)
+        if not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{op}: residual must be {x.dtype}, the dtype of x (autocast casts it), got {residual.dtype}"
+            )
+    if spec.keep == "input" or torch.compiler.is_compiling() or not x.numel():
+        return
+    if residual.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")
+
+
+def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
+    if slope is None or spec.act.name != "prelu":
+        raise ValueError(
+            f"{op}: slope must be given for activation 'prelu' and for no other, got activation {spec.act.name!r}"
+        )
+    if not isinstance(slope, Tensor):
+        raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
+    # one slope for all channels, or one for each
+    C = 1 if slope.numel() == 1 and slope.dim() == 1 else x.shape[1]
+    check_channel_vector(op, "slope", slope, C, x.dtype, x.device, "x")
+
+
+def _check_writable(op: str, x: Tensor) -> None:
+    """``x`` may be overwritten without losing a gradient."""
+    if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+        raise ValueError(
+            f"{op}: x must not overlap itself, since it is overwritten, got shape {tuple(x.shape)} with strides "
+            f"{x.stride()}; pass x.contiguous()"
+        )
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return
+    if x.is_leaf:
+        raise ValueError(
+            f"{op}: x is a leaf that requires grad and would be overwritten; pass a result, such as a convolution's "
+            "output, or x.clone()"
+        )
+    meta = torch._C._autograd
+    if x._is_view() and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT:
+        raise ValueError(
+            f"{op}: x is one of several views made by one call (chunk, split, unbind, ...) or was made under "
+            "no_grad, and autograd cannot follow a write into it; pass x.clone()"
+        )

@@ -1,0 +1,105 @@
+"""The norm op on Triton's kernels: ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _backend
+from ...activation import TABLE, Activation
+from ..device import device_of
+from ..layout import Layout
+from .kept import Kept
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Statistics, Wanted, move_running
+
+
+def _slots(kept: Kept | None) -> tuple[Tensor, int] | None:
+    return None if kept is None else (kept.slots, kept.count)
+
+
+class Triton:
+    def cannot(self, x: Tensor, act: Activation | None) -> str | None:
+        if act is not None and TABLE[act.name].learned:
+            return f"the slope of {act.name} is learned, and no kernel computes its gradient"
+        return None if _backend.use_triton(x) else "fusedseg.backend leaves this tensor to aten"
+
+    def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+        from ...kernels.norm_act import norm_act_fwd
+
+        x, own, running_mean, running_var = passed.x, spec.own, passed.running_mean, passed.running_var
+        # Kernels move the running statistics of a batch alone.
+        of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
+        if running_mean is not None and not of_batch:
+            moved_after, running_mean, running_var = True, None, None
+        else:
+            moved_after = False
+        z = torch.empty_like(x) if out is None else out
+        with device_of(x):
+            mean, second, xhat = norm_act_fwd(
+                x, z, layout, passed.weight, passed.bias, running_mean=running_mean, running_var=running_var,
+                training=own, momentum=spec.momentum, eps=spec.eps, act=spec.act, kept=_slots(kept),
+                residual=passed.residual,
+            )  # fmt: skip
+        if spec.keeps_variance:
+            # copies: the buffers may move before backward comes
+            mean, second = (v.to(mean.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
+        stats = Statistics(mean, second)
+        if moved_after:
+            move_running(passed, spec, stats, layout.N * layout.S)
+        return Normalised(z, stats, xhat)
+
+    def backward(
+        self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
+    ) -> Gradients:
+        from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_exchanged
+
+        source, weight, rstd = saved.source, saved.weight, saved.second
+        if spec.keeps_variance:
+            rstd = (rstd + spec.eps).rsqrt()
+        # The kernels of an op that keeps its input go by whether there is a residual.
+        writes_g = wanted.residual if spec.keep == "output" else saved.residual is not None
+        dresidual = torch.empty_like(source) if writes_g else None
+        options: dict[str, Any] = {
+            "weight": weight,
+            "bias": saved.bias,
+            "rstd": rstd,
+            "xhat_kept": saved.xhat,
+            "kept": _slots(kept),
+            "act": spec.act,
+            "dparam_dtype": (weight if weight is not None else saved.bias).dtype if wanted.affine else None,  # type: ignore[union-attr]
+            "dx": wanted.into,
+            "mean": saved.mean,
+            "residual": saved.residual,
+            "dresidual": dresidual,
+        }
+        with device_of(source):
+            if wanted.exchange is None:
+                found = norm_act_bwd(dz, source, layout, training=spec.own, **options)
+            else:
+                found = norm_act_bwd_exchanged(dz, source, layout, exchange=wanted.exchange, **options)
+        dx, dweight, dbias = found
+        return Gradients(dx, dweight, dbias, dresidual)
+
+    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+        from ...kernels.norm_act import norm_act_fwd, norm_act_rebuild
+
+        x = saved.source
+        z = torch.empty_like(x)
+        with device_of(x):
+            if spec.keeps_variance:
+                norm_act_fwd(
+                    x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
+                    training=False, momentum=0.0, eps=spec.eps, act=spec.act, kept=None, residual=saved.residual,
+                )  # fmt: skip
+            else:
+                norm_act_rebuild(
+                    x, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=saved.second, act=spec.act,
+                    residual=saved.residual,
+                )  # fmt: skip
+        return z
+
+    def moments(self, x: Tensor, layout: Layout) -> Tensor:
+        from ...kernels.norm_stats import few, norm_stats
+
+        with device_of(x):
+            return few(norm_stats(x, layout), layout.C).transpose(0, 1)
