@@ -93,11 +93,15 @@ def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float 
     return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
 
 
-def _elu_inverse(z: Tensor, p: float) -> Tensor:
+def _elu_inverse(z: Tensor, p: float, scale: float = 1) -> Tensor:
     # The tail saturates at -1.  What has rounded to -1 is taken for the middle of the values that round to it.
     least = math.log(torch.finfo(z.dtype).eps / 8)
-    tail = z.div(p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
-    return torch.where(z > 0, z, tail)
+    tail = z.div(scale * p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
+    return torch.where(z > 0, z if scale == 1 else z / scale, tail)
+
+
+# selu is scale * elu, with these numbers, which PyTorch has too
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
@@ -139,6 +143,19 @@ _ROWS = (
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
         inverse=Inverse(y=_elu_inverse, grad=_elu_grad, into=lambda y, p, out: aten.elu.out(y, p, out=out)),
+    ),
+    Row(
+        "selu",
+        nn.SELU,
+        function=lambda y, p: F.selu(y),
+        forward=lambda y, p: aten.selu_(y),
+        grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=y),
+        node="Elu",
+        inverse=Inverse(
+            y=lambda z, p: _elu_inverse(z, _SELU_ALPHA, _SELU_SCALE),
+            grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
+            into=lambda y, p, out: aten.elu.out(y, _SELU_ALPHA, _SELU_SCALE, 1, out=out),
+        ),
     ),
     Row(
         "identity",
@@ -237,7 +254,6 @@ class Other(NamedTuple):
 
 OTHERS = (
     Other("hardtanh", nn.Hardtanh),
-    Other("selu", nn.SELU),
     Other("celu", nn.CELU),
     Other("rrelu", nn.RReLU),
     Other("softplus", nn.Softplus, "Softplus"),

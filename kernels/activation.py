@@ -4,8 +4,10 @@
     identity     y                                 1                          z
     leaky_relu   y > 0 ? y : p y                   z > 0 ? 1 : p              z > 0 ? z : z / p
     elu          y > 0 ? y : p (exp(y) - 1)        z > 0 ? 1 : z + p          z > 0 ? z : log(1 + z / p)
+    selu         y > 0 ? l y : k (exp(y) - 1)      z > 0 ? l : z + k          z > 0 ? z / l : log(1 + z / k)
 
-ELU's tail saturates: 1 + z / p is taken as CLAMP where rounding has left less, so y is never below log(CLAMP).
+The constants of SELU are l = 1.0507 and k = 1.7581.  The tails of ELU and SELU saturate: 1 + z / p is taken as CLAMP
+where rounding has left less, so y is never below log(CLAMP).
 
 Of the others the output has no inverse; phi'(y) is found from y.  s is the sigmoid, P the normal distribution function.
 
@@ -72,6 +74,8 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
     elif ACT == "elu":
         # the exponential of the branch that is not taken must not overflow; a minimum would lose NaN
         z = tl.where(y > 0, y, expm1(tl.where(y > 0, 0.0, y)) * PARAM)
+    elif ACT == "selu":
+        z = tl.where(y > 0, y * 1.0507009873554805, expm1(tl.where(y > 0, 0.0, y)) * 1.7580993408473766)
     elif ACT == "relu":
         z = tl.where(y <= 0, 0.0, y)
     elif ACT == "relu6":
@@ -102,6 +106,8 @@ def act_grad(dz, z, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = tl.where(z > 0, dz, dz * PARAM)
     elif ACT == "elu":
         g = tl.where(z > 0, dz, dz * (z + PARAM))
+    elif ACT == "selu":
+        g = dz * tl.where(z > 0, 1.0507009873554805, z + 1.7580993408473766)
     elif ACT == "identity":
         g = dz
     else:
@@ -116,6 +122,8 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = tl.where(y > 0, dz, dz * PARAM)
     elif ACT == "elu":
         g = tl.where(y > 0, dz, dz * PARAM * tl.exp(tl.where(y > 0, 0.0, y)))
+    elif ACT == "selu":
+        g = dz * tl.where(y > 0, 1.0507009873554805, 1.7580993408473766 * tl.exp(tl.where(y > 0, 0.0, y)))
     elif ACT == "relu":
         g = tl.where(y <= 0, 0.0, dz)
     elif ACT == "relu6":
@@ -150,6 +158,9 @@ def act_inverse(z, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr):
     elif ACT == "elu":
         w = tl.maximum(tl.minimum(z, 0.0) * (1.0 / PARAM) + 1.0, CLAMP)
         y = tl.where(z > 0, z, tl.log(w))
+    elif ACT == "selu":
+        w = tl.maximum(tl.minimum(z, 0.0) * (1.0 / 1.7580993408473766) + 1.0, CLAMP)
+        y = tl.where(z > 0, z * (1.0 / 1.0507009873554805), tl.log(w))
     elif ACT == "identity":
         y = z
     else:

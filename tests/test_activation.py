@@ -140,10 +140,6 @@ def test_conversion(row):
 def test_conversion_refuses_what_the_table_fixes(row):
     for attribute, value in row.fixed:
         act = row.module()
-        setattr(act, attribute, nn.Parameter(torch.tensor(value)))
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
-        assert not fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6)).replaced
-        act = row.module()
         setattr(act, attribute, value + 1)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
         report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))

@@ -50,8 +50,7 @@ def spec_of(act: nn.Module) -> Spec:
         )
     for attribute, value in row.fixed:
         found = getattr(act, attribute)
-        # A tensor that is learned may be equal now.
-        if type(found) not in (int, float) or found != value:
+        if found != value:
             raise Refused(f"the {attribute} of its activation is {found!r}, and fused norms take {value!r} alone")
     if row.parameter is None:
         return Spec(row.name, None)
