@@ -102,7 +102,7 @@ def _weights(y: Tensor) -> Tensor:
 
 
 def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], small: float = 0.0) -> Difference:
-    """The largest difference, relative to the tensor's norm, or to the largest norm if that is below ``small`` of it."""
+    """The largest relative difference.  Tensors below ``small`` times the largest norm are divided by that norm."""
     assert ours.keys() == stock.keys(), set(ours) ^ set(stock)
     norms = {name: torch.linalg.vector_norm(value.detach().double()).item() for name, value in stock.items()}
     largest = max(norms.values(), default=0.0)
