@@ -1,6 +1,6 @@
-"""What a report says in sentences: what keeps the most, and which piece would keep less.
+"""Sentences about a report: what keeps the most bytes, and which module or function would keep fewer.
 
-Pieces are known by name alone: this layer knows nothing of the rest of the package.
+It knows the modules of this package by name only, because ``fusedseg.memory`` must not import other layers.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 ACTIVATIONS = ("Relu", "Elu", "Silu", "Gelu", "Hardswish", "Mish", "Hardtanh", "Sigmoid", "Tanh", "Softplus")
-# below this share of what is kept, a saving is not worth a sentence
+# A saving below this share of the kept bytes gets no sentence.
 WORTH = 0.01
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A saving: what keeps how many bytes, how many with another piece, and which."""
+    """A saving that is available.
+
+    Attributes:
+        what: what keeps the bytes, such as "concatenations".
+        nbytes: bytes that are kept now.
+        after: bytes that would be kept instead.
+        piece: the module or function of fusedseg that keeps fewer.
+    """
 
     what: str
     nbytes: int
@@ -38,7 +45,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """what: of the finding.  applies: to a saved storage.  after: bytes kept instead.  piece: by spatial dimensions."""
+    """How to find a saving.
+
+    what: the name in the finding.  applies: whether a saved storage belongs to it.  after: the bytes that a storage
+    would keep instead.  piece: the replacement; {dims} in it stands for the number of spatial dimensions.
+    """
 
     what: str
     applies: Callable[[Storage], bool]
@@ -51,7 +62,7 @@ def _named(op: str, names: tuple[str, ...]) -> bool:
 
 
 def _only_norm(storage: Storage) -> bool:
-    """Kept by norms and activations alone, one norm among them or as its result: what is kept beside the result."""
+    """Whether only norms and activations keep the storage, and a norm is among them or has made it."""
     ops = [op for _, op in storage.savers]
     if not all(_named(op, NORMS + ACTIVATIONS) for op in ops) or len(storage.shape) < 3:
         return False
@@ -62,7 +73,7 @@ def _words(storage: Storage) -> bool:
     return storage.kind == "pool indices" and storage.dtype.itemsize > 1
 
 
-# one storage counts under the first that applies
+# A storage counts under the first rule that applies to it.
 RULES = (
     Rule(
         "max-pool indices",
@@ -134,7 +145,7 @@ def summary(report: "MemoryReport") -> str:
 
 
 def _largest(report: "MemoryReport") -> list[str]:
-    """Which spatial size keeps the most, beside the parameters that people blame."""
+    """A sentence about the spatial size that keeps the most, compared with the size of the parameters."""
     sizes = {size: nbytes for size, nbytes in report.saved_by("size").items() if size != NO_SIZE}
     if not sizes:
         return []

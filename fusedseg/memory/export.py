@@ -1,4 +1,4 @@
-"""Files: CSV, JSON, a Chrome trace, and a snapshot for PyTorch's memory visualiser."""
+"""Writes a report to files: CSV, JSON, a Chrome trace, and a snapshot for PyTorch's memory visualiser."""
 
 import csv
 import io
@@ -16,12 +16,12 @@ from .units import KEYS, MEBIBYTE
 if TYPE_CHECKING:
     from .report import MemoryReport
 
-# of the rows, those that a reader of the file can use
+# The columns of the rows.  The number of an event means nothing to a reader of the file.
 COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
 
 
 def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
-    """FileExistsError rather than an overwritten file, even where it has come since the start."""
+    """Opens a file for writing; raises FileExistsError if it exists, unless ``overwrite``."""
     return Path(path).open("wb" if overwrite else "xb")
 
 
@@ -65,7 +65,7 @@ def to_dict(report: "MemoryReport") -> dict[str, Any]:
 
 
 def microseconds(report: "MemoryReport") -> list[float]:
-    """When each event was; on fake tensors, where time means nothing, one microsecond after the other."""
+    """The time of each event since the first.  On fake tensors, where time means nothing, events are 1 µs apart."""
     if report.device == "fake":
         return [float(i) for i in range(len(report.events))]
     start = report.times[0] if report.times else 0
@@ -73,7 +73,7 @@ def microseconds(report: "MemoryReport") -> list[float]:
 
 
 def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
-    """Bytes by kind as a counter, and the modules' forward calls as spans."""
+    """A Chrome trace: the bytes of each kind as a counter, and the forward calls of modules as spans."""
     times = microseconds(report)
     common = {"pid": 0, "tid": 0}
     counted: Counter[str] = Counter(dict.fromkeys([s.kind for s in report.storages], 0))
@@ -100,11 +100,11 @@ def write_snapshot(report: "MemoryReport", path: str | Path, overwrite: bool) ->
 
 
 def snapshot(report: "MemoryReport") -> dict[str, Any]:
-    """As ``torch.cuda.memory._snapshot()`` returns it; every allocation has an address of its own."""
+    """A snapshot in the format of ``torch.cuda.memory._snapshot()``; every allocation has its own address."""
     addresses, top = [], 0
     for storage in report.storages:
         addresses.append(top)
-        # the visualiser takes equal addresses for one allocation
+        # The visualiser would merge allocations of equal address, so an empty one takes a byte.
         top += max(storage.nbytes, 1)
 
     def entry(index: int, action: str, at: float) -> dict[str, Any]:

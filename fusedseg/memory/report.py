@@ -1,4 +1,4 @@
-"""``MemoryReport``: what one training step has needed, by whom, and how it is told."""
+"""``MemoryReport`` holds the memory of one training step, and shows and writes it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
