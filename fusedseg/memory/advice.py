@@ -5,13 +5,10 @@ It knows the modules of this package by name only, because ``fusedseg.memory`` m
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .record import Record
 from .trace import Storage
 from .units import NO_SIZE, mib
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
 
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 ACTIVATIONS = ("Relu", "Elu", "Silu", "Gelu", "Hardswish", "Mish", "Hardtanh", "Sigmoid", "Tanh", "Softplus")
@@ -102,7 +99,7 @@ RULES = (
 )
 
 
-def findings(report: "MemoryReport") -> list[Finding]:
+def findings(report: Record) -> list[Finding]:
     """The savings available, the largest first."""
     found = []
     left = report.saved_storages
@@ -116,7 +113,7 @@ def findings(report: "MemoryReport") -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.saving)
 
 
-def summary(report: "MemoryReport") -> str:
+def summary(report: Record) -> str:
     resident = report.resident_by_kind()
     there = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in resident.items())
     lines = [
@@ -136,7 +133,7 @@ def summary(report: "MemoryReport") -> str:
             f"Checkpoints run {report.convolutions['recomputed']} convolutions a second time: "
             f"{report.recomputed:+.0%} arithmetic."
         )
-    found = report.findings()
+    found = findings(report)
     if found:
         less = sum(finding.saving for finding in found)
         lines.append(f"Savings available, {mib(less)} MiB of the {mib(report.saved)} kept:")
@@ -144,7 +141,7 @@ def summary(report: "MemoryReport") -> str:
     return "\n".join(lines)
 
 
-def _largest(report: "MemoryReport") -> list[str]:
+def _largest(report: Record) -> list[str]:
     """A sentence about the spatial size that keeps the most, compared with the size of the parameters."""
     sizes = {size: nbytes for size, nbytes in report.saved_by("size").items() if size != NO_SIZE}
     if not sizes:

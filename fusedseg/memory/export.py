@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from .advice import findings, summary
+from .record import Record
 from .trace import Row
 from .units import KEYS, MEBIBYTE
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
 
 # The columns of the rows.  The number of an event means nothing to a reader of the file.
 COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
@@ -40,7 +39,7 @@ def write_json(found: Any, path: str | Path, overwrite: bool) -> None:
         file.write(text.encode() + b"\n")
 
 
-def to_dict(report: "MemoryReport") -> dict[str, Any]:
+def to_dict(report: Record) -> dict[str, Any]:
     return {
         "label": report.label,
         "model": report.model,
@@ -57,14 +56,14 @@ def to_dict(report: "MemoryReport") -> dict[str, Any]:
         "alive_at_peak_by": {by: report.peak_by(by) for by in ("kind", "module", "dtype")},
         "convolutions": report.convolutions,
         "flops": report.flops,
-        "findings": [asdict(finding) | {"text": str(finding)} for finding in report.findings()],
-        "summary": report.summary(),
+        "findings": [asdict(finding) | {"text": str(finding)} for finding in findings(report)],
+        "summary": summary(report),
         "notes": report.notes,
         "rows": [{column: getattr(row, column) for column in COLUMNS} for row in report.rows],
     }
 
 
-def microseconds(report: "MemoryReport") -> list[float]:
+def microseconds(report: Record) -> list[float]:
     """The time of each event since the first.  On fake tensors, where time means nothing, events are 1 µs apart."""
     if report.device == "fake":
         return [float(i) for i in range(len(report.events))]
@@ -72,7 +71,7 @@ def microseconds(report: "MemoryReport") -> list[float]:
     return [(at - start) / 1e3 for at in report.times]
 
 
-def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
+def chrome_trace(report: Record) -> dict[str, Any]:
     """A Chrome trace: the bytes of each kind as a counter, and the forward calls of modules as spans."""
     times = microseconds(report)
     common = {"pid": 0, "tid": 0}
@@ -94,12 +93,12 @@ def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_snapshot(report: "MemoryReport", path: str | Path, overwrite: bool) -> None:
+def write_snapshot(report: Record, path: str | Path, overwrite: bool) -> None:
     with open_new(path, overwrite) as file:
         pickle.dump(snapshot(report), file)
 
 
-def snapshot(report: "MemoryReport") -> dict[str, Any]:
+def snapshot(report: Record) -> dict[str, Any]:
     """A snapshot in the format of ``torch.cuda.memory._snapshot()``; every allocation has its own address."""
     addresses, top = [], 0
     for storage in report.storages:

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .export import open_new
+from .record import Record
 from .units import MEBIBYTE
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
 
 # The colours of the kinds, in the order of stacking.  Tensors that existed before the step are at the bottom.
 COLORS = {
@@ -36,7 +33,7 @@ WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
 STEPS = 400
 
 
-def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -> None:
+def plot(reports: Sequence[Record], path: str | Path, overwrite: bool) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -60,7 +57,7 @@ def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
 
 
-def positions(report: "MemoryReport") -> list[float]:
+def positions(report: Record) -> list[float]:
     """The horizontal position of each event; phases are as wide as ``WIDTHS`` says.
 
     Within a phase, the stretches between hooks of modules have equal widths.  So the same layer is at about the same
@@ -79,7 +76,7 @@ def positions(report: "MemoryReport") -> list[float]:
     return xs
 
 
-def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]:
+def curves(report: Record) -> tuple[list[float], dict[str, list[float]]]:
     """Positions along the step, and the MiB of each kind at each position.
 
     If several events have the same position, the event with the most memory counts, so that no peak is lost.
@@ -113,7 +110,7 @@ def _point(xs: list[float], ys: dict[str, list[float]], x: float, alive: dict[st
         of.append(alive[kind] / MEBIBYTE)
 
 
-def _stacked(ax, report: "MemoryReport") -> None:
+def _stacked(ax, report: Record) -> None:
     xs, ys = curves(report)
     kinds = [kind for kind in COLORS if any(ys[kind])]
     layers = [ys[kind] for kind in kinds]
@@ -132,7 +129,7 @@ def _stacked(ax, report: "MemoryReport") -> None:
     ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="kind")
 
 
-def _overlaid(ax, reports: Sequence["MemoryReport"]) -> None:
+def _overlaid(ax, reports: Sequence[Record]) -> None:
     order = sorted(range(len(reports)), key=lambda i: -reports[i].total)
     for i in order:
         report, color = reports[i], LINES[i % len(LINES)]
@@ -155,7 +152,7 @@ def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str
         ax.annotate(text, (xs[at], total[at]), (8, 4), textcoords="offset points", fontsize=10)
 
 
-def _phases(ax, report: "MemoryReport") -> None:
+def _phases(ax, report: Record) -> None:
     """Labels the horizontal axis with the names of the phases, because its numbers mean nothing."""
     edges = [0.0, *accumulate(WIDTHS[name] for name in report.marks)]
     for edge in edges[1:-1]:

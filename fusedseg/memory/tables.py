@@ -2,13 +2,11 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .advice import summary
+from .record import Record
 from .trace import Row
 from .units import MEBIBYTE, group, mib
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
 
 BAR = 24
 WIDTH = 110
@@ -49,7 +47,7 @@ def bars(values: dict[str, float], count: int = 8) -> str:
     )
 
 
-def modules_table(report: "MemoryReport", count: int | None) -> str:
+def modules_table(report: Record, count: int | None) -> str:
     """The bytes that each module keeps for backward, with their kinds."""
     kept = report.saved_by("module")
     types = {row.name: row.layer_type for row in report.rows}
@@ -92,14 +90,14 @@ def rows_table(rows: Sequence[Row], count: int | None) -> str:
     return f"{text}\n{hidden} more rows" if hidden else text
 
 
-def full(report: "MemoryReport") -> str:
+def full(report: Record) -> str:
     """The text that ``print(report)`` shows."""
     title = f"{report.label}: {report.model}, one training step on {report.device} tensors"
     return "\n".join(
         [
             title,
             "═" * len(title),
-            wrapped(report.summary()),
+            wrapped(summary(report)),
             "",
             f"Kept for backward, {mib(report.saved)} MiB, by kind",
             bars(report.saved_by("kind")),
@@ -111,7 +109,7 @@ def full(report: "MemoryReport") -> str:
             f"Alive at the peak, {mib(report.peak)} MiB, by kind",
             bars(report.peak_by("kind")),
             "",
-            report.table(),
+            modules_table(report, 20),
             *(f"\nNote: {note}" for note in report.notes),
         ]
     )
