@@ -1,5 +1,6 @@
-"""The device, the report, and its closing tables."""
+"""Options and fixtures of the benches, and the tables at the end of a run."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="take every contender's first step, which fills compilers' caches; nothing is compared, timed or written",
     )
-    # tests/conftest.py has it too, where pytest is given both folders
+    # `pytest tests bench` reads tests/conftest.py as well, which defines the same option.
     with suppress(ValueError):
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
 
@@ -34,16 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
     harness.rehearsal = config.getoption("--rehearse")
-    # errors in tests alone: what is measured does not hang on a warning of somebody's library
-    config.addinivalue_line("filterwarnings", "default")
-    # what fits a terminal; pytest-benchmark reads it when its own configure runs, last
+    # These columns fit a terminal.  pytest-benchmark reads the option later, in its own `pytest_configure`.
     config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks benches slow whose module says so of this device (``SLOW_ON``): all others are to end within minutes."""
+    """Marks the benches of a module slow on the device that its ``SLOW_ON`` names; all others end within minutes."""
+    here = Path(__file__).parent
     for item in items:
+        if here not in item.path.parents:
+            continue
+        # A warning of some library fails a test, but no bench.
+        item.add_marker(pytest.mark.filterwarnings("default"))
         if config.getoption("--device") == getattr(getattr(item, "module", None), "SLOW_ON", None):
             item.add_marker("slow")
 
@@ -56,6 +60,14 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 @pytest.fixture(scope="session")
 def report(pytestconfig: pytest.Config) -> Report:
     return pytestconfig.stash[REPORT]
+
+
+if importlib.util.find_spec("pytest_benchmark") is None:
+
+    @pytest.fixture
+    def benchmark() -> None:
+        """Stands in for pytest-benchmark's fixture, so that `pytest tests bench` runs without the extra `bench`."""
+        pytest.skip("needs pytest-benchmark: pip install -e '.[bench]'")
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .goals import Files
-from .report import figure, sections
+from .files import Files, figure, sections
 
 NAMES = {
     "eager": "eager PyTorch",

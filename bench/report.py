@@ -7,14 +7,14 @@ python -m bench.report OLD NEW                                       # what chan
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from . import goals
+from .files import CaseResults, Files, ReportError, figure, load, sections
+from .gpu import goals
 from .results import COPY, two_digits
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -24,43 +24,11 @@ BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
 NOISE = 0.02
 
 
-class ReportError(Exception):
-    """What cannot be read or written, for the user."""
-
-
-def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """Content of every ``<stem>.json`` of a folder, by stem.
-
-    Raises:
-        ReportError: there is none, or one that no bench has written.
-    """
-    files = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            content = json.loads(path.read_text())
-        except ValueError as error:
-            raise ReportError(f"{path}: not JSON: {error}") from error
-        if not isinstance(content, dict) or not {"machine", "results"} <= content.keys():
-            raise ReportError(f"{path}: expected an object with 'machine' and 'results', as the benches write it")
-        files[path.stem] = content
-    if not files:
-        raise ReportError(f"{folder}: expected a folder with JSON files of the benches, found none")
-    return files
-
-
-def sections(files: goals.Files) -> Iterator[tuple[str, str, Mapping[str, goals.CaseResults]]]:
-    """(stem, title, cases) of those that compare contenders."""
-    for stem, content in files.items():
-        cases = content["results"]
-        if cases and all(isinstance(case, dict) and "contenders" in case for case in cases.values()):
-            yield stem, content.get("title", stem), cases
-
-
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def machine_lines(files: goals.Files) -> list[str]:
+def machine_lines(files: Files) -> list[str]:
     """What the figures were taken on; more than one machine or commit is said."""
     machines = [content["machine"] for content in files.values()]
     known = {key: [] for about in machines for key in about if key != "load"}
@@ -102,18 +70,12 @@ COLUMNS = (
 )
 
 
-def figure(case: goals.CaseResults, name: str, key: str) -> float | None:
-    """Median milliseconds of a part, or bytes; None where there is none."""
-    found = case["contenders"].get(name, {}).get(key)
-    return found["median_ms"] if isinstance(found, dict) else found
-
-
-def ratio(case: goals.CaseResults, column: Column) -> float | None:
+def ratio(case: CaseResults, column: Column) -> float | None:
     ours, theirs = (figure(case, name, column.key) for name in ("ours", column.rival))
     return None if ours is None or not theirs else ours / theirs
 
 
-def table_lines(files: goals.Files) -> list[str]:
+def table_lines(files: Files) -> list[str]:
     """A table of each bench: ours beside the others; below 1, ours is faster or smaller."""
     lines: list[str] = []
     for _, title, cases in sections(files):
@@ -134,7 +96,7 @@ def table_lines(files: goals.Files) -> list[str]:
     return lines
 
 
-def share_of_copy(case: goals.CaseResults) -> float | None:
+def share_of_copy(case: CaseResults) -> float | None:
     """Bandwidth of a step, on the fewest passes, of that of a copy."""
     try:
         ours, copy = (
@@ -145,7 +107,7 @@ def share_of_copy(case: goals.CaseResults) -> float | None:
     return ours / copy
 
 
-def report_lines(files: goals.Files) -> list[str]:
+def report_lines(files: Files) -> list[str]:
     lines = [*machine_lines(files), ""]
     # the goals are of that GPU
     if any("H200" in content["machine"].get("gpu", "") for content in files.values()):
@@ -167,7 +129,7 @@ def write_into(path: Path, lines: Sequence[str]) -> None:
     path.write_text("\n".join([before + begin, *lines, end + after]))
 
 
-def changes(old: goals.Files, new: goals.Files) -> list[str]:
+def changes(old: Files, new: Files) -> list[str]:
     """Medians of every contender that moved by more than their spread, bytes that differ, and what only one has."""
     rows: list[list[str]] = []
     before, after = ({stem: cases for stem, _, cases in sections(files)} for files in (old, new))

@@ -1,4 +1,7 @@
-"""Convolution, BatchNorm and activation as one layer: a training step, inference, and the convolution alone."""
+"""Convolution, BatchNorm and activation as one layer: a training step, and inference.
+
+``bench/gpu/test_conv_kernels.py`` times the convolution alone.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +15,6 @@ from fusedseg.ops.convolution import Geometry
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
 from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders
-from .conv_kernels import KERNELS, VENDOR, Choice, KernelSection, choice_of, flops
 from .data import DTYPES, Source, describe, parametrize_cases
 from .harness import Result, compete, once
 from .jobs import ConvJob, InferenceJob
@@ -20,7 +22,6 @@ from .replay import CLOCK, report_step
 from .results import Section
 
 SECONDS = {"cpu": 1.5, "cuda": 1.0}
-KERNEL_SECONDS = 0.5
 # wider than what rounding of the convolution's output, and TF32 in fp32 on a GPU, do to y
 KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
 # TF32 keeps as many bits of what is multiplied as fp16 does; some hardware cuts the others off
@@ -143,12 +144,6 @@ def expected_in_inference(case: Case, data: dict[str, Tensor], slope: float) -> 
     return {"z": norm_act(exact_conv(case, data), **norm, training=False, param=slope).out}  # type: ignore[arg-type]
 
 
-def expected_of_kernels(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    y = exact_conv(case, data)
-    axes = [d for d in range(y.dim()) if d != 1]
-    return {"y": y, "mean": y.mean(axes), "var": y.var(axes, correction=0)}
-
-
 def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
     """Of outputs, and of gradients."""
     if case.dtype == "fp32" and device.type == "cuda" and tf32_allowed():
@@ -188,27 +183,6 @@ def run(case: Case, device: torch.device, inference: bool) -> dict[str, Result]:
     )
 
 
-@once
-def run_kernels(case: Case, device: torch.device) -> tuple[dict[str, Result], int, Choice]:
-    """Also how many floating-point operations it takes, and what "auto" chose."""
-    data = make_data(case, device)
-    x, w = data["x"].detach(), data["conv_weight"]
-    output, gradient = tolerance(case, device)
-    results = compete(
-        {name: partial(job, x, w, case.geometry) for name, job in KERNELS.items()},
-        {"": lambda: expected_of_kernels(case, data)},
-        # statistics are sums, as gradients are
-        {"y": output, "mean": gradient, "var": gradient},
-        device,
-        KERNEL_SECONDS,
-        baseline=VENDOR,
-        ahead=True,
-    )
-    step = ConvJob(module("ours", case, device, data), data)
-    step.forward(step.prepare())
-    return results, flops(x, w, case.geometry), choice_of(x, w, case.geometry)
-
-
 @pytest.mark.benchmark(timer=CLOCK)
 def test_step(case, contender, device, report, benchmark):
     section = report.section(
@@ -228,23 +202,11 @@ def test_inference(case, contender, device, report, benchmark):
     report_step(benchmark, f"inference of {case}", contender, results[contender])
 
 
-@pytest.mark.benchmark(timer=CLOCK)
-def test_kernel(case, contender, device, report, benchmark):
-    section = report.section("conv_abn_kernels", KernelSection("The convolution alone, with statistics of its output"))
-    results, section.flops[str(case)], section.choices[str(case)] = run_kernels(case, device)
-    section.cases[str(case)] = results
-    report_step(benchmark, f"convolution of {case}", contender, results[contender])
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    if metafunc.function is test_kernel:
-        # there is no Triton on a CPU
-        cases, names = ({**CASES, "cpu": []}, list(KERNELS))
+    inference = metafunc.function is test_inference
+    metafunc.parametrize("contender", conv_contenders(kind, inference))
+    if inference:
+        parametrize_cases(metafunc, {**CASES, "cuda": []}, {"cuda": CASES["cuda"] + MORE["cuda"]})
     else:
-        cases, names = CASES, conv_contenders(kind, metafunc.function is test_inference)
-    metafunc.parametrize("contender", names)
-    if metafunc.function is test_inference:
-        parametrize_cases(metafunc, {**cases, "cuda": []}, {"cuda": CASES["cuda"] + MORE["cuda"]})
-    else:
-        parametrize_cases(metafunc, cases, MORE)
+        parametrize_cases(metafunc, CASES, MORE)

@@ -76,14 +76,16 @@ class _Package(types.ModuleType):
 
     @property
     def reuse_output(self) -> bool:
-        """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept, where
-        nothing else can see its memory: one full tensor less at the peak.  Off; on a CPU it spares large tensors only.
+        """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept.
 
-        Whatever shares the output's memory with autograd keeps it from happening: a variable, a hook, another op's
-        saved tensors, ``retain_graph=True``; and saved-tensor hooks, such as those of ``fusedseg.recompute()``, of a
-        checkpoint and of ``fusedseg.memory``, whose figures are therefore those without it.  A second backward over
-        what was overwritten raises.  Do not use it where the address of an output is known to a library that holds no
-        tensor of it.
+        It does so only where nothing else can see that memory.  This saves one full tensor at the peak.  It is off by
+        default.  On a CPU it saves memory for large tensors only.
+
+        It does nothing where something else shares the memory of the output: a variable, a hook, the saved tensors of
+        another op, or ``retain_graph=True``.  It also does nothing under saved-tensor hooks, such as those of
+        ``fusedseg.recompute()``, of a checkpoint and of ``fusedseg.memory``, so the figures of ``fusedseg.memory`` are
+        those without it.  A second backward over an overwritten output raises an error.  Do not use it where a library
+        knows the address of an output and holds no tensor of it.
         """
         return _reuse.get()
 

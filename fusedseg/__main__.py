@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         print("fusedseg: interrupted", file=sys.stderr)
-        # as shells report a program that SIGINT has ended
+        # Shells report 130 for a program that SIGINT has ended.
         return 130
 
 
@@ -101,7 +101,7 @@ def add_demo(commands) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    # needs the packages of fusedseg[demo], and nobody else does
+    # Imported here, because only the demo needs the packages of fusedseg[demo].
     from .demo import run
 
     return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed)

@@ -1,4 +1,4 @@
-"""Which implementation runs: ``auto`` is Triton for tensors on a GPU and aten elsewhere."""
+"""The setting that chooses an implementation: ``auto`` takes Triton for tensors on a GPU and aten elsewhere."""
 
 import functools
 import importlib.util
@@ -38,7 +38,7 @@ def _interpreted() -> bool:
 
 
 def explain(device: torch.device) -> tuple[str, str]:
-    """The backend that serves tensors on a device, "triton" or "aten", and why."""
+    """The backend that serves tensors on a device, "triton" or "aten", and the reason for it."""
     device = torch.device(device)
     if _name == "aten":
         return "aten", "fusedseg.backend is 'aten'"
@@ -57,7 +57,11 @@ def explain(device: torch.device) -> tuple[str, str]:
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """True where kernels serve ``x``; RuntimeError where backend "triton" was asked for and cannot."""
+    """Whether Triton kernels serve ``x``.
+
+    Raises:
+        RuntimeError: the backend is set to "triton", and Triton cannot serve the device of ``x``.
+    """
     if _name == "aten" or isinstance(x, FakeTensor):
         return False
     if _name == "auto":

@@ -1,7 +1,7 @@
-"""``fusedseg doctor``: versions, the backend of each device and why, and whether the kernels work here.
+"""``fusedseg doctor`` prints versions, the backend of each device with its reason, and whether the kernels work here.
 
-On a GPU every kernel is launched and compared with PyTorch in float64.  Without one, every kernel is compiled for GPUs
-that are not there.
+With a GPU, every kernel is launched and compared with PyTorch in float64.  Without a GPU, every kernel is compiled for
+the architectures in ``TARGETS``.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from . import _backend
 from .cli import Progress
 from .ops.layout import layout_of
 
-# (shape, what it reaches): one that a program keeps on chip, one that several programs share
+# Two shapes that take different launches: one program keeps a channel on chip, or several programs share it.
 SHAPES = {"one launch": (2, 8, 16, 16), "split": (2, 8, 128, 128)}
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 TARGETS = ("sm_80", "sm_90")
-# fp32 against fp64 over 32768 values a channel: sums lose a few of the 24 bits
+# The kernels sum 32768 values a channel in fp32, which loses a few of its 24 bits.
 TOLERANCE = 1e-5
 SLOPE, EPS = 0.01, 1e-5
 ACT = ("leaky_relu", SLOPE)
@@ -33,7 +33,11 @@ POOL = ((2, 2), (0, 0), (1, 1), 1)
 
 
 class Inputs(NamedTuple):
-    """x: what kernels read.  w: of the convolution.  weight, bias: of the norm.  dz, dpooled: gradients of results."""
+    """Inputs of the launches.
+
+    x: the input of every op.  w: the weight of the convolution.  weight, bias: the parameters of the norm.
+    dz, dpooled: the gradients of the results of the norm and of the pool.
+    """
 
     x: Tensor
     w: Tensor
@@ -87,7 +91,7 @@ def _inputs(shape: tuple[int, ...], memory_format: torch.memory_format, device: 
 
 
 def _norm_act(inputs: Inputs) -> dict[str, Tensor]:
-    """Forward and backward straight from the launchers; ``x`` is left alone, here and below."""
+    """Runs forward and backward through the launchers.  No check writes to ``inputs``."""
     from .kernels.norm_act import norm_act_fwd
     from .kernels.norm_act_bwd import norm_act_bwd
 
@@ -145,7 +149,7 @@ def _max_pool_float64(inputs: Inputs) -> dict[str, Tensor]:
 
 
 Run = Callable[[Inputs], dict[str, Tensor]]
-# file of kernels -> (its launches, the same in PyTorch): together they launch every kernel
+# The name of a file of kernels -> (its launches, the same results in PyTorch).  Together they launch every kernel.
 CHECKS: dict[str, tuple[Run, Run]] = {
     "norm_act": (_norm_act, _norm_act_float64),
     "conv_abn": (_conv_abn, _conv_abn_float64),
@@ -154,7 +158,7 @@ CHECKS: dict[str, tuple[Run, Run]] = {
 
 
 def run_kernels(name: str, device: torch.device) -> str:
-    """Launches the kernels of a check and compares them with float64; RuntimeError where they disagree."""
+    """Launches the kernels of a check, and raises RuntimeError if they disagree with float64."""
     launch, reference = CHECKS[name]
     worst = 0.0
     for path, shape in SHAPES.items():
@@ -165,7 +169,7 @@ def run_kernels(name: str, device: torch.device) -> str:
                 found = launch(inputs)
             for what, result in found.items():
                 error = float((result - expected[what]).norm() / expected[what].norm())
-                # "not <=" rather than ">": NaN is no agreement either
+                # `not <=` instead of `>`, because NaN is no agreement either.
                 if not error <= TOLERANCE:
                     raise RuntimeError(f"{what} is off by {error:.1e} ({memory_format}, {path}, {shape})")
                 worst = max(worst, error)
@@ -184,7 +188,7 @@ def compile_kernels(name: str, target: str) -> str:
 
 
 def kernels() -> Iterator[tuple[str, Callable[[], str]]]:
-    """What there is to try: (where and what, a function that returns what it saw or raises)."""
+    """Yields (device or target and check, a function that returns its finding or raises) for each check to run."""
     gpus = devices()[1:]
     for gpu in gpus:
         for name in CHECKS:
@@ -196,7 +200,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def untried() -> str | None:
-    """Why the kernels are not tried, or None."""
+    """The reason why the kernels cannot be tried here, or None."""
     if not _backend._has_triton():
         return "triton is not installed, so PyTorch computes every op"
     if _backend._interpreted():
@@ -205,7 +209,7 @@ def untried() -> str | None:
 
 
 def verdict(problems: int, reason: str | None) -> str:
-    """One sentence that says whether all is well; ``reason``: why the kernels were not tried."""
+    """One sentence that says whether all is well.  ``reason`` says why the kernels were not tried, or is None."""
     if problems:
         return f"Something is wrong: see {'the lines' if problems > 1 else 'the line'} with PROBLEM above."
     if reason is not None:
@@ -219,7 +223,7 @@ def verdict(problems: int, reason: str | None) -> str:
 
 
 def doctor() -> int:
-    """Prints the report.  Returns 0, or 1 where something does not work that would be used."""
+    """Prints the report.  Returns 1 if something does not work that fusedseg would use here, otherwise 0."""
     problems = 0
     for line in versions():
         print(line)
@@ -241,7 +245,7 @@ def doctor() -> int:
         try:
             with Progress(f"  {where}"):
                 seen = attempt()
-        # whatever a compiler or a driver raises is what is to be reported
+        # The report shows every error of a compiler or a driver, whatever its class.
         except Exception as error:
             problems += 1
             message = next(iter(str(error).strip().splitlines()), "")

@@ -53,36 +53,41 @@ def inplace_abn(
         leaky_relu(batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
 
     Args:
-        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  Overwritten; use what is returned.
-        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 beside half precision.
-        training: statistics of the batch, which move the running ones by ``momentum``; else the running ones.
+        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  It is overwritten; use the returned
+            tensor instead.
+        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
+            fp16 or bf16.
+        training: True normalises with the statistics of the batch, and moves the running statistics by ``momentum``;
+            False normalises with the running statistics.
         eps: added to the variance.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
-        residual: added before the activation; of the shape, dtype (under autocast, any) and device of ``x``, in other
-            memory.  Copied once where its strides are not those of ``x``.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; the other activations have none.
+        residual: added before the activation.  It has the shape and device of ``x``, and its dtype; under autocast any
+            dtype.  It must not share memory with ``x``.  It is copied once if its strides differ from those of ``x``.
 
     Returns:
-        z, of the shape, dtype and strides of ``x`` and in its memory.  Where ``x`` is neither contiguous nor
-        channels_last it is copied first and left alone, and z is contiguous.
+        z, with the shape, dtype and strides of ``x``, in the memory of ``x``.  If ``x`` is neither contiguous nor
+        channels_last, it is copied first: then ``x`` keeps its values, and z is contiguous.
 
-    Kept for backward: z, 1 / sqrt(var + eps), weight, bias, residual; and for the channels with |bias| > k |weight|
-    (k = 8 in half precision, 64 in fp32, 4096 in fp64) or a weight too small for the dtype, their normalised input;
-    with a residual, taken to be of size 1, also for those with 1 > k |weight|.  The module keeps track of these
-    channels without waiting for a GPU; this function looks at the parameters, and waits, in every call.
+    Kept for backward: z, 1 / sqrt(var + eps), weight, bias and residual.  A channel with |bias| > k |weight| (k = 8 in
+    half precision, 64 in fp32, 4096 in fp64) cannot be inverted accurately, nor can a channel whose weight is too small
+    for the dtype; their normalised input is kept as well.  A residual counts as values of size 1, so that channels with
+    1 > k |weight| are added.  The module keeps track of these channels without waiting for a GPU.  This function reads
+    the parameters, and waits for the GPU, in every call.
 
-    ELU loses accuracy in its tail: y is rebuilt as log(1 + z / alpha), which multiplies the rounding of z by
-    exp(-y).  The gradient passes through xhat only, where the tail's weight in it is small.
+    ELU loses accuracy in its tail: backward rebuilds y as log(1 + z / alpha), which multiplies the rounding of z by
+    exp(-y).  The error reaches the gradient only through xhat, in which the tail has little weight.
 
-    Under ``torch.compile``, ``x`` is left alone, and looking at the parameters breaks the graph: compile the module,
-    which does not, where ``fullgraph=True`` is wanted.
+    Under ``torch.compile``, ``x`` keeps its values.  Reading the parameters breaks the graph; for ``fullgraph=True``
+    compile the module, which does not read them.
 
     Raises:
-        ValueError: an activation that cannot be inverted (relu, or a slope <= 0), naming the module that is exact
-            for it; a wrong shape; one value per channel in training; ``x`` a leaf that requires grad, overlapping
-            itself, or one of several views of one call; a residual of another shape, or in the memory of ``x``.
-        TypeError: an integer or complex ``x``, parameters of another dtype.
-        RuntimeError: in backward, when it is differentiated itself.
+        ValueError: the activation cannot be inverted (relu, or a slope <= 0; the message names the module that is exact
+            for it); a shape is wrong; there is one value per channel in training; ``x`` is a leaf that requires grad,
+            overlaps itself, or is one of several views that one call returned; the residual has another shape, or
+            shares memory with ``x``.
+        TypeError: ``x`` is integer or complex, or a parameter has another dtype.
+        RuntimeError: backward itself is differentiated.
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
@@ -108,18 +113,21 @@ def inplace_instance_norm_act(
     activation_param: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Instance normalisation and an invertible activation, written over ``x``: ``inplace_abn`` with a mean and a
-    variance for each channel of each sample.
+    """Instance normalisation and an invertible activation, written over ``x``.
+
+    It is ``inplace_abn`` with a mean and a variance for each channel of each sample.
 
     Equals, with the arguments of ``torch.nn.functional.instance_norm`` in their order::
 
         leaky_relu(instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps), 0.01)
 
     Args:
-        x: (N, C, *spatial), otherwise as ``inplace_abn`` has it.
-        use_input_stats: statistics of the samples, whose averages move the running ones; else the running ones.
+        x: (N, C, *spatial); otherwise as in ``inplace_abn``.
+        use_input_stats: True normalises with the statistics of each sample, and moves the running statistics by their
+            averages; False normalises with the running statistics.
 
-    The rest, what is returned, kept and raised is that of ``inplace_abn``; 1 / sqrt(var + eps) is (N, C).
+    The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
+    1 / sqrt(var + eps) has shape (N, C).
     """
     name = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(name, activation, activation_param, "InstanceNormAct")
@@ -140,14 +148,17 @@ def inplace_group_norm_act(
     activation_param: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Group normalisation and an invertible activation, written over ``x``: ``inplace_abn`` with a mean and a variance
-    for each of ``num_groups`` groups of adjacent channels of each sample.
+    """Group normalisation and an invertible activation, written over ``x``.
+
+    It is ``inplace_abn`` with a mean and a variance for each of ``num_groups`` groups of adjacent channels of each
+    sample.
 
     Equals, with the arguments of ``torch.nn.functional.group_norm`` in their order::
 
         leaky_relu(group_norm(x, num_groups, weight, bias, eps), 0.01)
 
-    The rest, what is returned, kept and raised is that of ``inplace_abn``; 1 / sqrt(var + eps) is (N, num_groups).
+    The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
+    1 / sqrt(var + eps) has shape (N, num_groups).
     """
     name = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(name, activation, activation_param, "GroupNormAct")
@@ -174,7 +185,7 @@ def norm_act(
     residual: Tensor | None = None,
     slope: Tensor | None = None,
 ) -> Tensor:
-    """A normalisation, an optional residual and any activation, exact for all of them; ``x`` is left alone.
+    """A normalisation, an optional residual and any activation, exact for all of them; ``x`` keeps its values.
 
     Equals, with the arguments of ``torch.nn.functional.batch_norm`` in their order::
 
@@ -183,20 +194,22 @@ def norm_act(
 
     Args:
         x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.
-        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 beside half precision.
-        training: statistics of ``x``, which move the running ones by ``momentum``; else the running ones.
+        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
+            fp16 or bf16.
+        training: True normalises with the statistics of ``x``, and moves the running statistics by ``momentum``; False
+            normalises with the running statistics.
         eps: added to the variance.
         activation, activation_param: see ``BatchNormAct``.
         norm: "batch"; "instance", for ``instance_norm`` with ``use_input_stats=training``; or "group", for
-            ``group_norm``, where the statistics are always those of ``x`` and none are running.
-        num_groups: of "group".
-        residual: like ``x``, or None.
-        slope: of prelu, (1,) or (C,), in the dtype of ``weight``.
+            ``group_norm``, which always takes the statistics of ``x`` and has no running statistics.
+        num_groups: the number of groups, for "group" only.
+        residual: a tensor like ``x``, or None.
+        slope: the slope of prelu, (1,) or (C,), in the dtype of ``weight``.
 
     Returns:
-        z, of the shape, dtype and memory format of ``x``.
+        z, with the shape, dtype and memory format of ``x``.
 
-    Kept for backward, and raised: see ``BatchNormAct``.
+    ``BatchNormAct`` says what is kept for backward and which errors are raised.
     """
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
@@ -240,28 +253,28 @@ def conv_abn(
         leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
 
     Args:
-        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; or a sequence of such
-            tensors, for their concatenation along the channels, which is not kept; any of them may be an
-            ``Interpolated``.  Left alone.
-        conv_weight: (K, C / groups, *kernel); conv_bias: (K,) or None; both in the dtype of ``x``.
-        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 beside half precision.
+        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64.  A sequence of such tensors
+            stands for their concatenation along the channels, which is not kept; any of them may be an
+            ``Interpolated``.  ``x`` keeps its values.
+        conv_weight, conv_bias: (K, C / groups, *kernel), and (K,) or None; both in the dtype of ``x``.
+        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
+            fp16 or bf16.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
         training, momentum, eps, activation, activation_param: as in ``inplace_abn``.
         conv_backend: "auto", "triton" or "aten", see ``ConvABN2d``.
 
     Returns:
-        z, (N, K, *out), in the dtype of ``x``; channels_last where ``x`` or ``conv_weight`` is.
+        z, (N, K, *out), in the dtype of ``x``.  It is channels_last if ``x`` or ``conv_weight`` is.
 
-    Kept for backward: x, conv_weight, z, 1 / sqrt(var + eps), weight, bias, and the normalised convolution of those
+    Kept for backward: x, conv_weight, z, 1 / sqrt(var + eps), weight, bias, and the normalised convolution of the
     channels whose weight is too small to rebuild it (see ``inplace_abn``).  In training the gradient of ``conv_bias``
-    is exactly zero, since the mean takes it along.
+    is exactly zero, because the mean of the batch contains the bias and is subtracted.
 
     Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  Under
-    ``torch.compile`` looking at the parameters breaks the graph: compile the module for ``fullgraph=True``.
+    ``torch.compile`` this function breaks the graph, because it reads the parameters; compile the module for
+    ``fullgraph=True``.
 
-    Raises: see ``ConvABN2d``.
-
-    Source: see ``ConvABN2d``.
+    ``ConvABN2d`` lists the errors and the source.
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)
     check_conv_backend(_conv_abn.OP, conv_backend)
@@ -276,7 +289,7 @@ def conv_abn(
 
 
 def _joined(op, x, weight, bias, stride, padding, dilation, groups):
-    """Sources, weight and bias as they are convolved, and the geometry."""
+    """Parses the arguments of a convolution: sources, weight and bias (cast under autocast), and the geometry."""
     sources = parse_sources(op, x)
     if not isinstance(weight, Tensor):
         raise TypeError(f"{op}: conv_weight must be a tensor, got {type(weight).__name__}")
@@ -298,20 +311,27 @@ def join_conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolution of a concatenation that is not kept, and if large never formed, in two or three dimensions.
+    """Convolution of a concatenation, in two or three dimensions.
+
+    The concatenation is not kept for backward, and a large one is never formed.
 
     Equals ``conv2d(cat(x, dim=1), conv_weight, conv_bias, stride, padding, dilation, groups)``, where an
     ``Interpolated`` in ``x`` stands for ``interpolate`` of its tensor.
 
     Args:
-        x: a tensor (N, C, *spatial), an ``Interpolated``, or a sequence of these, alike in all but their channels.
+        x: a tensor (N, C, *spatial), an ``Interpolated``, or a sequence of these.  Their shapes may differ only in the
+            number of channels.
         conv_weight, conv_bias, stride, padding, dilation, groups: as in ``conv_abn``.
 
-    Kept for backward: conv_weight and each source's tensor; of an ``Interpolated`` the small one.
+    Returns:
+        The convolution, (N, K, *out), in the dtype of ``x``.
+
+    Kept for backward: conv_weight and the tensor of each source; for an ``Interpolated``, the tensor before
+    interpolation.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit, as in ``conv_abn``.
-        RuntimeError: in backward, when it is differentiated itself.
+        ValueError, TypeError: an argument does not fit, as in ``conv_abn``.
+        RuntimeError: backward itself is differentiated.
     """
     arguments = _joined(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
     _join_conv.check(_join_conv.OP, *arguments)
@@ -328,20 +348,18 @@ def max_pool(
 ) -> Tensor:
     """Max-pooling in two or three dimensions that keeps one byte per output element.
 
-    Equals ``max_pool2d`` or ``max_pool3d`` of ``torch.nn.functional`` with the same arguments, ties, NaN and windows
-    partly outside ``x`` included.
+    Equals ``max_pool2d`` or ``max_pool3d`` of ``torch.nn.functional`` with the same arguments, including ties, NaN and
+    windows that lie partly outside ``x``.
 
     Args:
-        x: (N, C, H, W) or (C, H, W), (N, C, D, H, W) or, where ``kernel_size`` has three numbers, (C, D, H, W); fp16,
-            bf16, fp32 or fp64.
+        x: (N, C, H, W), (C, H, W) or (N, C, D, H, W), or (C, D, H, W) if ``kernel_size`` has three numbers; fp16, bf16,
+            fp32 or fp64.
         kernel_size, stride, padding, dilation, ceil_mode: as in ``torch.nn.functional.max_pool2d``.
 
     Returns:
-        z, in the dtype and memory format (contiguous or channels_last) of ``x``.
+        z, (N, C, *out) or (C, *out), in the dtype and memory format (contiguous or channels_last) of ``x``.
 
-    Kept for backward: see ``MaxPool2d``.  Gradients of gradients are right.
-
-    Raises: see ``MaxPool2d``.
+    It can be differentiated twice.  ``MaxPool2d`` says what is kept for backward and which errors are raised.
     """
     op = _max_pool.OP
     if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:

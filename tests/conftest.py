@@ -72,13 +72,21 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def exact(request):
-    """On a GPU: cuDNN computes fp32 in fp32, and the same bits each time, as tests assume that compare with float64, or
-    one run with another.  What is about these settings sets them itself."""
-    if request.config.getoption("--device") == "cuda":
-        cudnn = torch.backends.cudnn
-        cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = False, True, False
+    """On a GPU, lets cuDNN compute fp32 in fp32 and return the same bits each time.
+
+    Tests that compare with float64, or one run with another, assume this.  A test about these settings sets its own.
+    The settings end with the module, so that benches in the same process do not run under them.
+    """
+    if request.config.getoption("--device") != "cuda":
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = False, True, False
+    yield
+    cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
 
 
 @pytest.fixture(autouse=True, scope="session")

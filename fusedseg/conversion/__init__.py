@@ -1,4 +1,4 @@
-"""Stock models into lean ones and back, with a report of what was done and why."""
+"""Converts stock models into lean models and back, and reports each change and its reason."""
 
 from .convert import convert
 from .report import ConversionReport, Row

@@ -1,7 +1,7 @@
-"""What stands for activation modules whose work a fused norm does.
+"""Modules that stand in for an activation whose work a fused norm does.
 
-They stay subclasses of the activations that they replace, so that code which looks for ``nn.LeakyReLU`` finds them: to
-replace such a module, or to set its parameters, is then an error at the next forward, and not without effect.
+They are subclasses of the activations that they replace, so that code that looks for ``nn.LeakyReLU`` finds them.  If
+such code replaces the module or sets its parameter, the next forward raises an error; the change does not go unnoticed.
 """
 
 from typing import Any, NoReturn
@@ -16,20 +16,22 @@ from ..ops.unfused import assume_constant_result
 
 
 def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """The forward hook of a fused norm whose activation module is also called elsewhere: the very tensor says that
-    its activation is done."""
+    """The forward hook of a fused norm whose activation module is also called elsewhere.
+
+    It marks the output tensor, so that the activation module sees that its work is done.
+    """
     if torch.compiler.is_compiling():
-        # attributes are followed of tensors that an op with one output has made
+        # The compiler follows attributes only of tensors that an op with a single output has made.
         out = out.view_as(out)
-    # by name: neither setattr() nor a deletion is followed
+    # The attribute is set by name, because the compiler follows neither setattr() nor a deletion.
     out._fusedseg_applied = True  # type: ignore[attr-defined]
     return out
 
 
 class _DoneByNorm(nn.Module):
-    """The first base class of the classes below; the second one is the activation's."""
+    """First base class of ``Applied`` and ``AppliedOnce``; the second base class is the activation's stock class."""
 
-    # the activation's class, and the name of its parameter
+    # The activation's class, and the name of its parameter.
     _stock: type[nn.Module]
     _parameter: str | None
     # attributes that must have a certain value, as in the activation's row of the table
@@ -45,7 +47,7 @@ class _DoneByNorm(nn.Module):
             if getattr(self, attribute) != value:
                 self._refuse()
 
-    # torch.compile cannot format a number
+    # torch.compile cannot format a number, so it must not trace this method.
     @assume_constant_result
     def _refuse(self) -> NoReturn:
         expected = dict(self._fixed)
@@ -61,7 +63,7 @@ class _DoneByNorm(nn.Module):
 
 
 class Applied(_DoneByNorm):
-    """Stands for an activation that the fused norms before it have applied, in every call: returns what comes."""
+    """Stands in for an activation that fused norms apply before every call of it; returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if isinstance(input, Proxy):
@@ -74,7 +76,7 @@ class Applied(_DoneByNorm):
 
 
 class AppliedOnce(_DoneByNorm):
-    """Stands for an activation that a fused norm has applied in some of its calls: what is marked stays as it is."""
+    """Stands in for an activation that fused norms apply before some of its calls; returns a marked input unchanged."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if isinstance(input, Proxy):
@@ -90,7 +92,10 @@ class AppliedOnce(_DoneByNorm):
 
 
 def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
-    """By the activation's class; printed as ``base`` is, and in this module under names such as ``AppliedReLU``."""
+    """Makes a subclass of ``base`` and each known activation; returns the subclasses by the activation's class.
+
+    They print as ``base`` does.  Pickle finds them in this module under names such as ``AppliedReLU``.
+    """
     made: dict[type, Any] = {}
     for cls, row in OF_MODULE.items():
         if row.learned:
@@ -108,7 +113,7 @@ APPLIED, APPLIED_ONCE = _subclasses(Applied), _subclasses(AppliedOnce)
 
 
 def applied(act: nn.Module, path: str, once: bool) -> nn.Module:
-    """What ``act`` is to become."""
+    """The module that ``act`` becomes: an ``AppliedOnce`` if ``once``, otherwise an ``Applied``."""
     cls = (APPLIED_ONCE if once else APPLIED)[type(act)]
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)

@@ -1,4 +1,4 @@
-"""``fusedseg.convert``: a stock model becomes lean in place."""
+"""``fusedseg.convert`` makes a stock model lean, in place."""
 
 from typing import Any
 
@@ -27,56 +27,58 @@ OP = "fusedseg.convert"
 def convert(
     model: nn.Module, *unnamed: Any, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
 ) -> ConversionReport:
-    """Makes a model keep less for backward, in place, and says what it did.
+    """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
-    * Norms followed by an activation module become one fused module: ``InPlaceABN`` and its like, which keep their
-      output, where the activation can be inverted and only the norm reads the convolution before it;
-      ``BatchNormAct`` and its like, which keep their input, elsewhere.  The activation module then passes on what it
-      gets.  Max-pooling keeps one byte per element.
-    * ``ConvABN2d`` or ``ConvABN3d`` in the report is a convolution with such a BatchNorm: the call of the convolution
-      does the work of all three where one op pays, on a GPU and for one small fp32 volume on a CPU; elsewhere the norm
-      is an ``InPlaceABN``, which keeps the same bytes.
-    * ``JoinConv2d`` or ``JoinConv3d`` is a convolution of a concatenation (``torch.cat``): it keeps the sources, and of
-      what was interpolated the small tensor.  The scope keeps no more; but in backward a large concatenation, what was
-      enlarged for it, and a gradient of that size are not formed, which lowers the peak.
-    * All else runs unchanged under the recompute scope, which the model's forward enters: it keeps one tensor per
-      convolution and rebuilds what follows from it, such as activations called as functions, sums and concatenations.
+    * A norm and the activation module after it become one fused module.  It is an in-place module such as
+      ``InPlaceABN``, which keeps its output, if the activation can be inverted and only the norm reads the output of
+      the convolution before it.  Otherwise it is an exact module such as ``BatchNormAct``, which keeps its input.  The
+      activation module then returns its input.  Max-pooling keeps one byte per element.
+    * ``ConvABN2d`` or ``ConvABN3d`` in the report stands for a convolution with such a BatchNorm.  On a GPU, and for
+      one small fp32 volume on a CPU, the call of the convolution does the work of all three, because one op is faster
+      there.  Elsewhere the norm is an ``InPlaceABN``, which keeps the same bytes.
+    * ``JoinConv2d`` or ``JoinConv3d`` stands for a convolution of a concatenation (``torch.cat``).  It keeps the
+      tensors that were concatenated, and for an interpolated tensor the tensor before interpolation.  The scope alone
+      would keep the same bytes.  But a ``JoinConv`` forms neither a large concatenation, nor the interpolated tensor,
+      nor a gradient of that size in backward, which lowers the peak.
+    * All other modules and functions run unchanged under the recompute scope, which the model's forward enters.  The
+      scope keeps one tensor per convolution.  In backward it rebuilds the tensors that follow from it, such as
+      activations called as functions, sums and concatenations.
 
-    Modules stay the same objects under all their names and change their class: parameters, buffers, ``state_dict``,
-    hooks, modes and devices are what they were, and optimizers go on working.  To convert a model once more converts
-    it anew.  An exception leaves it as it was.
+    Modules stay the same objects under all their names and change only their class.  So parameters, buffers,
+    ``state_dict``, hooks, modes and devices stay the same, and optimizers go on working.  A second call of ``convert``
+    reverts the model and converts it again.  If ``convert`` raises, the model stays as it was.
 
-    Which calls follow each other is observed in one forward on the example, in training and in eval mode, on tensors
-    without values where the model allows it; without an example, or with lazy modules that have not run yet, it is
-    traced by ``torch.fx``.  A model that ``fx`` cannot trace gets the scope alone, and the report says why.
+    To find out which calls follow each other, ``convert`` runs the model on the example once in training and once in
+    eval mode, on tensors without values if the model allows it.  Without an example, or if a lazy module has not run
+    yet, ``torch.fx`` traces the model.  A model that ``fx`` cannot trace gets only the scope, and the report says why.
 
     Args:
         model: any module.  It may be on any device, or fake.
-        example_inputs: a tensor, a sequence of arguments, or a mapping of keywords, that the model can be called with.
-        mode: "exact" never changes the function, but for rounding.  "leaky" first turns ReLU modules that follow a norm
-            into LeakyReLU, for models that are trained with it: ``revert`` gives LeakyReLU modules back.
-        slope: of mode "leaky", > 0.
+        example_inputs: a tensor, a sequence of arguments, or a mapping of keywords; the model is called with it.
+        mode: "exact" changes the function by rounding only.  "leaky" first turns ReLU modules that follow a norm into
+            LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
+        slope: the negative slope in mode "leaky", > 0.
 
     Raises:
-        TypeError: ``model`` is no module; the example is none of these, or is not given by its name.
-        ValueError: another mode; a slope that is not positive; an example that the model cannot be called with.
+        TypeError: ``model`` is no module; the example has another type, or is not given by its name.
+        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
-    and ``nn.ReLU``, so that code which looks for these classes by ``isinstance`` finds them.
+    and ``nn.ReLU``, so that code that looks for these classes by ``isinstance`` finds them.
 
-    Changes to a converted model: where an activation's parameter is set (``negative_slope``, ``alpha``,
-    ``approximate``), or a fused norm, its activation or the convolution before it is replaced, moved or removed, the
-    model's next forward raises a RuntimeError that names the module.  Call ``revert`` before such a change, or
-    ``convert`` once more after it.  A convolution may be exchanged for another one; whatever has no part in a fused
-    norm may be changed freely.
+    Changes to a converted model: the model's next forward raises a RuntimeError that names the module if the parameter
+    of a fused activation was set (``negative_slope``, ``alpha``, ``approximate``), or if a fused norm, its activation
+    or the convolution before it was replaced, moved or removed.  Call ``revert`` before such a change, or ``convert``
+    again after it.  A convolution may be exchanged for another convolution.  A module that has no part in a fused norm
+    may be changed freely.
 
-    Known limits: an activation module whose work a norm does returns its input: called by itself it does nothing, and a
-    slice of a model that ends between a norm and its activation returns the activated tensor.  Where one op pays, a
-    convolution that is called without the norm after it returns what the norm would.  Hooks that are added to a fused
-    norm later see the activated tensor; those of a convolution see the convolution's output.  Code that calls
-    submodules without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself, and such
-    calls are not checked for changes.  ``torch.jit.script`` needs ``revert``; ``torch.export``, ``torch.jit.trace`` and
-    ``torch.onnx.export`` write a converted model down in stock operations.
+    Known limits: an activation module whose work a norm does returns its input.  Called by itself it does nothing, and
+    a slice of a model that ends between a norm and its activation returns the activated tensor.  Where the convolution
+    does the work of all three, a call of the convolution alone returns the activated tensor too.  Hooks that are added
+    to a fused norm later see the activated tensor; hooks of a convolution see the convolution's output.  Code that
+    calls submodules without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself, and
+    such calls are not checked for changes.  ``torch.jit.script`` needs ``revert`` first.  ``torch.export``,
+    ``torch.jit.trace`` and ``torch.onnx.export`` write a converted model in stock operations.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
@@ -91,7 +93,7 @@ def convert(
     parse_invertible(OP, "leaky_relu", slope)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
-        # to run it would make its parameters for good
+        # A forward would create the parameters of lazy modules for good.
         inputs = None
     if isinstance(model, torch.jit.ScriptModule):
         why = "it is scripted: convert the model before torch.jit.script"
@@ -113,12 +115,12 @@ def convert(
 
 
 def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Flow], str]:
-    """The flows in training and eval mode, none where they cannot be found, and how they were."""
+    """The flows in training and eval mode, and how they were found; an empty list and the reason if they were not."""
     flows, errors = [], []
     for training in (True, False):
         try:
             flows.append(trace(model, training) if inputs is None else observe(model, inputs, training))
-        # whatever a stranger's model raises: it is said below, or in the report
+        # A model may raise any error; the ValueError below or the report shows it.
         except Exception as error:
             errors.append(error)
     if inputs is not None and not flows:
@@ -128,13 +130,13 @@ def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Fl
     if inputs is None and errors:
         reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
         return [], f"torch.fx cannot trace it ({reason}); pass example_inputs to have modules replaced"
-    # "observed in training and eval mode"
+    # The result is, for example, "observed in training and eval mode".
     hows = [flow.how for flow in flows]
     return flows, hows[0] if len(hows) == 1 else f"{hows[0].removesuffix(' mode')} and eval mode"
 
 
 def _make_leaky(flows: list[Flow], slope: float) -> None:
-    """Turns ReLU modules that follow a norm into LeakyReLU, for good."""
+    """Turns ReLU modules that follow a norm into LeakyReLU; ``revert`` does not undo this."""
     for flow in flows:
         for call in flow.calls:
             maker = flow.maker(call.reads[0]) if call.reads else None
@@ -155,12 +157,12 @@ def _apply(plan: Plan) -> None:
 
 
 def _footprint(model: nn.Module, inputs: tuple[tuple, dict]) -> Footprint | None:
-    """Of a training step, on fake tensors; None for a model that does not run on them."""
+    """The footprint of a training step on fake tensors; None for a model that does not run on fake tensors."""
     try:
         with on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
             set_training(model, True)
             owned = [*model.parameters(), *model.buffers()]
             return measure(lambda: model(*args, **kwargs), owned=owned)
-    # a model that needs values has been seen to run on real ones
+    # The model needs values: `observe` has run it on real tensors.
     except Exception:
         return None

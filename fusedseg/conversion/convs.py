@@ -1,12 +1,15 @@
-"""Convolutions of a converted model: at their own paths, with their own parameters, but for two cases.
+"""Convolutions of a converted model.
 
-* A convolution that reads a concatenation keeps its sources instead (``ops/recompute/joins.py``).  The scope keeps the
-  same bytes anyway; but in backward, a concatenation and a gradient of its size are not formed.
-* A BatchNorm and an invertible activation follow, and one op for the three pays: the convolution computes it, and the
-  norm, which finds a mark on the tensor, passes it on as the activation does.
+They keep their paths and parameters, and differ from the stock class in two cases.
 
-Wherever else, under ``torch.compile``, and where a hook of the convolution's wants to see its output, they are the
-stock convolution.
+* The input is a concatenation.  The convolution then keeps the sources of the concatenation
+  (``ops/recompute/joins.py``).  The scope alone would keep the same bytes, but backward then forms neither the
+  concatenation nor a gradient of its size.
+* A BatchNorm and an invertible activation follow, and one op for all three is faster (``pays``).  The convolution then
+  computes all three and marks the tensor.  The norm sees the mark and returns its input, as the activation does.
+
+In all other cases they are the stock convolution: also under ``torch.compile``, and if the convolution has hooks, which
+must see its output.
 """
 
 from typing import Any
@@ -31,15 +34,16 @@ OP = "fusedseg.convert"
 def pays(x: Tensor) -> bool:
     """Whether one op for convolution, norm and activation is faster than two.
 
-    On a GPU it touches memory no more often, and less where the convolution has a bias (a pass forward and one
-    backward) or Triton's epilogue leaves the statistics.  On a CPU it takes as long or up to 5 % longer (measured), but
-    for one small fp32 volume, which torch would convolve by a loop: a fifth of the time.
+    On a GPU one op reads and writes memory no more often than two.  It saves a pass in forward and one in backward if
+    the convolution has a bias, and a pass in forward if Triton's epilogue computes the statistics.  On a CPU it takes
+    as long or up to 5 % longer (measured), except for one small fp32 volume, which torch would convolve by a loop:
+    there it takes a fifth of the time.
     """
     return x.is_cuda or looped(x)
 
 
 class _LeanConv(nn.Module):
-    # an attribute, but no child: the norm has its own path
+    # The norm is an attribute but no child module, because it has a path of its own in the model.
     norm: InPlaceABN | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -57,8 +61,10 @@ class _LeanConv(nn.Module):
         return super().forward(input)
 
     def _unobserved(self, norm: InPlaceABN) -> bool:
-        """Nobody wants to see what the convolution gives to the norm; and the norm is still one that passes things on,
-        not one that synchronises."""
+        """Whether no hook sees the tensor between the convolution and the norm, and the norm looks for the mark.
+
+        A norm that was converted to a synchronised one does not look for it.
+        """
         hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
         return type(norm) in NORM_OF_CONV.values() and not (hooks or has_hooks(self))
 
@@ -84,12 +90,12 @@ LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3
 
 
 def joins(conv: Any) -> bool:
-    """Whether sources can be convolved one by one."""
+    """Whether the convolution of a concatenation can be computed from its sources one by one."""
     return type(conv) in LEAN and conv.groups == 1 and conv.padding_mode == "zeros" and conv.padding != "same"
 
 
 def lean(conv: nn.Module, norm: nn.Module | None) -> nn.Module:
-    """What ``conv`` is to become."""
+    """The module that ``conv`` becomes; ``norm`` is the norm whose work it may do, or None."""
     twin = LEAN[type(conv)].__new__(LEAN[type(conv)])
     nn.Module.__init__(twin)
     twin.__dict__["norm"] = norm

@@ -1,7 +1,7 @@
-"""What a model does with its values, in the order in which it does it: the calls of one forward.
+"""The flow of a model: the calls of one forward in their order, with the values that they read and make.
 
-A value is what one call made.  A call that writes over its argument makes a new value in the same memory, so that
-whoever reads the tensor later reads the new value.
+A value is a result of one call.  A call that writes over its argument makes a new value in the same memory, so that a
+later call that reads the tensor reads the new value.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
 POOLS = (nn.MaxPool2d, nn.MaxPool3d)
-# of which packages; the blocks of fusedseg.unet are seen through, as anybody's
+# Modules of these packages count as one call.  The blocks of fusedseg.unet do not: their calls are seen one by one.
 LEAVES = ("torch.nn.", "torch.ao.nn.", "torch.jit", "fusedseg.nn.", "fusedseg.conversion.")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-# names of functions, and of their in-place forms without the underscore
+# The names of functions by kind.  In-place forms are found without their trailing underscore.
 KINDS = {
     "conv": {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"},
     "norm": {"batch_norm", "instance_norm", "group_norm"},
@@ -39,7 +39,7 @@ MODULE_KINDS: dict[str, tuple[type, ...]] = {
 
 
 def kind_of(name: str, module: nn.Module | None) -> str:
-    """conv, norm, activation, add, pool, join or other; of a module by its very class."""
+    """The kind of a call: conv, norm, activation, add, pool, join or other.  A subclass of a stock class is "other"."""
     if module is not None:
         return next((kind for kind, classes in MODULE_KINDS.items() if type(module) in classes), "other")
     name = name if name.endswith("__") else name.rstrip("_")
@@ -47,9 +47,9 @@ def kind_of(name: str, module: nn.Module | None) -> str:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module counts as one call, whatever happens inside it."""
+    """Whether a call of the module counts as one call, whatever it calls inside."""
     home = type(module).__module__
-    # DataParallel and its like wrap a model
+    # DataParallel and similar modules wrap a model, whose calls must be seen.
     return home.startswith(LEAVES) and not home.startswith("torch.nn.parallel.") and type(module) not in CONTAINERS
 
 
@@ -58,7 +58,8 @@ class Call:
     """One call of a leaf module, or of a function.
 
     where: the path of the module whose forward makes the call.
-    reads, makes: values; nbytes, shape: of the first tensor that it makes, None where sizes are not known.
+    reads, makes: the values that it reads and makes.
+    nbytes, shape: the size of the first tensor that it makes; None if sizes are not known.
     """
 
     name: str
@@ -80,11 +81,11 @@ class Call:
 
 @dataclass
 class Flow:
-    """The calls of one forward.
+    """The calls of one forward, with indices of the values.
 
     how: "traced by torch.fx" or "observed on the example", with the mode.
-    returned: values that leave the model, or that something outside this forward holds on to.
-    passed: values that went through a call that changed nothing, such as dropout in eval mode.
+    returned: values that leave the model, or that something outside this forward still holds.
+    passed: values that went through a call that changes nothing, such as dropout in eval mode.
     """
 
     how: str
@@ -109,14 +110,14 @@ class Flow:
             self._maker[value] = call
 
     def maker(self, value: int) -> Call | None:
-        """None for an input, a parameter, a constant."""
+        """The call that made a value; None for an input, a parameter or a constant."""
         return self._maker.get(value)
 
     def readers(self, value: int) -> list[Call]:
         return self._readers.get(value, [])
 
     def only_reader(self, value: int) -> Call | None:
-        """The one call that reads a value, None where it is read by several, or leaves the model."""
+        """The only call that reads a value; None if several calls read it or it leaves the model."""
         readers = self.readers(value)
         return readers[0] if len(readers) == 1 and value not in self.returned else None
 
@@ -125,7 +126,7 @@ class Flow:
 
 
 def paths_of(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Every name under which a module is registered; "" is the root's own."""
+    """All names under which each module is registered; the root's own name is ""."""
     found: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         found.setdefault(module, []).append(path)
@@ -133,6 +134,6 @@ def paths_of(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def listed(titles: Iterable[str]) -> str:
-    """ "a", "a and b", "a, b and c", each once."""
+    """Joins titles as in "a", "a and b" or "a, b and c"; a repeated title appears once."""
     *head, last = dict.fromkeys(titles)
     return f"{', '.join(head)} and {last}" if head else last

@@ -1,4 +1,4 @@
-"""What a model is called with."""
+"""Parses the example that a model is called with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,7 @@
-"""The classes of the fused norms that ``convert`` makes: the public ones, as subclasses of the stock norms that they
-replace.
+"""The classes of the fused norms that ``convert`` makes: subclasses of a public fused norm and of the stock norm.
 
-Code that looks for norms by ``isinstance(module, nn.BatchNorm2d)``, to freeze them or to spare them weight decay, finds
-them so.  They have the names of the public classes, by which they are printed; pickles find them by ``__qualname__``.
+Code that looks for norms by ``isinstance(module, nn.BatchNorm2d)``, to freeze them or to exempt them from weight decay,
+finds them therefore.  They print under the name of the public class; pickle finds them by ``__qualname__``.
 """
 
 from typing import Any
@@ -28,7 +27,7 @@ MARK = "_fusedseg_normalised"
 
 
 class NormOfConv(InPlaceABN):
-    """The norm of a ``LeanConv``: passes on what that has normalised."""
+    """The norm after a ``LeanConv``: returns its input if the convolution has marked it as normalised."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
@@ -40,7 +39,10 @@ class NormOfConv(InPlaceABN):
 
 
 def _subclasses(fused: type, stock: tuple[type, ...]) -> dict[type, Any]:
-    """By the stock class, in this module under names such as ``InPlaceABN2d``."""
+    """Makes a subclass of ``fused`` and each stock class; returns the subclasses by the stock class.
+
+    Pickle finds them in this module under names such as ``InPlaceABN2d``.
+    """
     made: dict[type, Any] = {}
     for cls in stock:
         qualname = fused.__name__ + cls.__name__[-2:]
@@ -50,7 +52,7 @@ def _subclasses(fused: type, stock: tuple[type, ...]) -> dict[type, Any]:
 
 
 NORM_OF_CONV = _subclasses(NormOfConv, BATCH_NORMS)
-# of a stock norm: what keeps its input, and what writes its output over its input
+# The fused class for each stock norm: one that keeps its input, and one that writes its output over its input.
 STORE_INPUT = {
     **_subclasses(BatchNormAct, BATCH_NORMS),
     **_subclasses(InstanceNormAct, INSTANCE_NORMS),
@@ -64,5 +66,5 @@ STORE_OUTPUT = {
 for _norm in BATCH_NORMS:
     SYNCHRONISED[STORE_INPUT[_norm]] = BatchNormActSync
     SYNCHRONISED[STORE_OUTPUT[_norm]] = InPlaceABNSync
-    # the convolution before it then leaves the norm its work
+    # The convolution before a synchronised norm leaves the norm its work.
     SYNCHRONISED[NORM_OF_CONV[_norm]] = InPlaceABNSync

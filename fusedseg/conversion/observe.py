@@ -1,4 +1,4 @@
-"""The flow of a model, seen as it runs once on an example: on fake tensors where it can, which compute nothing."""
+"""Observes the flow of a model in one forward on an example, on fake tensors if the model runs on them."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .flow import Call, Flow, is_leaf, paths_of
 from .unchanged import unchanged
 
-# what tells about a tensor without its values
+# Methods and attributes that describe a tensor and do not read its values.
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "get_device",
     "element_size", "is_floating_point", "is_complex", "data_ptr", "type", "is_pinned", "is_shared", "__len__",
@@ -29,17 +29,19 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Observer:
-    """Writes down calls while entered: of leaf modules by hooks, of functions by a function mode, and of the ops that
-    come from neither, such as those of scripted code, by a dispatch mode."""
+    """Records calls: of leaf modules by hooks, of functions by a function mode, and of other ops by a dispatch mode.
+
+    Scripted code, for example, calls ops without either a module or a function.
+    """
 
     def __init__(self, root: nn.Module, how: str) -> None:
         self.flow = Flow(how)
         self._paths = {module: paths[0] for module, paths in paths_of(root).items()}
         self._values: dict[tuple[int, int], int] = {}
-        # alive, or another tensor would take its id
+        # Held alive, because another tensor could take the id of a freed one.
         self._held: list[tuple[int, Tensor]] = []
         self._where: list[str] = [""]
-        # how deep inside of a call that has begun
+        # The depth of nested calls inside a call that is being recorded.
         self._inside = 0
         self._begun: list[list[tuple[Tensor, int]]] = []
 
@@ -57,12 +59,12 @@ class Observer:
             yield
 
     def returns(self, out: Any) -> None:
-        """``out`` leaves the model."""
+        """Records that ``out`` leaves the model."""
         self.flow.returned = {self._value(tensor) for tensor in tensors_in(out)}
 
     def end(self) -> Flow:
-        """What somebody still holds leaves the model as well."""
-        # the last value of each tensor
+        """Ends the recording.  A value that something outside still holds counts as leaving the model."""
+        # Only the last value of each tensor counts.
         last = {id(tensor): (value, weakref.ref(tensor)) for value, tensor in self._held}
         refs = [(value, ref) for value, ref in last.values() if self.flow.maker(value)]
         self._held.clear()
@@ -72,7 +74,7 @@ class Observer:
         return self.flow
 
     def call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function and writes it down, unless it is part of a call."""
+        """Calls a function, and records the call unless it is part of another recorded call."""
         if self._inside:
             return func(*args, **kwargs)
         read = self._begin((args, kwargs))
@@ -147,7 +149,7 @@ class _Ops(TorchDispatchMode):
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode:
-    """The mode that the model's tensors were made in, or a new one."""
+    """The fake mode of the model's tensors; a new mode if they are real."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -155,7 +157,7 @@ def fake_mode_of(model: nn.Module) -> FakeTensorMode:
 
 
 def replace_tensors(model: nn.Module, change: Any) -> None:
-    """Sets every parameter and buffer to what ``change`` makes of it, those that are tied to one and the same."""
+    """Replaces every parameter and buffer by ``change`` of it; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -169,7 +171,7 @@ def replace_tensors(model: nn.Module, change: Any) -> None:
 
 @contextmanager
 def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
-    """The model with fake parameters and buffers, and the inputs as fake tensors; taken back at the end."""
+    """A context in which the model has fake parameters and buffers; yields the inputs as fake tensors."""
     mode = fake_mode_of(model)
 
     def fake(tensor: Tensor) -> Tensor:
@@ -188,17 +190,16 @@ def _run(model: nn.Module, inputs: tuple[tuple, dict], how: str) -> Flow:
 
 
 def set_training(model: nn.Module, training: bool) -> None:
-    """As a flag, without calling ``train``, which models override."""
+    """Sets the flag of every module without calling ``train``, which models may override."""
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             module.training = training
 
 
 def observe(model: nn.Module, inputs: tuple[tuple, dict], training: bool) -> Flow:
-    """One forward of the model in training or eval mode; the model stays as it was.
+    """The flow of one forward of the model in training or eval mode; the model stays as it was.
 
-    Where it needs values that fake tensors have not, it runs on real ones, with copies of its buffers.
-    Raises what the model raises.
+    A model that needs values runs on real tensors, with copies of its buffers.  Errors of the model pass through.
     """
     how = f"observed in {'training' if training else 'eval'} mode"
     with unchanged(model), torch.no_grad():
@@ -206,7 +207,7 @@ def observe(model: nn.Module, inputs: tuple[tuple, dict], training: bool) -> Flo
         try:
             with on_fake_tensors(model, inputs) as fake:
                 return _run(model, fake, how)
-        # whatever a stranger's model raises on tensors without values: real ones are tried then
+        # A model may raise any error on tensors without values; real tensors are tried next.
         except Exception:
             if isinstance(next(model.parameters(), None), FakeTensor):
                 raise

@@ -1,4 +1,4 @@
-"""What can be replaced in a model, and why the rest cannot, from the flows of its forward."""
+"""Plans which modules of a model can be replaced, and why others cannot, from the flows of its forward."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -27,24 +27,24 @@ class Fusion:
     spec: Spec
     inplace: bool
     twin: nn.Module
-    # the convolution that may do all three
+    # The convolution that may do the work of all three, or None.
     conv: nn.Module | None = None
-    # convolutions whose output it writes over
+    # The convolutions whose output the norm writes over.
     over: tuple[nn.Module, ...] = ()
-    # an activation is also called elsewhere
+    # Whether the norm must mark its output, because an activation is also called elsewhere.
     marks: bool = False
 
 
 @dataclass
 class Plan:
-    """paths: a path of every module of the model."""
+    """What ``convert`` will do.  ``paths`` has one path of every module of the model."""
 
     paths: dict[nn.Module, str]
     fusions: list[Fusion] = field(default_factory=list)
     pools: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
-    # convolutions of a concatenation, or of a fusion
+    # Convolutions that read a concatenation, or whose norm is fused, and their twins.
     convs: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
-    # activation modules: called after fused norms only, or elsewhere too
+    # Activation modules that are called only after fused norms, and those that are also called elsewhere.
     applied: list[nn.Module] = field(default_factory=list)
     shared: list[nn.Module] = field(default_factory=list)
     replaced: list[Row] = field(default_factory=list)
@@ -53,8 +53,14 @@ class Plan:
 
 
 class Planner:
-    """Args: the flows in training and eval mode, which must agree; whether sharing marks are allowed for activations
-    that change what they are called on twice."""
+    """Makes a ``Plan`` for a model.
+
+    Args:
+        root: the model.
+        flows: its flows in training and eval mode; a module is replaced only if all of them allow it.
+        marks_anything: whether a norm may mark its output for any activation module that is called elsewhere too;
+            otherwise only for an activation that may be applied twice.
+    """
 
     def __init__(self, root: nn.Module, flows: list[Flow], marks_anything: bool) -> None:
         self._root, self._flows, self._marks_anything = root, flows, marks_anything
@@ -140,7 +146,7 @@ class Planner:
         return True
 
     def _conv_before(self, calls: list[tuple[Flow, Call]]) -> nn.Module | None:
-        """The convolution that a norm follows in every call of both, if one op may stand for them."""
+        """The convolution that the norm always follows, and that only this norm reads; None if there is none."""
         (conv, *others) = dict.fromkeys(flow.maker(call.reads[0]).module for flow, call in calls)  # type: ignore[union-attr]
         if others or conv is None or type(conv) not in LEAN:
             return None
@@ -158,7 +164,7 @@ class Planner:
     def _sharing_allowed(self, fusion: Fusion, fusions: dict[nn.Module, Fusion]) -> bool:
         if TABLE[fusion.spec.name].idempotent or not any(self._is_shared(act, fusions) for act in fusion.acts):
             return True
-        # a mark is on the very tensor
+        # The mark is on the output tensor itself, so no other call may lie between the norm and its activation.
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
         return self._marks_anything and direct
 
@@ -173,7 +179,7 @@ class Planner:
             raise Refused(str(error)) from None
 
     def _rows(self, plan: Plan) -> None:
-        """One row for each module, or function in a module, in the order of the calls in training mode."""
+        """Adds a row for each module, and each function that a module calls, in the order of the calls in training."""
         flow = self._flows[0] if self._flows else Flow("")
         fusions = {fusion.norm: fusion for fusion in plan.fusions}
         convs = {fusion.conv for fusion in plan.fusions}
@@ -194,7 +200,7 @@ class Planner:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
                 plan.replaced.append(Row(self._paths[call.module], f"cat() + {conv}", to, "", None))
             elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
-                # nobody keeps what the model returns
+                # The model returns it, so no call keeps it.
                 continue
             elif call.kind in ("norm", "activation", "pool", "join"):
                 left.setdefault(of, []).append(call)
@@ -204,7 +210,7 @@ class Planner:
             told.add(of)
         plan.recomputed += [self._left_row(flow, calls) for calls in left.values()]
         told.update(left)
-        # a norm whose forward calls a function is told by that
+        # The row of a function stands for the norm module whose forward calls it.
         told_as_functions = {call.where for call in flow.calls if call.kind == "norm" and call.module is None}
         for module, paths in self._paths.items():
             why = self._refused.get(module) or _not_understood(module)
@@ -225,12 +231,12 @@ class Planner:
         return Row((*before, *acts), " + ".join(what), f"{to}({fusion.spec})", "", nbytes)
 
     def _pool_row(self, flow: Flow, pool: nn.Module) -> Row:
-        # a byte for each element in place of an int64 index
+        # One byte for each element replaces an int64 index, which saves 7 bytes.
         nbytes = _total(None if call.shape is None else math.prod(call.shape) * 7 for call in flow.of(pool))
         return Row(self._paths[pool], type(pool).__name__, type(pool).__name__, "", nbytes)
 
     def _is_joined(self, flow: Flow, call: Call) -> bool:
-        """Whether a concatenation is read by convolutions alone that keep its sources."""
+        """Whether only convolutions that keep the sources read a concatenation."""
         readers = flow.readers(call.makes[0]) if call.name in CATS and call.makes else []
         return bool(readers) and all(reader.module in self._joined for reader in readers)
 
@@ -249,12 +255,12 @@ class Planner:
 
 
 def is_lazy(module: nn.Module) -> bool:
-    """Whether its parameters are to be made by its first call."""
+    """Whether the first call of the module will make its parameters."""
     return isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _not_understood(module: nn.Module) -> str:
-    """Why a module that looks like a norm is none that can be replaced; "" for other modules."""
+    """Why a module that looks like a norm cannot be replaced; "" for other modules."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted: convert the model before torch.jit.script"
     if is_lazy(module):

@@ -1,4 +1,4 @@
-"""``ConversionReport``: what was replaced, what is rebuilt in backward, what was left, and why."""
+"""``ConversionReport`` lists the modules that were replaced, rebuilt in backward, or left unchanged, with reasons."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,15 @@ from .verify import Verification, verify
 
 
 class Row(NamedTuple):
-    """One module, or one function that a module calls, in all of its calls.
+    """All calls of one module, or of one function that a module calls.
 
-    paths: every name under which it is registered, those of its activation behind; of a function, the caller's.
-    what, to: what it was, and what it became.
-    why: the reason, where it became nothing else.
-    nbytes: bytes that are no longer kept, by estimate, in all calls together; None where sizes are not known.
+    Attributes:
+        paths: all names under which the module is registered, followed by the names of its activation; for a function,
+            the path of its caller.
+        what: the class of the module, or the name of the function.
+        to: the class that the module became; "" if it is unchanged.
+        why: the reason why it is unchanged; "" if it was replaced.
+        nbytes: an estimate of the bytes that all calls together no longer keep; None if sizes are not known.
     """
 
     paths: tuple[str, ...]
@@ -41,15 +44,21 @@ PEAK_STAYS = (
 
 @dataclass(eq=False)
 class ConversionReport:
-    """What ``fusedseg.convert`` did.  ``print(report)`` is a table; ``to_json()`` the same for programs.
+    """The result of ``fusedseg.convert``.
 
-    model: the converted model.
-    mode: "exact" or "leaky".
-    how: how the order of execution was found; why not, where it was not.
-    replaced: norms with their activation, and pools, that are fused modules now.
-    recomputed: what runs as before, but whose output is not kept: the scope around the model's forward rebuilds it.
-    skipped: what is kept as before.
-    before, after: bytes of a training step on the example, counted on tensors without values; None without an example.
+    ``print(report)`` shows it as a table, and ``to_json()`` returns it for programs.
+
+    Attributes:
+        model: the converted model.
+        mode: "exact" or "leaky".
+        how: how the order of the calls was found, or why it was not found.
+        replaced: rows of the modules that are fused modules now: norms with their activations, pools and convolutions.
+        recomputed: rows of the modules and functions that run as before, but whose output is not kept, because the
+            scope around the model's forward rebuilds it in backward.
+        skipped: rows of the modules whose tensors are kept as before.
+        before: bytes of a training step on the example before the conversion, counted on tensors without values; None
+            without an example.
+        after: the same bytes after the conversion.
     """
 
     model: nn.Module = field(repr=False)
@@ -62,13 +71,21 @@ class ConversionReport:
     after: Footprint | None = None
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
-        """Runs the model and its stock form on the example, forward and backward, and compares them.
+        """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
 
-        Both run on copies, from the same random state; ``training`` None: in the mode that the model is in.
+        Both copies start from the same random state.
+
+        Args:
+            example_input: a tensor, a sequence of arguments, or a mapping of keywords, as in ``convert``.
+            training: the mode to run in; None keeps the mode that the model is in.
+
+        Returns:
+            A ``Verification`` with the largest relative differences of outputs, gradients and buffers.
         """
         return verify(self.model, example_input, training)
 
     def to_json(self) -> str:
+        """The report as a JSON object, without the model."""
         rows = {name: [row._asdict() for row in getattr(self, name)] for name, _ in SECTIONS}
         memory = {
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))

@@ -1,4 +1,4 @@
-"""``fusedseg.revert``: stock modules back."""
+"""``fusedseg.revert`` gives a converted model its stock modules back."""
 
 from typing import TypeVar
 
@@ -13,14 +13,17 @@ Model = TypeVar("Model", bound=nn.Module)
 def revert(model: Model) -> Model:
     """Gives a converted model its stock modules back, in place, and returns it.
 
-    Its outputs stay what they are, and so do parameters, buffers, hooks and mode; it scripts and exports as before it
-    was converted.  In what ``convert(mode="leaky")`` has made, LeakyReLU stays in place of ReLU: the model was trained
-    with it.  A model that was never converted stays as it is; so do fused modules that a model was built with.
+    Its outputs, parameters, buffers, hooks and mode stay the same.  It can be scripted and exported as before the
+    conversion.  After ``convert(mode="leaky")`` the LeakyReLU modules stay, because the model was trained with them.
+    A model that was never converted stays as it is, and so do fused modules that the model was built with.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fusedseg.revert: model must be an nn.Module, got {type(model).__name__}")
     for module in model.modules():
-        # first, since the class of a root that was fused itself is a subclass of the fused class
+        # The scope goes first: if the root itself is a fused module, its class is a subclass of the fused class.
         scope.remove(module)
         if STOCK in module.__dict__:
             become_stock(module)

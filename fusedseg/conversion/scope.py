@@ -1,9 +1,9 @@
-"""The recompute scope around every call of a converted model: its root changes its class to a subclass whose
-``__call__`` enters the scope.
+"""The recompute scope around every call of a converted model.
 
-Hooks would not do: PyTorch runs those with ``always_call`` after an ``Exception`` alone, so that a
-``KeyboardInterrupt`` would leave the scope open for good.  A ``forward`` among the root's own attributes would not do
-either: copies of the model would call the forward of the original.
+The root of the model changes its class to a subclass whose ``__call__`` enters the scope.  Hooks cannot do this:
+PyTorch runs hooks with ``always_call`` only after an ``Exception``, so that a ``KeyboardInterrupt`` would leave the
+scope open for good.  A ``forward`` among the root's own attributes cannot do it either: copies of the model would call
+the forward of the original.
 """
 
 import copy
@@ -19,20 +19,20 @@ from ..ops.recompute.scope import recompute
 from ..ops.unfused import assume_constant_result
 from .wiring import Wiring
 
-# an attribute of a root that has a scope
+# The name of an attribute of a root that has a scope.
 WIRING = "_fusedseg_wiring"
-# an attribute of a root's new class: the class that the root had
+# The name of an attribute of a root's new class; it holds the class that the root had.
 STOCK_CLASS = "_fusedseg_stock_class"
 
 
 class Scoped:
-    """The first base class of a root's new class; the second one is the class that the root had."""
+    """The first base class of a root's new class; the second base class is the class that the root had."""
 
     _fusedseg_stock_class: type
     _fusedseg_wiring: Wiring | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # the model's class may have an __init_subclass__ that asks for arguments, or that registers its subclasses
+        # The model's class may have an __init_subclass__ that needs arguments, or that registers its subclasses.
         if STOCK_CLASS not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -47,13 +47,13 @@ class Scoped:
 
     @assume_constant_result
     def _check_wiring(self) -> bool:
-        """Under ``torch.compile`` once, while the call is traced; it is traced anew where a module is another."""
+        """Checks the wiring.  ``torch.compile`` runs this while it traces, and traces again if a module changes."""
         assert self._fusedseg_wiring is not None
         self._fusedseg_wiring.check()
         return True
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` calls first."""
+        """Refuses to be scripted; ``torch.jit.script`` calls this first."""
         if self._fusedseg_wiring is not None:
             raise RuntimeError(
                 "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before "
@@ -63,19 +63,19 @@ class Scoped:
         return self if inherited is None else inherited()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle finds classes by name: it names the class that the root had, and makes this one when it is read."""
+        """Pickles the root under the name of the class that it had; unpickling makes the scoped class again."""
         if STOCK_CLASS not in type(self).__dict__:
-            # somebody else has changed the class once more, and answers for that
+            # Other code has changed the class once more, and must pickle its own class.
             return super().__reduce_ex__(protocol)
         make, args, *rest = _as_stock(self).__reduce_ex__(protocol)
         return (_made_again, (make, args, self._fusedseg_wiring is not None), *rest)
 
 
 class _ScopedGraph(Scoped):
-    """Of a ``GraphModule``, which has a class of its own, to which it writes its code, and ways of its own to copy."""
+    """``Scoped`` for a ``GraphModule``, which writes its code to its own class and has its own way to copy itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # GraphModule.recompile() changes __call__ and forward of type(self): this runs below them
+        # GraphModule.recompile() replaces __call__ and forward of type(self), so this calls the methods below them.
         call: Any = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
         if self._fusedseg_wiring is None:
             return call(self, *args, **kwargs)
@@ -92,7 +92,10 @@ class _ScopedGraph(Scoped):
         return (_made_again, (*self._without_scope().__reduce__(), bool(state)), state)
 
     def _without_scope(self) -> Any:
-        """A GraphModule's own copies are made of its attributes, which must not refer to it as the wiring does."""
+        """A view of the root in its stock class without the wiring.
+
+        A GraphModule copies itself from its attributes, and the wiring refers back to the root.
+        """
         view = _as_stock(self)
         object.__setattr__(view, "__dict__", {name: v for name, v in self.__dict__.items() if name != WIRING})
         return view
@@ -111,21 +114,21 @@ class _ScopedGraph(Scoped):
 
 
 def _apart(root: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether there is nothing for the scope to do: what is called is compiled, or written down for a program."""
+    """Whether the call needs no scope, because the model is compiled, traced or exported."""
     if torch.compiler.is_compiling() or root._compiled_call_impl is not None or unfused.wanted():
         return True
     return any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values()))
 
 
 def _as_stock(root: Any) -> Any:
-    """The same attributes as an object of the class that the root had."""
+    """An object of the class that the root had, which shares the root's attributes."""
     view = object.__new__(type(root)._fusedseg_stock_class)
     object.__setattr__(view, "__dict__", root.__dict__)
     return view
 
 
 def _made_again(make: Callable[..., Any], args: Any, has_scope: bool) -> Any:
-    """Unpickles a root, or copies one; its attributes follow."""
+    """Makes a root while it is unpickled or copied; pickle or copy sets its attributes afterwards."""
     made = make(*args)
     if has_scope:
         _change_class(made)
@@ -134,35 +137,35 @@ def _made_again(make: Callable[..., Any], args: Any, has_scope: bool) -> Any:
 
 def _change_class(root: Any) -> None:
     stock = type(root)
-    # looked for among the subclasses, which Python refers to weakly, so that no class is kept alive
+    # Python refers to subclasses weakly, so that looking among them keeps no class alive.
     cls = next((sub for sub in stock.__subclasses__() if sub.__dict__.get(STOCK_CLASS) is stock), None)
     if cls is None:
         base = _ScopedGraph if isinstance(root, fx.GraphModule) else Scoped
-        # as the model prints, and as its class is found in its source
+        # The names that the model prints, and by which its source is found.
         names: dict[str, Any] = {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
         }
         names[STOCK_CLASS] = stock
-        # new_class finds the metaclass
+        # `new_class` finds the right metaclass.
         cls = types.new_class(stock.__name__, (base, stock), exec_body=lambda body: body.update(names))
     root.__class__ = cls
 
 
 def install(root: nn.Module, wiring: Wiring) -> None:
-    """Every call of ``root`` enters the scope from now on, after it was compared with ``wiring``."""
+    """Lets every call of ``root`` check ``wiring`` and enter the scope from now on."""
     if not isinstance(root, Scoped):
         _change_class(root)
     root.__dict__[WIRING] = wiring
 
 
 def remove(module: nn.Module) -> None:
-    """The module without a scope; in the class that it had, unless somebody else has changed the class since."""
+    """Takes the scope away, and restores the module's class unless other code has changed the class since."""
     module.__dict__.pop(WIRING, None)
     stock = type(module).__dict__.get(STOCK_CLASS)
     if stock is not None:
         module.__class__ = stock
         if isinstance(module, fx.GraphModule):
-            # its graph may have changed
+            # The graph may have changed under the scope.
             module.recompile()

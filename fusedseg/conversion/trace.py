@@ -1,4 +1,4 @@
-"""The flow of a model by ``torch.fx``, which needs no example."""
+"""Finds the flow of a model by ``torch.fx``, which needs no example."""
 
 import inspect
 from typing import Any
@@ -21,8 +21,10 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, training: bool) -> Flow:
-    """The calls of one forward in training or eval mode; the model stays as it was.  Optional arguments of its forward
-    are taken to be left out.  Raises what ``torch.fx`` raises."""
+    """The flow of one forward in training or eval mode; the model stays as it was.
+
+    Optional arguments of its forward count as left out.  Errors of ``torch.fx`` pass through.
+    """
     with unchanged(model):
         set_training(model, training)
         parameters = inspect.signature(model.forward).parameters.values()

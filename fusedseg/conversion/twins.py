@@ -1,7 +1,7 @@
-"""Which fused module stands for which stock modules, and how a module becomes another in its place.
+"""Finds the fused module for stock modules, and turns a module into its fused form in place.
 
-A module stays the object that it is and changes its class: every name under which it is registered, its parameters,
-buffers, hooks and mode stay what they are by construction, and so do references to it from anywhere else.
+A module stays the same object and changes its class.  Therefore every name under which it is registered, its
+parameters, buffers, hooks and mode, and all references to it from elsewhere stay valid.
 """
 
 import math
@@ -72,8 +72,10 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
-    """A fused module with the settings of ``norm``, without parameters and buffers.  ``of_conv``: the convolution
-    before it may do its work."""
+    """A fused module with the settings of ``norm``, without parameters and buffers.
+
+    ``of_conv`` says that the convolution before the norm may do the norm's work.
+    """
     cls = (NORM_OF_CONV if of_conv else STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
     act = {"activation": spec.name, "activation_param": spec.param}
     if isinstance(norm, nn.GroupNorm):
@@ -82,7 +84,7 @@ def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
 
 
 class Stock(NamedTuple):
-    """What a module was before, and what was added to it: attributes, and names of parameters and buffers."""
+    """The class that a module had, and what was added: attributes, and (holder, name) of parameters and buffers."""
 
     cls: type
     added: tuple[str, ...]
@@ -90,8 +92,10 @@ class Stock(NamedTuple):
 
 
 def become(module: nn.Module, twin: nn.Module) -> None:
-    """Changes the class to that of ``twin``, and takes over those attributes of it that the module does not have; so
-    with parameters and buffers, all of them None."""
+    """Changes the class of ``module`` to that of ``twin``, and adds the attributes of ``twin`` that the module lacks.
+
+    Parameters and buffers that the module lacks are added as None.
+    """
     new = {name: value for name, value in twin.__dict__.items() if name not in module.__dict__}
     slots = tuple(
         (holder, name)
@@ -103,12 +107,12 @@ def become(module: nn.Module, twin: nn.Module) -> None:
         module.__dict__[holder][name] = None
     new[STOCK] = Stock(type(module), (*new, STOCK), slots)
     module.__class__ = type(twin)
-    # as after unpickling: what a class does for an object that it has not made
+    # `__setstate__` completes an object that the class has not made, as after unpickling.
     module.__setstate__(new)
 
 
 def become_stock(module: nn.Module) -> None:
-    """The module as ``become`` found it."""
+    """Turns the module back into what ``become`` found."""
     stock = module.__dict__[STOCK]
     module.__class__ = stock.cls
     for name in stock.added:

@@ -1,4 +1,4 @@
-"""A model as it was: snapshots of its modules, taken back."""
+"""Snapshots of a model, to restore it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,11 @@ CONTAINERS = (dict, list, set)
 
 
 class Snapshot:
-    """Class and attributes of every module; containers among the attributes (parameters, buffers, hooks, children, and
-    lists of the model's own) with what they hold.  Tensors are not copied."""
+    """The class and attributes of every module, and the contents of containers among the attributes.
+
+    Such containers are the dictionaries of parameters, buffers, hooks and children, and the model's own lists.  Tensors
+    are not copied.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._states: list[tuple[nn.Module, type, dict[str, Any], list[tuple[Any, Any]]]] = []
@@ -36,7 +39,7 @@ class Snapshot:
 
 @contextmanager
 def unchanged(root: nn.Module) -> Iterator[None]:
-    """Whatever happens to the model's attributes inside is taken back."""
+    """A context that restores the model's attributes at its end."""
     snapshot = Snapshot(root)
     try:
         yield
@@ -46,7 +49,7 @@ def unchanged(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_or_nothing(root: nn.Module) -> Iterator[None]:
-    """An exception takes back whatever happened to the model's attributes."""
+    """A context that restores the model's attributes if it ends with an exception."""
     snapshot = Snapshot(root)
     try:
         yield

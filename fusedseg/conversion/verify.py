@@ -1,4 +1,4 @@
-"""Whether a converted model is the function that it was: outputs, gradients and buffers of both forms."""
+"""Compares a converted model with its stock form: outputs, gradients and buffers."""
 
 import copy
 from typing import Any, NamedTuple
@@ -13,10 +13,15 @@ from .revert import revert
 
 
 class Difference(NamedTuple):
-    """The largest |ours - stock| / |stock| (2-norms over a tensor) and the tensor that has it.
+    """The largest relative difference over all tensors, and the name of the tensor that has it.
 
-    A gradient below a thousandth of the model's largest gradient is compared with the largest one instead of itself:
-    the gradient of a bias before a norm is zero but for rounding, and such noise has no digits to agree in.
+    The relative difference of a tensor is |ours - stock| / |stock| in 2-norms.  If the norm of a gradient is below a
+    thousandth of the largest norm of a gradient, the difference is divided by the largest norm instead: the gradient of
+    a bias before a norm consists of rounding errors only, which cannot agree.
+
+    Attributes:
+        size: the relative difference.
+        where: the name of the tensor; "" if all tensors are identical.
     """
 
     size: float
@@ -29,8 +34,12 @@ class Difference(NamedTuple):
 class Verification(NamedTuple):
     """The largest relative differences between a converted model and its stock form.
 
-    rounding: the relative size of one rounding in the dtype of the outputs, to compare them with; None where no output
-        is of a floating-point dtype.
+    Attributes:
+        value: the difference of the outputs.
+        gradient: the difference of the gradients of inputs and parameters.
+        buffers: the difference of the buffers after the step.
+        rounding: the relative size of one rounding in the dtype of the outputs, for comparison; None if no output has a
+            floating-point dtype.
     """
 
     value: Difference
@@ -69,9 +78,9 @@ def verify(model: nn.Module, example: Any, training: bool | None = None) -> Veri
 
 
 def _results(model: nn.Module, example: Any) -> tuple[dict[str, Tensor], ...]:
-    """Outputs, gradients and buffers by name."""
+    """Runs the model forward and backward; returns its outputs, gradients and buffers by name."""
     args, kwargs = tree_map_only(Tensor, _leaf, parse_inputs("fusedseg.verify", example))
-    # a view, since a model may write over its input
+    # The model gets views, because it may write over its input, and a leaf must not be overwritten.
     out = model(*tree_map_only(Tensor, lambda t: t.view_as(t), args), **kwargs)
     outputs = {f"output {i}": tensor for i, tensor in enumerate(tensors_in(out))}
     loss = sum((_weights(y) * y).sum() for y in outputs.values() if y.is_floating_point() and y.requires_grad)
@@ -88,12 +97,12 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _weights(y: Tensor) -> Tensor:
-    """Weights of a sum that tells all elements apart, and whose gradient a norm does not cancel."""
+    """Weights for the sum over an output: all differ, and a norm does not cancel the gradient of the sum."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().mul(7).sin().view(y.shape)
 
 
 def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], small: float = 0.0) -> Difference:
-    """Tensors below ``small`` times the largest one are compared with the largest one."""
+    """The largest relative difference.  Tensors below ``small`` times the largest norm are divided by that norm."""
     assert ours.keys() == stock.keys(), set(ours) ^ set(stock)
     norms = {name: torch.linalg.vector_norm(value.detach().double()).item() for name, value in stock.items()}
     largest = max(norms.values(), default=0.0)
@@ -101,7 +110,7 @@ def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], small: float = 0
     for name, value in ours.items():
         difference = torch.linalg.vector_norm(value.detach().double() - stock[name].detach().double()).item()
         size = difference / ((norms[name] if norms[name] >= small * largest else largest) or 1.0)
-        # NaN included
+        # `not <=`, so that NaN counts as a difference.
         if not size <= found.size:
             found = Difference(size, name)
     return found

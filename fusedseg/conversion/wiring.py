@@ -1,8 +1,8 @@
-"""Whether a converted model still has its modules where they were when it was converted.
+"""Checks that the fused modules of a converted model are still where they were at the conversion.
 
-A fused norm applies the activation of another module, and writes over what a convolution before it returns.  Where that
-activation, the norm or the convolution is replaced or taken out afterwards, the model would compute another function,
-without a word: an error says so at the next forward.
+A fused norm applies the activation of another module, and writes over the output of the convolution before it.  If the
+activation, the norm or the convolution is replaced or removed later, the model would silently compute another function.
+The check raises an error at the next forward instead.
 """
 
 import copy
@@ -25,18 +25,24 @@ class Fused(NamedTuple):
 
 
 class Wiring:
-    """Args: the converted model, its fused norms, and a path of each of their modules."""
+    """The places of all modules that take part in a fused norm.
+
+    Args:
+        root: the converted model.
+        fused: its fused norms.
+        paths: a path of each of their modules.
+    """
 
     def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str]) -> None:
         self.root, self._fused, self._paths = root, fused, paths
-        # of each module in `fused`, the modules that it is a child of, and the names that it has there
+        # Each module in `fused` -> (parent, name) for every place where it is registered.
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._find_places()
-        # the children of every module when they were last examined
+        # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
 
     def _find_places(self) -> None:
-        """Where the modules are now.  Modules that have no part in a fused norm are not referred to."""
+        """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""
         self._places = {module: [] for norm, acts, convs in self._fused for module in (norm, *acts, *convs)}
         self._paths = {module: self._paths[module] for module in self._places}
         for parent in self.root.modules():
@@ -45,7 +51,7 @@ class Wiring:
                     self._places[child].append((parent, name))
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has other dictionaries of children
+        # A copy of the model has other dictionaries of children.
         return self.__dict__ | {"_children": None}
 
     def of(self, root: nn.Module) -> "Wiring":
@@ -55,8 +61,11 @@ class Wiring:
         return other
 
     def check(self) -> None:
-        """Raises RuntimeError where the model is not what was converted.  Called before every forward: it compares the
-        children of each module with those of the last time, and looks closer where they differ."""
+        """Raises RuntimeError if a module of a fused norm was moved, replaced or removed since the conversion.
+
+        It runs before every forward.  It compares the children of each module with the last examination, and examines
+        the fused norms only if a child differs.
+        """
         if self._children is not None:
             for modules, children in self._children:
                 if tuple(modules.values()) != children:
@@ -76,7 +85,7 @@ class Wiring:
         for fused in self._fused:
             norm, acts, convs = fused
             if STOCK not in norm.__dict__:
-                # it was reverted, and its activations with it
+                # The norm was reverted, together with its activations.
                 continue
             name = self._path(norm)
             if norm not in present:
@@ -99,7 +108,7 @@ class Wiring:
         self._find_places()
 
     def _in_place(self, module: nn.Module, present: set[nn.Module], or_one_of: tuple[type, ...] = ()) -> bool:
-        """Whether it is still the child that it was, or within a wrapper in its place."""
+        """Whether the module is still at all its places, or inside a wrapper there."""
         places = [(parent, name) for parent, name in self._places[module] if parent in present]
         for parent, name in places:
             child = parent._modules.get(name)
@@ -108,7 +117,7 @@ class Wiring:
         return bool(places) or module in present
 
     def _now(self, conv: nn.Module, present: set[nn.Module]) -> nn.Module:
-        """The convolution, or the one that has taken its place."""
+        """The convolution itself, or the convolution that was put in its place."""
         if conv in present:
             return conv
         found = next(parent._modules[name] for parent, name in self._places[conv] if parent in present)

@@ -1,4 +1,8 @@
-"""Where the bytes of a training step go: ``profile`` on real tensors, ``estimate`` on none, ``compare``, ``plan``."""
+"""Shows where the bytes of a training step go.
+
+``profile`` runs a step on real tensors, ``estimate`` on tensors without values.  ``compare`` puts reports side by side.
+``plan`` finds the batch that fits in a budget.
+"""
 
 from .compare import Comparison, compare
 from .fake import estimate

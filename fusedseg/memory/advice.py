@@ -1,29 +1,33 @@
-"""What a report says in sentences: what keeps the most, and which piece would keep less.
+"""Sentences about a report: what keeps the most bytes, and which module or function would keep fewer.
 
-Pieces are known by name alone: of the rest of the package, this layer knows the table of activations and nothing else.
+It knows the modules of this package by name only.  Of the other layers it may import the table of activations.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..activation import OTHERS, TABLE
+from .record import Record
 from .trace import Storage
 from .units import NO_SIZE, mib
 
-if TYPE_CHECKING:
-    from .report import MemoryReport
-
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
-# how the nodes of autograd begin that belong to activations
+# how the names of autograd's nodes for activations begin
 ACTIVATIONS = tuple(({row.node for row in TABLE.values()} | {other.node for other in OTHERS}) - {""})
-# below this share of what is kept, a saving is not worth a sentence
+# A saving below this share of the kept bytes gets no sentence.
 WORTH = 0.01
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A saving: what keeps how many bytes, how many with another piece, and which."""
+    """A saving that is available.
+
+    Attributes:
+        what: what keeps the bytes, such as "concatenations".
+        nbytes: bytes that are kept now.
+        after: bytes that would be kept instead.
+        piece: the module or function of fusedseg that keeps fewer.
+    """
 
     what: str
     nbytes: int
@@ -40,7 +44,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """what: of the finding.  applies: to a saved storage.  after: bytes kept instead.  piece: by spatial dimensions."""
+    """How to find a saving.
+
+    what: the name in the finding.  applies: whether a saved storage belongs to it.  after: the bytes that a storage
+    would keep instead.  piece: the replacement; {dims} in it stands for the number of spatial dimensions.
+    """
 
     what: str
     applies: Callable[[Storage], bool]
@@ -53,7 +61,7 @@ def _named(op: str, names: tuple[str, ...]) -> bool:
 
 
 def _only_norm(storage: Storage) -> bool:
-    """Kept by norms and activations alone, one norm among them or as its result: what is kept beside the result."""
+    """Whether only norms and activations keep the storage, and a norm is among them or has made it."""
     ops = [op for _, op in storage.savers]
     if not all(_named(op, NORMS + ACTIVATIONS) for op in ops) or len(storage.shape) < 3:
         return False
@@ -64,7 +72,7 @@ def _words(storage: Storage) -> bool:
     return storage.kind == "pool indices" and storage.dtype.itemsize > 1
 
 
-# one storage counts under the first that applies
+# A storage counts under the first rule that applies to it.
 RULES = (
     Rule(
         "max-pool indices",
@@ -93,7 +101,7 @@ RULES = (
 )
 
 
-def findings(report: "MemoryReport") -> list[Finding]:
+def findings(report: Record) -> list[Finding]:
     """The savings available, the largest first."""
     found = []
     left = report.saved_storages
@@ -107,7 +115,7 @@ def findings(report: "MemoryReport") -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.saving)
 
 
-def summary(report: "MemoryReport") -> str:
+def summary(report: Record) -> str:
     resident = report.resident_by_kind()
     there = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in resident.items())
     lines = [
@@ -127,7 +135,7 @@ def summary(report: "MemoryReport") -> str:
             f"Checkpoints run {report.convolutions['recomputed']} convolutions a second time: "
             f"{report.recomputed:+.0%} arithmetic."
         )
-    found = report.findings()
+    found = findings(report)
     if found:
         less = sum(finding.saving for finding in found)
         lines.append(f"Savings available, {mib(less)} MiB of the {mib(report.saved)} kept:")
@@ -135,8 +143,8 @@ def summary(report: "MemoryReport") -> str:
     return "\n".join(lines)
 
 
-def _largest(report: "MemoryReport") -> list[str]:
-    """Which spatial size keeps the most, beside the parameters that people blame."""
+def _largest(report: Record) -> list[str]:
+    """A sentence about the spatial size that keeps the most, compared with the size of the parameters."""
     sizes = {size: nbytes for size, nbytes in report.saved_by("size").items() if size != NO_SIZE}
     if not sizes:
         return []

@@ -1,4 +1,4 @@
-"""Several reports beside each other, and why one needs more than another."""
+"""Puts several reports side by side, and explains why one needs more than another."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +10,24 @@ from .tables import table, wrapped
 from .trace import Storage
 from .units import MEBIBYTE, mib, size_name
 
-# differences that a sentence names
+# The number of differences that a sentence names.
 NAMED = 4
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reports of one step each; the first is what the others are measured against."""
+    """Several reports side by side; the first one is the baseline.
+
+    ``print(comparison)`` shows a table and explanations.
+
+    Attributes:
+        reports: a report of one step each.
+    """
 
     reports: tuple[MemoryReport, ...]
 
     def table(self) -> str:
+        """A line for each report: parameters, bytes before the step, kept bytes, peak, ratios to the first report."""
         first = self.reports[0]
         lines = [
             (
@@ -52,14 +59,21 @@ class Comparison:
         return table(head, lines)
 
     def explanations(self) -> list[str]:
-        """What makes up the difference of each to the first, at which spatial size and of which kind."""
+        """A sentence for each further report: its difference to the first report, by kind and spatial size."""
         return [explain(self.reports[0], other) for other in self.reports[1:]]
 
     def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """One picture, a line for each report; needs matplotlib."""
+        """Draws one picture with a line for each report; needs matplotlib.
+
+        Raises:
+            FileExistsError: the file exists, and ``overwrite`` is False.
+            ImportError: matplotlib is not installed.
+            ValueError: the suffix of the path is no known format.
+        """
         plot(self.reports, path, overwrite)
 
     def to_dict(self) -> dict[str, Any]:
+        """The explanations, and ``MemoryReport.to_dict()`` of each report."""
         return {"explanations": self.explanations(), "reports": [report.to_dict() for report in self.reports]}
 
     def __str__(self) -> str:
@@ -74,7 +88,11 @@ class Comparison:
 
 
 def compare(*reports: MemoryReport) -> Comparison:
-    """Beside each other: a table, and in sentences why the others need more or less than the first."""
+    """Compares reports: a table, and sentences that say why the others need more or fewer bytes than the first.
+
+    Raises:
+        ValueError: fewer than two reports.
+    """
     if len(reports) < 2:
         raise ValueError(f"fusedseg.memory.compare: expected two reports or more, got {len(reports)}")
     return Comparison(reports)

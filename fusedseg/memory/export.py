@@ -1,4 +1,4 @@
-"""Files: CSV, JSON, a Chrome trace, and a snapshot for PyTorch's memory visualiser."""
+"""Writes a report to files: CSV, JSON, a Chrome trace, and a snapshot for PyTorch's memory visualiser."""
 
 import csv
 import io
@@ -8,20 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from .advice import findings, summary
+from .record import Record
 from .trace import Row
 from .units import KEYS, MEBIBYTE
 
-if TYPE_CHECKING:
-    from .report import MemoryReport
-
-# of the rows, those that a reader of the file can use
+# The columns of the rows.  The number of an event means nothing to a reader of the file.
 COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
 
 
 def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
-    """FileExistsError rather than an overwritten file, even where it has come since the start."""
+    """Opens a file for writing; raises FileExistsError if it exists, unless ``overwrite``."""
     return Path(path).open("wb" if overwrite else "xb")
 
 
@@ -40,7 +39,7 @@ def write_json(found: Any, path: str | Path, overwrite: bool) -> None:
         file.write(text.encode() + b"\n")
 
 
-def to_dict(report: "MemoryReport") -> dict[str, Any]:
+def to_dict(report: Record) -> dict[str, Any]:
     return {
         "label": report.label,
         "model": report.model,
@@ -57,23 +56,23 @@ def to_dict(report: "MemoryReport") -> dict[str, Any]:
         "alive_at_peak_by": {by: report.peak_by(by) for by in ("kind", "module", "dtype")},
         "convolutions": report.convolutions,
         "flops": report.flops,
-        "findings": [asdict(finding) | {"text": str(finding)} for finding in report.findings()],
-        "summary": report.summary(),
+        "findings": [asdict(finding) | {"text": str(finding)} for finding in findings(report)],
+        "summary": summary(report),
         "notes": report.notes,
         "rows": [{column: getattr(row, column) for column in COLUMNS} for row in report.rows],
     }
 
 
-def microseconds(report: "MemoryReport") -> list[float]:
-    """When each event was; on fake tensors, where time means nothing, one microsecond after the other."""
+def microseconds(report: Record) -> list[float]:
+    """The time of each event since the first.  On fake tensors, where time means nothing, events are 1 µs apart."""
     if report.device == "fake":
         return [float(i) for i in range(len(report.events))]
     start = report.times[0] if report.times else 0
     return [(at - start) / 1e3 for at in report.times]
 
 
-def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
-    """Bytes by kind as a counter, and the modules' forward calls as spans."""
+def chrome_trace(report: Record) -> dict[str, Any]:
+    """A Chrome trace: the bytes of each kind as a counter, and the forward calls of modules as spans."""
     times = microseconds(report)
     common = {"pid": 0, "tid": 0}
     counted: Counter[str] = Counter(dict.fromkeys([s.kind for s in report.storages], 0))
@@ -94,17 +93,17 @@ def chrome_trace(report: "MemoryReport") -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_snapshot(report: "MemoryReport", path: str | Path, overwrite: bool) -> None:
+def write_snapshot(report: Record, path: str | Path, overwrite: bool) -> None:
     with open_new(path, overwrite) as file:
         pickle.dump(snapshot(report), file)
 
 
-def snapshot(report: "MemoryReport") -> dict[str, Any]:
-    """As ``torch.cuda.memory._snapshot()`` returns it; every allocation has an address of its own."""
+def snapshot(report: Record) -> dict[str, Any]:
+    """A snapshot in the format of ``torch.cuda.memory._snapshot()``; every allocation has its own address."""
     addresses, top = [], 0
     for storage in report.storages:
         addresses.append(top)
-        # the visualiser takes equal addresses for one allocation
+        # The visualiser would merge allocations of equal address, so an empty one takes a byte.
         top += max(storage.nbytes, 1)
 
     def entry(index: int, action: str, at: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``estimate``: the report of a step on tensors without values, of any size, on any machine."""
+"""``estimate`` reports on a training step with tensors without values, of any size, on any machine."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @contextmanager
 def fake_mode() -> Iterator[FakeTensorMode]:
-    """In which tensors have no values; a model may hold real ones beside its parameters and buffers."""
+    """A context in which new tensors have no values.  A model may hold real tensors beside parameters and buffers."""
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
     as an image size that a network does not take.
     """
 
-    # defined here, so that each of several nested calls removes its own
+    # The filter is defined here, so that each of several nested calls removes its own filter.
     def no_failed_op(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("failed while attempting to run meta for")
 
@@ -60,23 +60,27 @@ def estimate(
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
-    """``profile`` on tensors without values: true sizes, in seconds and no memory, no GPU needed.
+    """Runs ``profile`` on tensors without values: true sizes, in seconds, without a GPU and almost without memory.
 
-    What it cannot know: workspaces that an op (a convolution, above all) asks for, the allocator's rounding and
-    fragmentation, and what the CUDA context takes.  Autocast follows the rules of a CPU.
+    It cannot know the workspaces of an op (above all of a convolution), the allocator's rounding and fragmentation, and
+    the memory of the CUDA context.  Autocast follows the rules of a CPU.
 
     Args:
-        model: a function that builds it, called on tensors without values, so that a model far larger than this machine
-            is no problem; or a module, of which a copy without values is made, with hooks and all.
-        input_shapes: the shape of the input; or a sequence of such, one for each input; in place of a shape, a tensor
-            stands for one of its shape and dtype.
-        dtype: of parameters, buffers and inputs, where they are floating-point.
-        targets: tensors, whose shape and dtype count; see ``profile`` for it and for the rest.
+        model: a function that builds the model, or a module.  The function is called on tensors without values, so that
+            the model may be far larger than this machine.  A module is copied without its values, hooks included.
+        input_shapes: the shape of the input, or a sequence of shapes, one for each input.  A tensor in place of a shape
+            stands for an input of its shape and dtype.
+        dtype: the dtype of parameters, buffers and inputs that are floating-point.
+        optimizer, loss, autocast, label: as in ``profile``.
+        targets: as in ``profile``; only shapes and dtypes count.
+
+    Returns:
+        A ``MemoryReport``, whose ``device`` is "fake".
 
     Raises:
-        TypeError: model or input_shapes of the wrong kind.
-        RuntimeError: a model whose memory depends on values, which are not there.
-        And what ``profile`` raises.
+        TypeError: model or input_shapes have the wrong type.
+        RuntimeError: the model asks for the value of a tensor.
+        ``profile`` lists further errors.
     """
     with fake_mode() as mode:
         inputs = fake_inputs(input_shapes, dtype)
@@ -102,10 +106,10 @@ def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> 
 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-    """To be called inside the mode."""
+    """The inputs for ``estimate``, without values; must be called inside the fake mode."""
     if not isinstance(input_shapes, Sequence) or not input_shapes:
         raise TypeError(f"{OP}: input_shapes must be a shape or a sequence of shapes, got {input_shapes!r}")
-    # one shape alone
+    # A sequence of integers is a single shape.
     shapes = [input_shapes] if all(isinstance(size, int) for size in input_shapes) else input_shapes
     inputs = []
     for shape in shapes:
@@ -125,7 +129,7 @@ def _without_values(leaf: Any) -> Any:
 
 
 def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """The model of parameters and buffers without values, on the CPU, in ``dtype``; called inside the mode."""
+    """The model without values, on the CPU, in ``dtype``; must be called inside the fake mode."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"{OP}: model must be a module or a function that builds one, got {type(model).__name__}")
@@ -139,7 +143,7 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
 
 
 def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """Without values, unless the model's constructor asks for some."""
+    """Builds the model without values; with real tensors if its constructor asks for values."""
     try:
         built = make()
     except (DataDependentOutputException, UnsupportedFakeTensorException):
@@ -154,7 +158,7 @@ def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
 
 @contextmanager
 def unfaked(mode: FakeTensorMode):
-    """Real tensors, inside the mode."""
+    """A context inside the fake mode in which tensors are real."""
     mode.__exit__(None, None, None)
     try:
         yield

@@ -1,12 +1,12 @@
-"""Bytes that a training step keeps for backward and most bytes alive at once, on any device, real or fake.
+"""Counts the bytes that a training step keeps for backward, and the most bytes alive at once, on real or fake tensors.
 
-    with FakeTensorMode():                      # the true sizes in no memory and no time
+    with FakeTensorMode():                      # true sizes without memory and without computing
         model, x = UNet(3, 4), torch.empty(8, 3, 512, 512)
         print(measure(model, x))
 
-Storages are counted, not tensors: views and in-place results add nothing.  A model must be built in its dtype inside
-the fake mode (``.to(dtype)`` on fake parameters is refused).  ``torch.compile`` runs eagerly under a dispatch mode, so
-a compiled model is measured with ``SavedBytes`` and ``allocator_peak`` instead.
+It counts storages instead of tensors, so that views and in-place results add nothing.  A model must be built in its
+dtype inside the fake mode, because PyTorch refuses ``.to(dtype)`` on fake parameters.  ``torch.compile`` runs eagerly
+under a dispatch mode; measure a compiled model with ``SavedBytes`` and ``allocator_peak`` instead.
 """
 
 import weakref
@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one forward and backward needs, in bytes.
+    """The bytes that one forward and backward needs.
 
-    saved: storages that autograd keeps at the end of forward, those of parameters and buffers excluded.
-    held: storages alive at the end of forward, whoever holds them.
-    peak: most bytes alive at once during forward, loss and backward, gradients included.
+    Attributes:
+        saved: bytes of the storages that autograd keeps at the end of forward, without parameters and buffers.
+        held: bytes of all storages alive at the end of forward.
+        peak: the most bytes alive at once during forward, loss and backward, gradients included.
     """
 
     saved: int
@@ -39,7 +40,7 @@ class Footprint:
 
 
 class Saver(NamedTuple):
-    """Who has saved a tensor: the module, if known, and autograd's number of the node."""
+    """The saver of a tensor: the module, if known, and autograd's number of the node."""
 
     module: str
     node: int
@@ -54,21 +55,21 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 class SavedBytes:
-    """Counts the storages autograd keeps while it is entered, and drops each one again once the graph lets it go.
+    """A context that counts the storages that autograd keeps, until the graph frees each of them.
 
-    ``save_for_backward`` of custom Functions passes here as well; tensors that a Function parks in attributes of its
-    ctx do not, so hand the outputs to ``add_attributes``.  Only the innermost hooks see a tensor: where a model sets
-    saved-tensor hooks of its own, their part is missing.
+    It sees the tensors that custom Functions hand to ``save_for_backward``.  It does not see tensors that a Function
+    stores in attributes of its ctx; call ``add_attributes`` with the outputs to count these.  Only the innermost
+    saved-tensor hooks see a tensor, so tensors under a model's own hooks are missing.
 
     Args:
-        owned: tensors whose storages are not counted (parameters, buffers).
+        owned: tensors whose storages are not counted, such as parameters and buffers.
     """
 
     def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
         self._owned = {key_of(tensor) for tensor in owned}
         self._savers: dict[int, Counter[Saver]] = {}
         self._nbytes: dict[int, int] = {}
-        # detached: an output packed with its own graph would keep itself alive
+        # Tensors are detached, because an output that is packed with its own graph would keep itself alive.
         self._hooks = saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor)
 
     def __enter__(self) -> "SavedBytes":
@@ -85,20 +86,20 @@ class SavedBytes:
 
     @property
     def savers(self) -> dict[int, list[Saver]]:
-        """Of each storage kept at this moment, by its key: who keeps it."""
+        """The key of each storage kept at this moment -> its savers."""
         return {key: list(of) for key, of in self._savers.items()}
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Of each storage kept at this moment, by its key: bytes."""
+        """The key of each storage kept at this moment -> its bytes."""
         return dict(self._nbytes)
 
     def module(self) -> str:
-        """Name of the module that runs, for those who know."""
+        """The name of the module that runs; subclasses that know it override this."""
         return ""
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts one more storage that is kept for certain, such as the output that the next layer saves."""
+        """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
         self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", -1))
 
     def add_attributes(self, outputs: Any) -> None:
@@ -124,11 +125,11 @@ class SavedBytes:
 
 
 class _Kept:
-    """One saved tensor; its end is the end of the graph's hold on it."""
+    """A saved tensor.  The graph holds the only reference, so that its finalizer runs when the graph frees it."""
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        # the node that saves is the one created last
+        # The node that saves the tensor is the node created last.
         key, saver = key_of(tensor), Saver(saved.module(), torch.autograd._get_sequence_nr() - 1)
         saved._retain(key, tensor.untyped_storage().nbytes(), saver)
         weakref.finalize(self, saved._release, key, saver).atexit = False
@@ -146,10 +147,14 @@ def graph_of(outputs: Any) -> Iterator[Node]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an op allocates, until it is freed: ``current`` and ``peak`` bytes.
+    """A dispatch mode that follows every storage from the op that allocates it until it is freed.
 
-    What existed before (inputs, parameters, what an in-place op or a view returns of them) is not counted, unless
-    handed to ``track``.  Workspaces inside an op are not seen: see ``allocator_peak``.
+    Storages that existed before, such as inputs and parameters, are counted only if ``track`` is called with them.
+    Workspaces inside an op are not seen; ``allocator_peak`` counts them.
+
+    Attributes:
+        current: bytes alive now.
+        peak: the most bytes alive at once so far.
     """
 
     def __init__(self) -> None:
@@ -174,14 +179,14 @@ class LiveBytes(TorchDispatchMode):
         self.freed(key)
 
     def allocated(self, key: int, tensor: torch.Tensor, func: Any) -> None:
-        """Called with each storage that is new, for those who want to know."""
+        """Called with each new storage; subclasses override it."""
 
     def freed(self, key: int) -> None:
-        """Called with each that is gone."""
+        """Called with the key of each freed storage; subclasses override it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        # by far the most frequent view, as every saved tensor is detached
+        # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
             return out
         given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
@@ -208,9 +213,9 @@ def measure(
 
     Args:
         fn: an ``nn.Module`` (its parameters and buffers are excluded from ``saved``) or a function of the inputs.
-        inputs: what ``fn`` is called with.  An input that autograd keeps counts in ``saved``.
-        loss: maps the output of ``fn`` to the scalar that is differentiated.
-        owned: more tensors to exclude from ``saved``; the weights of a plain function.
+        inputs: the arguments of ``fn``.  An input that autograd keeps counts in ``saved``.
+        loss: maps the output of ``fn`` to the scalar that is differentiated; by default the mean of all outputs.
+        owned: more tensors to exclude from ``saved``, such as the weights of a plain function.
         count_inputs: counts the storages of the inputs in ``held`` and ``peak`` too.
     """
     owned = list(owned)
@@ -232,10 +237,10 @@ def measure(
 
 
 def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Most bytes that the allocator had handed out at once during ``step()``, beyond those before it.
+    """The most bytes that the allocator had handed out at once during ``step()``, beyond those before it.
 
-    Sees what no dispatch mode sees: compiled code and workspaces inside an op.  On CUDA from the caching allocator, on
-    a CPU from the profiler's allocation events.
+    Unlike a dispatch mode, it counts compiled code and workspaces inside an op.  The figure comes from the caching
+    allocator on CUDA, and from the profiler's allocation events on a CPU.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -245,7 +250,7 @@ def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") 
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    # of one cycle there is nothing to accumulate, but PyTorch 2.11 warns unless it is asked to
+    # One cycle has nothing to accumulate, but PyTorch 2.11 warns without `acc_events`.
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     current = peak = 0

@@ -1,4 +1,4 @@
-"""``plan``: which batch fits in a budget, and what it takes to make one fit."""
+"""``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ OP = "fusedseg.memory.plan"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}iB": 2**power for prefix, power in (("K", 10), ("M", 20), ("G", 30), ("T", 40))
 }
-# no batch beyond: what needs no memory has no largest one
+# The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
 
 
 def parse_budget(budget: int | str) -> int:
-    """Bytes of "16GiB", "24 GB", "800MiB" or a number of bytes.
+    """The bytes of a text such as "16GiB", "24 GB" or "800MiB", or of a number of bytes.
 
     Raises:
-        ValueError: anything else, or nothing at all.
+        ValueError: the text cannot be read, or the budget is not positive.
     """
     nbytes = budget if isinstance(budget, int) else 0
     if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", budget)):
@@ -47,11 +47,17 @@ def gib(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One combination: its largest batch that fits, 0 if none does, and what it needs.
+    """One combination of strategies, and the memory that it needs.
 
-    total: bytes at that batch; or at the wanted one, where one was.  fits: whether that is within the budget.
-    smallest: the batch that total is of where none fits.
-    recomputed: arithmetic that checkpoints add, relative to the step.  convolutions: of them, how many run again.
+    Attributes:
+        label: its name, such as "fusedseg+amp".
+        strategy: the combination.
+        batch: the wanted batch; without one, the largest batch that fits, or 0 if none fits.
+        total: bytes at the batch ``smallest``.
+        smallest: equals ``batch``, or the smallest batch that was tried if none fits.
+        fits: whether ``total`` is within the budget.
+        recomputed: the arithmetic that checkpoints add, relative to the step without them.
+        convolutions: the number of convolutions that checkpoints run again.
     """
 
     label: str
@@ -66,10 +72,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits, and which of it is worth choosing.
+    """The combinations that fit in a budget, and the ones worth choosing.
 
-    options: all combinations that can run.  left_out: the label of each other one, and why it cannot.
-    batch: the wanted one, or None.  budget, usable: bytes, with and without the reserve.
+    Attributes:
+        model: the class of the model.
+        options: all combinations that can run.
+        budget: bytes of the budget.
+        usable: bytes of the budget without the reserve.
+        batch: the wanted batch, or None.
+        left_out: the label of each combination that cannot run, and the reason.
     """
 
     model: str
@@ -81,8 +92,10 @@ class Plan:
 
     @property
     def cheapest(self) -> Option:
-        """Of the combinations that fit: the least arithmetic again, then the largest batch, then the fewest measures,
-        then the fewest bytes."""
+        """The combination that fits with the least extra arithmetic.
+
+        Ties are decided by the largest batch, then the fewest measures, then the fewest bytes.
+        """
         return min((option for option in self.options if option.fits), key=_cost)
 
     @property
@@ -95,6 +108,7 @@ class Plan:
         return chosen
 
     def table(self) -> str:
+        """A line for each combination: its batch, its bytes, and the arithmetic that it adds."""
         head = "largest batch" if self.batch is None else f"fits batch {self.batch}"
         lines = []
         for option in self.options:
@@ -106,7 +120,7 @@ class Plan:
         return table(("", head, "needs", "extra arithmetic", ""), lines)
 
     def _useless(self, option: Option) -> str:
-        """Says where a combination has nothing over another that takes fewer measures and no more arithmetic."""
+        """A remark if another combination with fewer measures and no more arithmetic is as good; otherwise ""."""
         for other in sorted(self.options, key=lambda other: other.strategy.measures):
             simpler = other.strategy.is_part_of(option.strategy) and _rounded(other) <= _rounded(option)
             no_gain = other.total <= option.total if self.batch is not None else other.batch >= option.batch
@@ -115,6 +129,7 @@ class Plan:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON."""
         options = [
             {
                 "label": option.label,
@@ -175,7 +190,7 @@ class Plan:
 
 
 def _rounded(option: Option) -> float:
-    """Arithmetic run again, in steps that a reader would tell apart."""
+    """The extra arithmetic, rounded so that differences too small to matter do not count."""
     return round(option.recomputed, 3)
 
 
@@ -202,28 +217,35 @@ def plan(
     reserve: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The largest batch that fits in a budget as the model is, converted, under autocast, with checkpoints, and with
-    all combinations of these; or, for a wanted ``batch``, what each needs and which is the cheapest that fits.
+    """Finds the largest batch that fits in a budget, or the cheapest way to fit a wanted ``batch``.
 
-    Sizes are those of ``estimate``: no GPU is needed.  A model without a block to checkpoint (see
-    ``checkpoint_blocks``) has no combinations with checkpoints; the plan says so.
+    It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.  Sizes are
+    those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see ``checkpoint_blocks``)
+    has no combinations with checkpoints, and the plan says so.
 
     Args:
-        model: a function that builds it, or a module, which is copied without its values.
-        input_shape: of one sample, without the batch; or a sequence of such, one for each input.
-        budget: bytes, or text such as "16GiB".
-        batch: the wanted one.
-        convert: called with a copy of the model, returns what stands in its place; without it, nothing is converted.
-        converted: what to call that.
-        dtype, autocast: of the model, and of autocast where it is used.
-        optimizer: see ``profile``; its state is part of what has to fit.
-        loss: called with the output alone, see ``profile``.
-        reserve: share of the budget kept back for what an estimate cannot know: workspaces and fragmentation.
-        progress: called with a few words before each step that is estimated.
+        model: a function that builds the model, or a module, which is copied without its values.
+        input_shape: the shape of one sample without the batch, or a sequence of such shapes, one for each input.
+        budget: bytes, or a text such as "16GiB".
+        batch: the wanted batch; None looks for the largest batch.
+        convert: a function that is called with a copy of the model and returns the converted model; None leaves out the
+            combinations with conversion.
+        converted: the name of the converted model in labels.
+        dtype: the dtype of the model.
+        autocast: the dtype of autocast, in the combinations that use it.
+        optimizer: as in ``profile``; its state is part of the memory.
+        loss: as in ``profile``, but called with the output only.
+        reserve: the share of the budget that is kept free for workspaces and fragmentation, which an estimate cannot
+            know.
+        progress: a function that is called with a short text before each estimated step.
+
+    Returns:
+        A ``Plan``.
 
     Raises:
-        ValueError: a budget that cannot be read, or that nothing fits in; a batch below 1; a reserve outside [0, 1).
-        And what ``estimate`` raises.
+        ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
+            [0, 1).
+        ``estimate`` lists further errors.
     """
     nbytes = parse_budget(budget)
     if not 0.0 <= reserve < 1.0:
@@ -283,14 +305,14 @@ def _option(
 
 
 def largest(total: Callable[[int], int], usable: int) -> int:
-    """The largest batch whose total is within what may be used; 0 if none is.
+    """The largest batch whose total is at most ``usable``; 0 if none is.
 
-    Totals grow with the batch, on nearly a straight line, along which the next guess lies; for lines that bend,
-    every other guess halves what is left, and steps upwards grow until something fails.
+    Totals grow with the batch nearly on a straight line, so that each guess follows the line through two known totals.
+    For lines that bend, every second guess halves what is left, and steps upwards grow until a batch does not fit.
     """
     low, high = 2, 4
     if total(low) > usable:
-        # BatchNorm refuses a batch of one where a single value is left in a channel
+        # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):
             return int(total(1) <= usable)
         return 0

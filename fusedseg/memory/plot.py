@@ -1,17 +1,14 @@
-"""The picture of a step: memory by kind of one report, or a line for each of several."""
+"""Draws memory over a step: stacked by kind for one report, or a line for each of several reports."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .export import open_new
+from .record import Record
 from .units import MEBIBYTE
 
-if TYPE_CHECKING:
-    from .report import MemoryReport
-
-# kinds in the order they are stacked, with their colours; what was there before at the bottom
+# The colours of the kinds, in the order of stacking.  Tensors that existed before the step are at the bottom.
 COLORS = {
     "parameters": "#4d4d4d",
     "buffers": "#6b6b6b",
@@ -30,13 +27,13 @@ COLORS = {
     "optimizer step": "#d9bfae",
 }
 LINES = ("#9b9b9b", "#2a6fdb", "#f08a24", "#39a96b", "#d6453d", "#7b4ea3", "#4d4d4d", "#c2a200")
-# how wide a phase is drawn
+# The width of each phase in the picture.
 WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
-# places along a phase of width 1
+# The number of points along a phase of width 1.
 STEPS = 400
 
 
-def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -> None:
+def plot(reports: Sequence[Record], path: str | Path, overwrite: bool) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -60,11 +57,11 @@ def plot(reports: Sequence["MemoryReport"], path: str | Path, overwrite: bool) -
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
 
 
-def positions(report: "MemoryReport") -> list[float]:
-    """Where along the step each event is drawn, with phases as wide as ``WIDTHS`` says.
+def positions(report: Record) -> list[float]:
+    """The horizontal position of each event; phases are as wide as ``WIDTHS`` says.
 
-    Within a phase, the stretch between two hooks of modules at which something happened is as wide as any other, so
-    that the same layer of two reports stands at about the same place, however many ops it takes.
+    Within a phase, the stretches between hooks of modules have equal widths.  So the same layer is at about the same
+    position in two reports, although it may run a different number of ops in each.
     """
     starts = [*report.marks.values(), len(report.events)]
     xs: list[float] = []
@@ -79,10 +76,10 @@ def positions(report: "MemoryReport") -> list[float]:
     return xs
 
 
-def curves(report: "MemoryReport") -> tuple[list[float], dict[str, list[float]]]:
-    """Points along the step, and MiB of each kind there.
+def curves(report: Record) -> tuple[list[float], dict[str, list[float]]]:
+    """Positions along the step, and the MiB of each kind at each position.
 
-    Of the events that are drawn at one place that with the most memory counts, so that no peak is lost.
+    If several events have the same position, the event with the most memory counts, so that no peak is lost.
     """
     alive = dict.fromkeys(COLORS, 0)
     for kind, nbytes in report.resident_by_kind().items():
@@ -113,11 +110,11 @@ def _point(xs: list[float], ys: dict[str, list[float]], x: float, alive: dict[st
         of.append(alive[kind] / MEBIBYTE)
 
 
-def _stacked(ax, report: "MemoryReport") -> None:
+def _stacked(ax, report: Record) -> None:
     xs, ys = curves(report)
     kinds = [kind for kind in COLORS if any(ys[kind])]
     layers = [ys[kind] for kind in kinds]
-    # what never weighs anything that could be seen gets no line in the legend
+    # A kind that is too small to be seen gets no line in the legend.
     top = report.total / MEBIBYTE
     labels = [kind if max(of) > 0.005 * top else "_" for kind, of in zip(kinds, layers, strict=True)]
     ax.stackplot(xs, layers, colors=[COLORS[kind] for kind in kinds], labels=labels, linewidth=0, step="post")
@@ -132,7 +129,7 @@ def _stacked(ax, report: "MemoryReport") -> None:
     ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="kind")
 
 
-def _overlaid(ax, reports: Sequence["MemoryReport"]) -> None:
+def _overlaid(ax, reports: Sequence[Record]) -> None:
     order = sorted(range(len(reports)), key=lambda i: -reports[i].total)
     for i in order:
         report, color = reports[i], LINES[i % len(LINES)]
@@ -144,7 +141,7 @@ def _overlaid(ax, reports: Sequence["MemoryReport"]) -> None:
         _peak(ax, xs, total, color, "")
     models = ", ".join(dict.fromkeys(report.model for report in reports))
     ax.set_title(f"memory over one training step of {models}", fontsize=12)
-    # below: labels of combined ways are long
+    # The legend is below the picture, because labels of combinations are long.
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, title="MiB")
 
 
@@ -155,8 +152,8 @@ def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str
         ax.annotate(text, (xs[at], total[at]), (8, 4), textcoords="offset points", fontsize=10)
 
 
-def _phases(ax, report: "MemoryReport") -> None:
-    """The phases' names in place of numbers, which mean nothing."""
+def _phases(ax, report: Record) -> None:
+    """Labels the horizontal axis with the names of the phases, because its numbers mean nothing."""
     edges = [0.0, *accumulate(WIDTHS[name] for name in report.marks)]
     for edge in edges[1:-1]:
         ax.axvline(edge, color="#555555", linewidth=0.8, linestyle=":")

@@ -1,4 +1,4 @@
-"""``profile``: one training step under ``Trace``, after which the model is as it was."""
+"""``profile`` runs one training step under ``Trace``, and leaves the model as it was."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,41 +25,45 @@ def profile(
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
-    """Runs one training step, forward, loss, backward and, if given, the optimizer's, and reports where bytes go.
+    """Runs one training step, and reports where its bytes go.
 
-    On whatever device model and inputs are: CPU, CUDA, or fake tensors (see ``estimate``).  The model is left as it
-    was: ``.grad`` of parameters and inputs, buffers such as running statistics, parameters, and the states of the
-    random number generators are put back, and all hooks are removed, also where the model raises.  What it changes
-    elsewhere, in plain Python attributes, stays changed.
+    The step is forward, loss, backward and, if given, the optimizer's step, on the device of the model and the inputs:
+    CPU, CUDA, or fake tensors (see ``estimate``).  Afterwards the model is as it was, even if it raises: ``.grad`` of
+    parameters and inputs, buffers such as running statistics, parameters, and the states of the random number
+    generators are restored, and all hooks are removed.  Changes that the model makes to plain Python attributes stay.
 
-    What is counted is each storage that an op returns, until it is freed.  Workspaces inside an op are not seen, nor is
-    the allocator's rounding; on CUDA the rows hold the allocator's own figures.  Compiled modules run uncompiled here.
+    Each storage that an op returns is counted until it is freed.  Workspaces inside an op and the allocator's rounding
+    are not seen; on CUDA the rows hold the allocator's own figures.  Compiled modules run uncompiled here.
 
     Args:
-        model: any module; shared modules, repeated and nested calls, and checkpointed regions have their rows.
-        inputs: what the model is called with, in any nesting.
-        loss: called with the model's output, and with ``targets`` where they are given; returns a scalar.  By default
+        model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.
+        inputs: the arguments of the model, in any nesting.
+        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  By default
             the mean of all outputs.
-        targets: see loss.
-        optimizer: called with the parameters, returns an optimizer, such as ``torch.optim.AdamW``.  Its state counts as
-            there before the step, as in all steps but the first.
-        autocast: dtype of ``torch.autocast`` around forward and loss; None leaves it as the caller has set it.
-        label: the report's name, in its column ``exp`` and beside others; the class of the model unless given.
+        targets: the second argument of ``loss``.
+        optimizer: a function that is called with the parameters and returns an optimizer, such as
+            ``torch.optim.AdamW``.  Its state counts as present before the step, as in all steps but the first.
+        autocast: the dtype of ``torch.autocast`` around forward and loss; None keeps the caller's setting.
+        label: the report's name, which appears in its column ``exp`` and in comparisons; by default the class of the
+            model.
+
+    Returns:
+        A ``MemoryReport``.
 
     Raises:
-        TypeError: a model that is no module, an optimizer that is an instance, a loss that is no tensor.
-        ValueError: targets without a loss, a loss that is no scalar, tensors on several devices.
-        What the model raises passes through.
+        TypeError: the model is no module; the optimizer is an instance; the loss returns no tensor.
+        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices.
+        Errors of the model pass through.
     """
     _check(model, loss, targets, optimizer)
-    # of what backward reaches, inputs too
+    # Backward may reach all of these, inputs included.
     given = [*model.parameters(), *model.buffers(), *tensors_of((inputs, targets))]
     fake = next((tensor for tensor in given if isinstance(tensor, FakeTensor)), None)
     device = _device(given)
     trace = Trace(torch.device("cpu") if fake is not None else device, label or type(model).__name__)
     with ExitStack() as stack:
         if fake is not None:
-            # for what the model creates itself; does nothing where it is entered already
+            # Tensors that the model creates itself must be fake too.  Entering the mode twice does no harm.
             stack.enter_context(fake.fake_mode)
         others = [module for module in (loss,) if isinstance(module, nn.Module)]
         stack.enter_context(
@@ -83,7 +87,7 @@ def _step(trace, model, inputs, loss, targets, steps, autocast, device, fake) ->
         trace.begin("forward")
         out = model(*inputs)
         if autocast is not None:
-            # copies of weights that nobody keeps: its end, after the loss, would free them
+            # Frees the copies of weights that no saved tensor needs, as the end of autocast would do after the loss.
             torch.clear_autocast_cache()
         saved.add_attributes(out)
         trace.add_constants(saved.sizes)
@@ -122,7 +126,7 @@ def _notes(model: nn.Module, fake: bool, autocast: torch.dtype | None, backward:
 
 
 def op_name(node: Any) -> str:
-    """Of a node of the graph: ConvolutionBackward0 is Convolution."""
+    """The name of the op of a node in autograd's graph: "Convolution" for ConvolutionBackward0."""
     return node.name().split("::")[-1].rstrip("0123456789").removesuffix("Backward")
 
 
@@ -133,7 +137,7 @@ def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: Any) -> None:
         if key in kept and storage.kind != "parameters":
             storage.savers = [(saver.module or storage.module, ops.get(saver.node, "")) for saver in kept[key]]
         elif storage.born >= 0 and key not in outputs:
-            # held by the model's own saved-tensor hooks, or by an attribute of it
+            # The model's own saved-tensor hooks or an attribute of the model hold it.
             storage.savers = [(storage.module, "")]
         pooled = storage.savers and all("Pool" in op for _, op in storage.savers)
         if pooled and not storage.dtype.is_floating_point:
@@ -181,7 +185,7 @@ def _add_resident(trace: Trace, modules: Sequence[nn.Module], steps: torch.optim
 
 
 def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with the state of its first step."""
+    """The optimizer with the state that its first step creates."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     steps = optimizer(parameters)
     for parameter in parameters:
@@ -196,9 +200,10 @@ def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Op
 def _put_back(
     modules: Sequence[nn.Module], inputs: Any, device: torch.device | None, parameters: bool
 ) -> Iterator[None]:
-    """Leaves buffers, gradients and random states as they were; also the parameters' values, where they change.
+    """A context that restores buffers, gradients and random states at its end; with ``parameters`` also their values.
 
-    device: whose random state, with that of the CPU; None for fake tensors, which draw nothing.
+    ``device`` is the device whose random state is restored beside the CPU's; None for fake tensors, which draw no
+    random numbers.
     """
     buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     grads: list[tuple[Tensor, Tensor | None]] = []
@@ -222,7 +227,7 @@ def _put_back(
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                # whether it has changed does not show: BatchNorm does not count up the version
+                # It is copied always, because BatchNorm changes buffers without counting up their version.
                 buffer.copy_(value)
             for parameter, value in values:
                 parameter.copy_(value)

@@ -1,4 +1,4 @@
-"""Ways to run a step in less memory, and their combinations: another model, autocast, checkpoints."""
+"""Ways to run a step in less memory, and their combinations: conversion, autocast and checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -12,9 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
 EAGER, AMP, CHECKPOINT = "eager", "amp", "checkpoint"
-# called with a model that nobody else uses; returns it converted, or another
+# A function that is called with a model of its own, and returns the converted model.
 Convert = Callable[[nn.Module], nn.Module]
-# called with a block's forward, returns what runs in its place
+# A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -23,21 +23,25 @@ class NoBlocks(ValueError):
 
 
 def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None = None) -> list[str]:
-    """Checkpoints the model's blocks, in place: each keeps its inputs alone, and runs a second time in backward.
+    """Checkpoints the blocks of a model, in place: each block keeps only its inputs, and runs again in backward.
 
-    A block is a module with children and at least one convolution or linear layer, but at most ``limit``, that lies in
-    no other such module.  Returns the blocks' names, and leaves ``forward`` of each wrapped in
-    ``torch.utils.checkpoint.checkpoint`` (``use_reentrant=False``).  A stock BatchNorm in a block takes its running
-    statistics from the batch twice, a known flaw of checkpoints.
+    A block is a module with children and with 1 to ``limit`` convolutions or linear layers that lies in no other such
+    module.  ``forward`` of each block is wrapped in ``torch.utils.checkpoint.checkpoint`` (``use_reentrant=False``).
+    A stock BatchNorm in a block updates its running statistics twice with each batch, a known flaw of checkpoints.
 
     Args:
         model: any module.
-        limit: of a block's convolutions and linear layers.
-        within: decorates each block's forward, inside its checkpoint.  A scope around a checkpoint does not reach what
-            a block saves when it runs again: ``fusedseg.recompute()`` here does, and takes its time twice.
+        limit: the largest number of convolutions and linear layers in a block.
+        within: a decorator for each block's forward, inside its checkpoint.  A scope around a checkpoint does not reach
+            the tensors that a block saves when it runs again.  ``fusedseg.recompute()`` as ``within`` does reach them,
+            but rebuilds them both times.
+
+    Returns:
+        The names of the blocks.
 
     Raises:
-        ValueError: a limit below 1; a model without such blocks, such as a flat ``nn.Sequential`` of many convolutions.
+        ValueError: ``limit`` is below 1, or the model has no such block, for example a flat ``nn.Sequential`` of many
+            convolutions.
     """
     if limit < 1:
         raise ValueError(f"fusedseg.memory.checkpoint_blocks: limit must be at least 1, got {limit}")
@@ -55,7 +59,7 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None
 
 def _blocks(module: nn.Module, name: str, limit: int) -> list[tuple[str, nn.Module]]:
     weights = sum(isinstance(part, (_ConvNd, nn.Linear)) for part in module.modules())
-    # lists are not called; the model as a whole is no block
+    # ModuleList and ModuleDict are never called, and the whole model is no block.
     called = bool(name) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if called and 1 <= weights <= limit and next(module.children(), None) is not None:
         return [(name, module)]
@@ -67,7 +71,13 @@ def _blocks(module: nn.Module, name: str, limit: int) -> list[tuple[str, nn.Modu
 
 @dataclass(frozen=True)
 class Strategy:
-    """converted: by the caller's function.  amp: autocast.  checkpoint: ``checkpoint_blocks``."""
+    """A combination of measures.
+
+    Attributes:
+        converted: whether the caller's function converts the model.
+        amp: whether the step runs under autocast.
+        checkpoint: whether ``checkpoint_blocks`` is applied.
+    """
 
     converted: bool = False
     amp: bool = False
@@ -82,7 +92,7 @@ class Strategy:
         return self.converted + self.amp + self.checkpoint
 
     def is_part_of(self, other: "Strategy") -> bool:
-        """Whether the other one takes all of these measures and more."""
+        """Whether ``other`` has all of these measures and more."""
         each = zip(astuple(self), astuple(other), strict=True)
         return self != other and all(theirs or not mine for mine, theirs in each)
 
@@ -100,10 +110,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, label: str, converted: str) -> "Strategy":
-        """From a label such as "eager" or "fusedseg+amp".
+        """The strategy of a label such as "eager" or "fusedseg+amp".
 
         Raises:
-            ValueError: another word, or one twice.
+            ValueError: the label has an unknown word, or a word twice.
         """
         words = label.split("+")
         known = (converted, AMP, CHECKPOINT)

@@ -1,21 +1,19 @@
-"""Tables of text, for terminals."""
+"""Writes tables of text for terminals."""
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .advice import summary
+from .record import Record
 from .trace import Row
 from .units import MEBIBYTE, group, mib
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
 
 BAR = 24
 WIDTH = 110
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns that line up, the first ``left`` of them to the left, under a head."""
+    """A table with aligned columns under a head; the first ``left`` columns are aligned to the left."""
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
     aligned = [
         "  ".join(f"{cell:<{width}}" if i < left else f"{cell:>{width}}" for i, (cell, width) in enumerate(pairs))
@@ -25,7 +23,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def wrapped(text: str) -> str:
-    """Long lines broken, those of a list indented."""
+    """Breaks long lines, and indents the lines of a list item."""
     return "\n".join(
         textwrap.fill(line, WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip(" •"))))
         for line in text.splitlines()
@@ -33,7 +31,7 @@ def wrapped(text: str) -> str:
 
 
 def bars(values: dict[str, float], count: int = 8) -> str:
-    """A line for each value, with its share of all and a bar."""
+    """A line for each value, with its share of the sum and a bar."""
     total = sum(values.values()) or 1.0
     shown = list(values.items())[:count]
     rest = sum(values.values()) - sum(value for _, value in shown)
@@ -49,8 +47,8 @@ def bars(values: dict[str, float], count: int = 8) -> str:
     )
 
 
-def modules_table(report: "MemoryReport", count: int | None) -> str:
-    """What each module keeps for backward, and how it is made up."""
+def modules_table(report: Record, count: int | None) -> str:
+    """The bytes that each module keeps for backward, with their kinds."""
     kept = report.saved_by("module")
     types = {row.name: row.layer_type for row in report.rows}
     by_module: dict[str, list] = {}
@@ -70,7 +68,7 @@ def modules_table(report: "MemoryReport", count: int | None) -> str:
 
 
 def rows_table(rows: Sequence[Row], count: int | None) -> str:
-    """The rows, in MiB."""
+    """The first ``count`` rows as a table, in MiB."""
     lines = [
         (
             str(row.layer_idx),
@@ -92,14 +90,14 @@ def rows_table(rows: Sequence[Row], count: int | None) -> str:
     return f"{text}\n{hidden} more rows" if hidden else text
 
 
-def full(report: "MemoryReport") -> str:
-    """What ``print(report)`` shows."""
+def full(report: Record) -> str:
+    """The text that ``print(report)`` shows."""
     title = f"{report.label}: {report.model}, one training step on {report.device} tensors"
     return "\n".join(
         [
             title,
             "═" * len(title),
-            wrapped(report.summary()),
+            wrapped(summary(report)),
             "",
             f"Kept for backward, {mib(report.saved)} MiB, by kind",
             bars(report.saved_by("kind")),
@@ -111,7 +109,7 @@ def full(report: "MemoryReport") -> str:
             f"Alive at the peak, {mib(report.peak)} MiB, by kind",
             bars(report.peak_by("kind")),
             "",
-            report.table(),
+            modules_table(report, 20),
             *(f"\nNote: {note}" for note in report.notes),
         ]
     )

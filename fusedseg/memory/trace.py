@@ -1,7 +1,7 @@
-"""Follows one training step: each storage from the op that makes it until it is freed, and each module's calls.
+"""Follows one training step: each storage from the op that makes it until it is freed, and the calls of each module.
 
-The numbers are those of meter.py; here they get names: which module ran, which op made a storage, in which phase of the
-step, of what kind it is.
+The bytes are those of meter.py.  This module adds the module that ran, the op that made a storage, the phase of the
+step and the kind of the storage.
 """
 
 import time
@@ -19,7 +19,7 @@ from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 ROOT, LOSS = "(model)", "(loss)"
-# what an op makes, by its name; the rest is called after the phase
+# The kind of storage that an op makes, by the op's name.  Storages of other ops have the kind of their phase.
 KINDS = {"cat": "concatenation", "stack": "concatenation"}
 PHASE_KINDS = {
     "forward": "activation",
@@ -27,9 +27,9 @@ PHASE_KINDS = {
     "backward": "backward temporaries",
     "optimizer": "optimizer step",
 }
-# in forward again, as checkpointing does: the module's hooks run while backward does
+# The kind of storages that a checkpoint makes when it runs forward again: module hooks run during backward.
 RECOMPUTED = "recomputed"
-# what is there before the step, and stays
+# The kinds of storages that exist before the step and stay.
 RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constants")
 
 
@@ -37,12 +37,16 @@ RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constan
 class Storage:
     """One allocation.
 
-    kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
-    concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward temporaries,
-    recomputed, gradients (of parameters), optimizer step.
-    born, freed: numbers of events, see ``Trace.events``; born is -1 for what existed before, freed is None for what
-    outlives the step.
-    savers: (module, op) pairs that keep it for backward at the end of forward.
+    Attributes:
+        nbytes: its size.
+        shape, dtype: those of the tensor that the op returned.
+        op, module, phase: the op that made it, the path of the module that ran, and the phase of the step.
+        kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
+            concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward
+            temporaries, recomputed, gradients (of parameters), optimizer step.
+        born: the number of the event of its allocation (see ``Trace.events``); -1 if it existed before the step.
+        freed: the number of the event when it was freed; None if it outlives the step.
+        savers: the (module, op) pairs that keep it for backward at the end of forward.
     """
 
     nbytes: int
@@ -61,14 +65,21 @@ class Storage:
 class Row:
     """Memory in bytes at one hook of one module.
 
-    layer_idx: the module's place in ``model.modules()``.  call_idx: the row's number.  layer_type: the module's class.
-    name: its path.  exp: the report's label.
-    hook_type: "pre", before its forward; "fwd", after it; "bwd", when its gradients are there and what it kept is free.
-    mem_all: bytes alive, with parameters and all else that was there before; on CUDA what the allocator has handed out.
-    mem_cached: on CUDA what the allocator has reserved; elsewhere the most that has been alive so far, which is what a
-    caching allocator keeps at least.
-    mem_all_diff, mem_cached_diff: since the row before.
-    phase: forward, loss or backward; "pre" and "fwd" during backward are a checkpoint's recomputation.
+    Attributes:
+        layer_idx: the position of the module in ``model.modules()``.
+        call_idx: the number of the row.
+        layer_type: the class of the module.
+        name: the path of the module.
+        exp: the label of the report.
+        hook_type: "pre" before the module's forward; "fwd" after it; "bwd" when its gradients are computed and the
+            tensors that it kept are free.
+        mem_all: bytes alive, including those that existed before the step; on CUDA the bytes that the allocator has
+            handed out.
+        mem_cached: on CUDA the bytes that the allocator has reserved; elsewhere the most bytes alive so far, which a
+            caching allocator would keep at least.
+        mem_all_diff, mem_cached_diff: the changes since the previous row.
+        phase: forward, loss or backward; "pre" and "fwd" rows in backward belong to a checkpoint that runs again.
+        event: the number of the event before the row (see ``Trace.events``).
     """
 
     layer_idx: int
@@ -82,18 +93,17 @@ class Row:
     mem_all_diff: int
     mem_cached_diff: int
     phase: str
-    # number of the event before it, see ``Trace.events``
     event: int
 
 
 class _Call(NamedTuple):
     name: str
-    # autograd's number of the node to come
+    # The number that autograd will give to the next node.
     node: int
 
 
 class _Saved(SavedBytes):
-    """Knows which module runs."""
+    """``SavedBytes`` that knows which module runs."""
 
     def __init__(self, owned: Iterable[torch.Tensor], trace: "Trace") -> None:
         super().__init__(owned)
@@ -106,12 +116,16 @@ class _Saved(SavedBytes):
 class Trace(LiveBytes):
     """The dispatch mode of a step, and the hooks of its modules.
 
-    events: one number for each allocation, the storage's index in ``storages``, and ``~index`` when it is freed.
-    times: of the events, in nanoseconds.  marks: phase -> number of its first event.
+    Attributes:
+        storages: all allocations.
+        events: for each allocation the storage's index in ``storages``, and for each release ``~index``, in order.
+        times: the time of each event, in nanoseconds.
+        marks: phase -> number of its first event.
+        rows: memory at each hook of each module.
     """
 
     def __init__(self, device: torch.device, exp: str) -> None:
-        # imported here, because this module of PyTorch imports triton, which `import fusedseg` should not
+        # Imported here, because this module of PyTorch imports triton, and `import fusedseg` must not.
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()
@@ -140,7 +154,7 @@ class Trace(LiveBytes):
     # -- what is alive ------------------------------------------------------------------------------------------------
 
     def add_resident(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """What was there before the step."""
+        """Counts tensors that existed before the step."""
         for tensor in tensors:
             storage, key = tensor.untyped_storage(), key_of(tensor)
             if key not in self._live:
@@ -158,11 +172,11 @@ class Trace(LiveBytes):
         return self._resident
 
     def alive(self) -> list[tuple[int, Storage]]:
-        """Of each storage that is alive now, its key and itself."""
+        """(key, storage) of each storage that is alive now."""
         return [(key, self.storages[index]) for key, index in self._index.items()]
 
     def add_constants(self, saved: Mapping[int, int]) -> None:
-        """What is saved, key -> bytes, and nobody has mentioned: tensors that are plain attributes of a module."""
+        """Counts saved storages (key -> bytes) that are not known yet: tensors in plain attributes of a module."""
         for key, nbytes in saved.items():
             if key not in self._index:
                 self._index[key] = len(self.storages)
@@ -244,9 +258,10 @@ class Trace(LiveBytes):
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        """Hooks on each module's calls, until ``close``.
+        """Hooks the calls of each module until ``close``.
 
-        They are those for all modules: modules with hooks of their own may run another way, as ``ConvABN2d`` does.
+        The hooks are PyTorch's global module hooks, because a module with hooks of its own may run in another way, as
+        ``ConvABN2d`` does.
         """
         named = [(name or ROOT, module) for name, module in model.named_modules()]
         known = {module for _, module in named}
@@ -257,7 +272,7 @@ class Trace(LiveBytes):
             self._layers[module] = (index, name)
         before = register_module_forward_pre_hook(self._pre)
         self._exits.callback(before.remove)
-        # also where a forward raises, so that the stack of calls stays right
+        # The hook also runs if a forward raises, so that the stack of calls stays right.
         after = register_module_forward_hook(self._fwd, always_call=True)
         self._exits.callback(after.remove)
 
@@ -265,7 +280,7 @@ class Trace(LiveBytes):
         return _Saved(owned, self)
 
     def close(self) -> None:
-        """Removes the hooks; what is freed later is not followed."""
+        """Removes the hooks.  Later releases are not followed."""
         self._flush()
         self._closed = True
         self._exits.close()
@@ -284,7 +299,7 @@ class Trace(LiveBytes):
         self._row(module, "fwd")
         last = _first_node(out, call.node)
         if last is not None:
-            # after a node the gradient has been computed, but what the node kept is still there: see _flush
+            # When this hook runs, the gradient is computed, but the node still holds its tensors; `_flush` waits.
             done = last.register_hook(lambda grad_inputs, grad_outputs: self._await_row(module))
             self._exits.callback(done.remove)
 
@@ -292,7 +307,7 @@ class Trace(LiveBytes):
         self._backward.append(lambda: self._row(module, "bwd"))
 
     def _flush(self) -> None:
-        """Takes the rows of modules whose backward is over, once the next thing happens."""
+        """Adds the rows of modules whose backward is over.  It runs at the next event, when their tensors are free."""
         if self._backward:
             waiting, self._backward = self._backward, []
             for take in waiting:
@@ -326,8 +341,10 @@ class Trace(LiveBytes):
 
 
 def _first_node(out: Any, since: int) -> Node | None:
-    """The node that a call has created first, whose turn in backward comes last; ``since`` is autograd's number when
-    the call began."""
+    """The first node that a call has created, which runs last in backward.
+
+    ``since`` is the number that autograd would have given to a node when the call began.
+    """
     first: Node | None = None
     lowest = None
     seen: set[Node] = set()
@@ -335,7 +352,7 @@ def _first_node(out: Any, since: int) -> Node | None:
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
-        # parameters' nodes have the highest number of all, and their own time in backward
+        # The nodes of parameters have the highest numbers, and run at another time.
         if node in seen or number < since or node.name().endswith("AccumulateGrad"):
             continue
         seen.add(node)

@@ -1,4 +1,4 @@
-"""Bytes in MiB, and groups of storages."""
+"""Formats bytes, and groups storages."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def size_name(shape: Sequence[int]) -> str:
-    """The spatial size."""
+    """The spatial size of a shape (N, C, *spatial), such as "64×64"."""
     return "×".join(map(str, shape[2:])) or NO_SIZE
 
 
-# what bytes can be told by; a storage that several modules or ops have saved counts for each in equal parts
+# The keys by which bytes can be grouped.  A storage that several modules or ops have saved counts for each of them in
+# equal parts.
 KEYS: dict[str, Callable[[Storage], Sequence[str]]] = {
     "module": lambda storage: [module for module, _ in storage.savers] or [storage.module],
     "op": lambda storage: [op or "held otherwise" for _, op in storage.savers] or [storage.op],
@@ -35,7 +36,7 @@ KEYS: dict[str, Callable[[Storage], Sequence[str]]] = {
 
 
 def group(storages: Sequence[Storage], by: str) -> dict[str, float]:
-    """Bytes by one of ``KEYS``, the largest first."""
+    """The bytes of the storages, grouped by one of ``KEYS``, the largest group first."""
     if by not in KEYS:
         raise ValueError(f"fusedseg.memory: by must be one of {', '.join(KEYS)}, got {by!r}")
     total: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""``BranchSum``: the sum of modules of one input, never stacked."""
+"""``BranchSum`` adds up the outputs of several modules without stacking them."""
 
 from collections.abc import Iterable
 
@@ -11,11 +11,11 @@ from .unscriptable import Unscriptable
 
 
 def running_sum(op: str, terms: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, each let go as soon as it is added; an only term is returned as it is.
+    """The sum of tensors of one shape.  Each term is freed as soon as it is added; a single term is returned as it is.
 
-    A term is never written: autograd or others may hold it.  The first sum is a new tensor that nobody else sees, and
-    addition keeps nothing for backward, so from the third term on the sum is written over itself, unless the term's
-    dtype widens it.
+    It never writes to a term, because autograd or other code may hold it.  The first sum is a new tensor that no other
+    code holds, and addition keeps nothing for backward.  So from the third term on the sum is written over itself,
+    unless the dtype of the term widens it.
     """
     total, ours = None, False
     for i, y in enumerate(terms):
@@ -32,37 +32,37 @@ def running_sum(op: str, terms: Iterable[Tensor]) -> Tensor:
             total.add_(y)
         else:
             total, ours = total + y, True
-        # or it would live while the next branch runs
+        # Without this, the term would stay alive while the next branch runs.
         del y
     assert total is not None
     return total
 
 
 class BranchSum(Unscriptable, nn.Module):
-    """The sum of what modules make of one input.
+    """The sum of the outputs of several modules on one input.
 
     Equals::
 
         torch.stack([branch(x) for branch in branches]).sum(0)
 
-    but neither forms the stack nor holds more than one branch's output beside the sum.  For branches that are
-    convolutions of equal geometry ``ConvBank2d`` does with one convolution what this does with one each.
+    It neither forms the stack nor holds more than one output beside the sum.  If the branches are convolutions of equal
+    geometry, ``ConvBank2d`` computes the same sum with a single convolution.
 
-    Shapes: x to whatever the branches return, all of one shape.  Dtypes that differ are promoted, as by
-    ``torch.stack``.  In half precision every addition rounds to it, where the stack's sum rounds once.
+    Shapes: x may have any shape; all branches must return one shape.  Different dtypes are promoted, as by
+    ``torch.stack``.  In half precision every addition rounds, while the sum of the stack rounds once.
 
     Args:
-        branches: modules, at least one.  A branch may return its input, a view, or a tensor that autograd keeps: what
-            branches return is not written to.
+        branches: modules, at least one.  A branch may return its input, a view, or a tensor that autograd keeps,
+            because ``BranchSum`` writes to no output of a branch.
 
-    Kept for backward: what the branches keep; the sum keeps nothing.
+    Kept for backward: the tensors that the branches keep.  The sum itself keeps nothing.
 
-    Falls back: nothing.  Branches run in their order, each on the same x: one that writes over its input changes what
-    those after it see, as it would in the stack.
+    The branches run in their order on the same x.  A branch that writes over its input changes the input of the
+    branches after it, as it would in the stack.
 
     Raises:
-        ValueError: no branches; branches that return different shapes.
-        TypeError: a branch that is no module or returns no tensor.
+        ValueError: there are no branches, or they return different shapes.
+        TypeError: a branch is no module, or returns no tensor.
     """
 
     def __init__(self, branches: Iterable[nn.Module]) -> None:
@@ -82,8 +82,11 @@ class BranchSum(Unscriptable, nn.Module):
     def grow(self, module: nn.Module) -> list[nn.Parameter]:
         """Adds a branch and returns its parameters, for ``optimizer.add_param_group({"params": ...})``.
 
-        Those that the other branches hold already are left out, since the optimizer has them.  The function changes by
-        what ``module`` returns: nothing, where its last layer is zero.
+        Parameters that an earlier branch shares are left out, because the optimizer has them already.  The output of
+        ``module`` is added to the sum from now on; to leave the function unchanged, set its last layer to zero.
+
+        Raises:
+            TypeError: ``module`` is no module.
         """
         _check_module("fusedseg.BranchSum.grow", "module must be a module", module)
         known = {id(p) for p in self.parameters()}

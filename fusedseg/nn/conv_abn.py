@@ -1,4 +1,4 @@
-"""The module of convolution, BatchNorm and activation as one op."""
+"""``ConvABN2d`` and ``ConvABN3d``: convolution, BatchNorm and activation as one op."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def activation_module(act: Activation) -> nn.Module:
 def convolved_and_normalised(
     name: str, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, sources: tuple[Source, ...], conv_backend: str = "auto"
 ) -> Tensor:
-    """``norm(conv(...))`` of the sources as one op, which calls neither module."""
+    """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
     sources, geometry = padded(name, sources, *arguments_of(conv))
     sources, weight, bias = autocast(sources, conv.weight, conv.bias)
     batch_stats, running_mean, running_var, momentum = norm._statistics()
@@ -48,9 +48,9 @@ def convolved_and_normalised(
 
 
 class _ConvABN(Unscriptable, nn.Module):
-    # nn.Conv2d or nn.Conv3d, whose signatures differ in the lengths of tuples
+    # nn.Conv2d or nn.Conv3d; typed Any, because their signatures differ in the lengths of tuples.
     conv_class: Any
-    # convolves as conv_class does
+    # JoinConv2d or JoinConv3d, which may take the place of conv_class.
     join_class: Any
     dims: int
     conv: nn.Conv2d | nn.Conv3d
@@ -109,12 +109,12 @@ class _ConvABN(Unscriptable, nn.Module):
             )
         if not self._is_fused():
             y = conv(concatenated(sources))
-            # hooks of backward hand on a view that must not be written over
+            # Backward hooks return a view, which must not be overwritten in place.
             return norm(y.clone() if conv._backward_hooks or conv._backward_pre_hooks else y)
         return convolved_and_normalised(name, conv, norm, sources, self.conv_backend)
 
     def _is_fused(self) -> bool:
-        """Not where a child was replaced, or has hooks that want to see it called."""
+        """Whether one op may stand for both children: neither was replaced, and neither has hooks."""
         conv, norm = self.conv, self.norm
         if type(conv) not in (self.conv_class, self.join_class) or type(norm) is not InPlaceABN:
             return False
@@ -133,13 +133,18 @@ class _ConvABN(Unscriptable, nn.Module):
         *,
         conv_backend: str = "auto",
     ):
-        """One module with the very parameters and buffers of ``conv`` and ``bn``, a stock convolution and BatchNorm.
+        """Makes one module that shares the parameters and buffers of ``conv`` and ``bn``.
 
-        ``Sequential(conv, bn, activation)`` and the result are the same function.  Optimizers of both keep working.
+        The result is the same function as ``Sequential(conv, bn, activation)``.  Optimizers of both keep working.
+
+        Args:
+            conv: a stock convolution.
+            bn: a stock BatchNorm.
+            activation, activation_param, conv_backend: as in the constructor.
 
         Raises:
-            TypeError: ``conv`` or ``bn`` is another kind of module, or has hooks, which the fused op would not call.
-            ValueError: they do not fit together, or an activation that cannot be inverted.
+            TypeError: ``conv`` or ``bn`` has another class, or has hooks, which the fused op would not call.
+            ValueError: the numbers of channels differ, or the activation cannot be inverted.
         """
         name = f"{cls._name()}.from_modules"
         check_conv_backend(name, conv_backend)
@@ -161,7 +166,11 @@ class _ConvABN(Unscriptable, nn.Module):
         return made.train(norm.training)
 
     def to_modules(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The convolution, ``nn.BatchNorm`` and activation, with this module's very parameters and buffers."""
+        """The convolution, an ``nn.BatchNorm`` and the activation, which share this module's parameters and buffers.
+
+        Raises:
+            TypeError: the child ``norm`` was replaced by a module of another class.
+        """
         if type(self.norm) is not InPlaceABN:
             raise TypeError(f"{self._name()}.to_modules: norm must be an InPlaceABN, got {type(self.norm).__name__}")
         return self.conv, self.norm.to_batchnorm(self.dims), activation_module(self.norm._act)
@@ -173,44 +182,47 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
 
         nn.Sequential(nn.Conv{dims}d(C, K, kernel_size, ...), nn.BatchNorm{dims}d(K), nn.LeakyReLU(0.01))
 
-    whose three tensors kept for backward (the input, the convolution's output, the result) become two: the input and
-    the result, which is the next module's input.  The children are ``conv``, an ``nn.Conv{dims}d``, and ``norm``, an
-    ``InPlaceABN``: a state dict of the ``Sequential`` fits with ``0.`` renamed to ``conv.`` and ``1.`` to ``norm.``.
+    The stock modules keep three tensors for backward: the input, the convolution's output and the result.  This module
+    keeps two: the input, and the result, which is the next module's input.  The children are ``conv``, an
+    ``nn.Conv{dims}d``, and ``norm``, an ``InPlaceABN``.  A state dict of the ``Sequential`` fits after ``0.`` is
+    renamed to ``conv.`` and ``1.`` to ``norm.``.
 
-    On a GPU a Triton kernel may convolve: its epilogue leaves the statistics of what it stores, so that training reads
-    the convolution's output once less; in eval mode it normalises and activates before it stores anything.  In
-    eval mode, in fp32 and fp64, the vendor's convolution gets a weight scaled by the norm, where the weight is smaller
-    than the output: equal up to rounding.
+    On a GPU a Triton kernel may convolve.  In training its epilogue computes the statistics of the output, so that the
+    output is read once less.  In eval mode it normalises and activates the values before it stores them.  The vendor's
+    convolution in eval mode, in fp32 and fp64, gets a weight that is scaled by the norm if the weight is smaller than
+    the output; the result is equal up to rounding.
 
-    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64; channels_last where the input or the
-    weight is.  The input may be a sequence of tensors, which stands for their concatenation along the channels, and any
-    of them an ``functional.Interpolated``: neither the concatenation nor the enlarged tensor is kept, and a large one
-    is not formed: each source is convolved with its part of the weight.
+    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64.  The output is channels_last if the
+    input or the weight is.  A sequence of tensors as the input stands for their concatenation along the channels; any
+    of them may be a ``functional.Interpolated``.  Neither the concatenation nor the interpolated tensor is kept.  A
+    large one is not even formed, because each source is convolved with its part of the weight.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
-            ``nn.Conv{dims}d``.  In training the mean takes a bias along: its gradient is exactly zero.
+            ``nn.Conv{dims}d``.  In training the gradient of a bias is exactly zero, because the norm subtracts the
+            mean, which contains the bias.
         eps, momentum, affine, track_running_stats, activation, activation_param: as in ``InPlaceABN``.
-        conv_backend: "aten", the vendor's convolution; "triton"; or "auto", which takes Triton where that can win
-            (tensor cores, no groups, at least 16 input channels, channels_last or 1x1; one tap, or up to 128 input
-            channels) and was found to, by a measurement of both at the first call of such a shape, on that GPU.  The
-            measurement takes a second output's memory for a moment; ``functional.save_conv_choices`` keeps what it
-            found.  Where deterministic algorithms are asked for, "auto" is "aten".  fp32 takes TF32 where a stock
-            convolution would.
-        device, dtype: of parameters and buffers.
+        conv_backend: "aten" for the vendor's convolution, "triton" for the Triton kernel, or "auto".  "auto" measures
+            both on this GPU at the first call with such a shape, and takes the faster one.  It measures only where the
+            Triton kernel can win: tensor cores, no groups, at least 16 input channels, channels_last or 1x1, and one
+            tap or up to 128 input channels; elsewhere it takes the vendor's.  The measurement needs the memory of a
+            second output for a moment; ``functional.save_conv_choices`` saves its results.  If deterministic
+            algorithms are required, "auto" takes the vendor's.  fp32 takes TF32 where a stock convolution would.
+        device, dtype: the device and dtype of parameters and buffers.
 
-    Kept for backward: the input and the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and what
-    ``InPlaceABN`` keeps of channels with a tiny weight.  Under autocast the weight itself, which backward casts again.
+    Kept for backward: the input, the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and for channels
+    with a tiny weight the tensors that ``InPlaceABN`` keeps.  Under autocast the weight itself is kept, and backward
+    casts it again.
 
-    Falls back to ``norm(conv(x))``, which keeps the same bytes: a child that was replaced by a module of another class,
-    or has hooks.  A padding mode other than zeros pads in a step of its own, as the stock module does, and "same" with
-    an even kernel likewise: there a concatenation is formed, and the padded tensor is kept.
+    It falls back to ``norm(conv(x))``, which keeps the same bytes, if a child was replaced by a module of another
+    class, or has hooks.  With a padding mode other than zeros, and with "same" and an even kernel, the input is padded
+    in a separate step, as in the stock module; then a concatenation is formed, and the padded tensor is kept.
 
     Raises:
-        ValueError: an input of another number of channels or dimensions, or too small for the kernel; groups that do
-            not divide the channels; one value per channel in training; an activation that cannot be inverted.
-        TypeError: an integer or complex input, or one of another dtype than the weight.
-        RuntimeError: ``conv_backend="triton"`` where the kernel cannot serve (another device, fp64).
+        ValueError: the input has another number of channels or dimensions, or is too small for the kernel; the groups
+            do not divide the channels; there is one value per channel in training; the activation cannot be inverted.
+        TypeError: the input is integer or complex, or has another dtype than the weight.
+        RuntimeError: ``conv_backend="triton"``, and the kernel cannot serve the input (another device, fp64).
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018;
     statistics in the epilogue: Jung et al., "Restructuring Batch Normalization to Accelerate CNN Training", MLSys 2019.

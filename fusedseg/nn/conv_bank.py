@@ -1,4 +1,4 @@
-"""Banks of parallel convolutions of one input, at the price of one convolution."""
+"""``ConvBank2d`` and ``ConvBank3d``: parallel convolutions of one input, at the price of one convolution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,17 +16,17 @@ from .leaf import as_leaf
 from .unscriptable import Unscriptable
 
 Size = int | Sequence[int]
-# parameters added up at once
+# The number of parameters that are stacked and added up at once.
 STACKED = 8
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 class _ConvBank(Unscriptable, nn.Module):
-    # nn.Conv2d and F.conv2d, or those of three dimensions, whose signatures differ in the lengths of tuples
+    # nn.Conv2d and F.conv2d, or nn.Conv3d and F.conv3d; typed Any, because their signatures differ.
     conv_class: Any
     convolve: Any
     dims: int
-    # a ModuleList of conv_class, or of what took the place of one
+    # A ModuleList of conv_class; the user may have replaced some of them by other modules.
     branches: Any
 
     def __init__(
@@ -69,7 +69,7 @@ class _ConvBank(Unscriptable, nn.Module):
         return f"fusedseg.{cls.__name__}"
 
     def _branch(self, op: str, kernel_size: Size, out_channels: int, bias: bool, device, dtype) -> nn.Module:
-        """A stock convolution whose taps have the same centre as those of ``self.kernel_size``."""
+        """Makes a stock convolution whose kernel has the same centre as one of ``self.kernel_size``."""
         kernel = per_dimension(op, "kernel_size", kernel_size, self.dims, 1)
         if any((k - own) % 2 for k, own in zip(kernel, self.kernel_size, strict=True)):
             raise ValueError(
@@ -85,7 +85,10 @@ class _ConvBank(Unscriptable, nn.Module):
         )  # fmt: skip
 
     def _padding_of(self, kernel: Sequence[int]) -> str | tuple[int, ...]:
-        """What makes a kernel read around the centres that ``self.kernel_size`` has; negative: cut off."""
+        """The padding with which a kernel reads around the same centres as one of ``self.kernel_size``.
+
+        A negative padding means that the input is cut off at the border.
+        """
         if isinstance(self.padding, str):
             return self.padding
         each = zip(self.padding, self.dilation, kernel, self.kernel_size, strict=True)
@@ -93,7 +96,7 @@ class _ConvBank(Unscriptable, nn.Module):
 
     @property
     def out_channels(self) -> int:
-        """Channels of the output."""
+        """The number of channels of the output."""
         each = [branch.out_channels for branch in self.branches]
         return each[0] if self.combine == "sum" else sum(each)
 
@@ -123,9 +126,9 @@ class _ConvBank(Unscriptable, nn.Module):
         return y
 
     def _is_merged(self) -> bool:
-        """Not where a branch was replaced, or has hooks that want to see it called."""
+        """Whether one convolution may stand for all branches: none was replaced, and none has hooks."""
         for branch in self.branches:
-            # not type(branch): a parametrization makes a class of its own
+            # A parametrization gives a branch a class of its own, so that type(branch) does not tell.
             if not isinstance(branch, self.conv_class) or type(branch).forward is not self.conv_class.forward:
                 return False
             if has_hooks(branch):
@@ -133,7 +136,7 @@ class _ConvBank(Unscriptable, nn.Module):
         return True
 
     def _each(self, x: Tensor) -> Tensor:
-        """Every branch by itself."""
+        """Calls every branch by itself, and combines their outputs."""
         outputs = (branch(self._cut(x, branch)) for branch in self.branches)
         return running_sum(self._name(), outputs) if self.combine == "sum" else torch.cat([*outputs], -self.dims - 1)
 
@@ -144,7 +147,7 @@ class _ConvBank(Unscriptable, nn.Module):
         return F.pad(x, [min(p, 0) for p in reversed(padding) for _ in range(2)])
 
     def _pads(self, kernel: Sequence[int]) -> list[int]:
-        """What ``F.pad`` is to add."""
+        """The argument of ``F.pad`` that pads for a kernel."""
         padding = self._padding_of(kernel)
         if isinstance(padding, str):
             totals = [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
@@ -152,13 +155,13 @@ class _ConvBank(Unscriptable, nn.Module):
         return [p for p in reversed(padding) for _ in range(2)]
 
     def _summed(self, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Kernel and bias of the sum, added up in fp32 at least."""
+        """The sums of kernels and of biases, added up in fp32 or wider."""
         name = self._name()
         by_size: dict[torch.Size, list[Tensor]] = {}
         for branch in self.branches:
             by_size.setdefault(branch.weight.shape[2:], []).append(branch.weight)
         dtype = self.branches[0].weight.dtype
-        # kernels of one size first: each size is embedded once
+        # Kernels of one size are added up first, so that each size is embedded only once.
         sums = [_embedded(_sum(name, weights), kernel) for weights in by_size.values()]
         bias = None
         if self.branches[0].bias is not None:
@@ -166,7 +169,7 @@ class _ConvBank(Unscriptable, nn.Module):
         return running_sum(name, sums).to(dtype), bias
 
     def _stacked(self, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Kernels and biases one after the other; in every group, where there are several."""
+        """The concatenated kernels and biases; with groups they are concatenated within each group."""
         weights = [_embedded(branch.weight, kernel) for branch in self.branches]
         biases = [branch.bias for branch in self.branches]
         return self._joined(weights), None if biases[0] is None else self._joined(biases)
@@ -180,14 +183,14 @@ class _ConvBank(Unscriptable, nn.Module):
         return joined.contiguous(memory_format=suggest_memory_format(tensors[0]))
 
     def _in_order(self, y: Tensor) -> Tensor:
-        """Channels by branch and then group, from channels by group and then branch."""
+        """Sorts channels that are ordered by group and then branch into the order by branch and then group."""
         places = torch.arange(self.out_channels, device=y.device).view(self.groups, -1)
         widths = [branch.out_channels // self.groups for branch in self.branches]
         order = torch.cat([part.flatten() for part in places.split(widths, 1)])
         channels = -self.dims - 1
         last = y.movedim(channels, -1)
         if last.is_contiguous() and not y.is_contiguous():
-            # index_select would return another memory format than it is given
+            # index_select on y itself would return another memory format than that of y.
             return last.index_select(-1, order).movedim(-1, channels)
         return y.index_select(channels, order)
 
@@ -198,25 +201,26 @@ class _ConvBank(Unscriptable, nn.Module):
         out_channels: int | None = None,
         init: str | Callable[[nn.Module], Any] | None = None,
     ) -> list[nn.Parameter]:
-        """Adds ``k`` branches and returns their parameters, for an optimizer that has those of the others::
+        """Adds ``k`` branches, and returns their parameters for the optimizer::
 
             optimizer.add_param_group({"params": bank.grow(2, kernel_size=5), "lr": 1e-3})
 
-        The parameters that were there stay the same objects, and keep what the optimizer has learnt about them.  New
-        ones take the device, dtype and memory format of the first branch's and require grad.
+        The parameters of earlier branches stay the same objects, so that the optimizer keeps its state for them.  New
+        parameters have the device, dtype and memory format of the first branch, and require grad.
 
         Args:
-            k: how many.
-            kernel_size: of the new branches, by default that of the bank; also larger than any so far, around the same
-                centres, so that the output keeps its size.
-            out_channels: of each new branch where ``combine="cat"``, by default as many as the first has.
-            init: "zeros"; "stock", as a new stock convolution; or a function that is called with each new branch under
-                ``no_grad``.  By default "zeros" where ``combine="sum"``, so that the function stays what it was
-                (they still learn: each branch of a sum has the same gradient, whatever its values), else "stock".
+            k: the number of new branches.
+            kernel_size: the kernel size of the new branches; by default that of the bank.  It may be larger than any
+                other, because all kernels have the same centres and the output keeps its size.
+            out_channels: the channels of each new branch if ``combine="cat"``; by default those of the first branch.
+            init: "zeros", "stock" (as a new stock convolution), or a function that is called with each new branch
+                under ``no_grad``.  The default is "zeros" if ``combine="sum"``, so that the function stays the same,
+                and "stock" otherwise.  Branches of zeros still learn: all branches of a sum have the same gradient,
+                whatever their values.
 
         Raises:
-            ValueError: ``k`` < 1; a kernel size with another centre; other ``out_channels`` in a sum, or such that
-                groups do not divide; an unknown ``init``.
+            ValueError: ``k`` is below 1; the kernel size has another centre; ``out_channels`` differ in a sum, or the
+                groups do not divide them; ``init`` is unknown.
         """
         name = f"{self._name()}.grow"
         first = self.branches[0]
@@ -235,7 +239,7 @@ class _ConvBank(Unscriptable, nn.Module):
         new = [self._branch(name, size, out_channels, biased, weight.device, weight.dtype) for _ in range(k)]
         with torch.no_grad():
             for branch in new:
-                # torch declares Module.to without memory_format
+                # PyTorch's type stubs declare Module.to without memory_format.
                 branch.to(memory_format=suggest_memory_format(weight))  # type: ignore[call-overload]
                 branch.train(self.training)
                 if callable(init):
@@ -248,7 +252,11 @@ class _ConvBank(Unscriptable, nn.Module):
 
     @classmethod
     def from_conv(cls, conv: nn.Conv2d | nn.Conv3d, *, combine: str = "sum"):
-        """A bank of one branch, which is ``conv`` itself: optimizers of ``conv`` keep working, and it can grow."""
+        """Makes a bank whose only branch is ``conv`` itself, so that optimizers of ``conv`` keep working.
+
+        Raises:
+            TypeError: ``conv`` is no stock convolution of the bank's dimensions.
+        """
         name = f"{cls._name()}.from_conv"
         if type(conv) is not cls.conv_class:
             raise TypeError(f"{name}: conv must be an nn.{cls.conv_class.__name__}, got {type(conv).__name__}")
@@ -262,7 +270,7 @@ class _ConvBank(Unscriptable, nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         for name in ("weight", "bias"):
-            # of a stock convolution
+            # The state dict of a stock convolution has these names without a branch.
             if prefix + name in state_dict:
                 state_dict[f"{prefix}branches.0.{name}"] = state_dict.pop(prefix + name)
         start = f"{prefix}branches."
@@ -280,7 +288,10 @@ class _ConvBank(Unscriptable, nn.Module):
 
 
 def _sum(op: str, tensors: list[Tensor]) -> Tensor:
-    """In fp32 at least.  Stacked a few at a time: fewer launches than one by one, less memory than all at once."""
+    """The sum of tensors in fp32 or wider.
+
+    It stacks a few at a time, which takes fewer launches than one by one and less memory than all at once.
+    """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if len(tensors) == 1:
         return tensors[0].to(dtype)
@@ -289,7 +300,7 @@ def _sum(op: str, tensors: list[Tensor]) -> Tensor:
 
 
 def _embedded(weight: Tensor, kernel: Sequence[int]) -> Tensor:
-    """The weight in the middle of zeros of a larger kernel."""
+    """The weight in the middle of a larger kernel, with zeros around it."""
     around = [(k - own) // 2 for k, own in zip(kernel, weight.shape[2:], strict=True)]
     return F.pad(weight, [zeros for n in reversed(around) for zeros in (n, n)]) if any(around) else weight
 
@@ -305,51 +316,52 @@ def _check_channels(op: str, name: str, channels: int, groups: int) -> None:
         raise ValueError(f"{op}: {name} must be divisible by groups={groups}, got {channels}")
 
 
-DOC = """Parallel convolutions of one input, summed or concatenated, at the price of one convolution, and able to grow.
+DOC = """Parallel convolutions of one input, summed or concatenated, at the price of one.  The bank can grow.
 
-    Equals, where ``branches`` are ``nn.Conv{dims}d`` of equal stride, dilation, groups and padding mode::
+    Equals, if ``branches`` are ``nn.Conv{dims}d`` of equal stride, dilation, groups and padding mode::
 
         torch.stack([branch(x) for branch in bank.branches]).sum(0)      # combine="sum"
         torch.cat([branch(x) for branch in bank.branches], dim=1)        # combine="cat"
 
-    but x is convolved once, with the sum of the kernels or with all of them one after the other: time and memory of a
-    sum do not depend on how many branches there are, their parameters and gradients aside.  All branches of a sum have
-    the same gradient; they differ by their initial values, optimizer groups (rates, decay) and by being frozen
-    (``bank.branches[0].requires_grad_(False)``).
+    x is convolved only once, with the sum of the kernels or with their concatenation.  So the time and memory of a sum
+    do not depend on the number of branches, apart from their parameters and gradients.  All branches of a sum have the
+    same gradient.  They differ in their initial values, in their optimizer groups (rates, decay), and in whether they
+    are frozen (``bank.branches[0].requires_grad_(False)``).
 
-    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), or both without N; K is ``bank.out_channels``, in a "cat" the sum of
-    the branches' channels.  In any dtype and memory format that ``nn.Conv{dims}d`` takes.
+    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), or both without N.  K is ``bank.out_channels``; in a "cat" it is the
+    sum of the branches' channels.  Any dtype and memory format that ``nn.Conv{dims}d`` takes.
 
     Args:
         in_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in ``nn.Conv{dims}d``.
-        out_channels: of each branch.
-        branches: how many of ``kernel_size``, or the kernel size of each.  Sizes may differ, also from ``kernel_size``,
-            by even numbers in each dimension (all odd, say): all kernels then have the same centres.  ``padding`` is
-            that of ``kernel_size`` K; a branch of size k has the padding ``padding + dilation * (k - K) / 2``, with
-            which any stride and dilation give all branches one output size ("same": "same").  Where that is negative
-            (a 1x1 beside a 3x3 without padding), the branch reads x without its border of that width.
+        out_channels: the channels of each branch.
+        branches: the number of branches of ``kernel_size``, or the kernel size of each branch.  Sizes may differ from
+            each other and from ``kernel_size`` by even numbers in each dimension, so that all kernels have the same
+            centres.  ``padding`` belongs to ``kernel_size`` K; a branch of size k has the padding
+            ``padding + dilation * (k - K) / 2``, so that all branches have one output size for any stride and dilation.
+            With "same", every branch has "same".  If its padding is negative (a 1x1 beside a 3x3 without padding), a
+            branch reads x without a border of that width.
         combine: "sum" or "cat".
-        device, dtype: of the parameters.
+        device, dtype: the device and dtype of the parameters.
 
     State: ``branches.<i>.weight`` and ``branches.<i>.bias``.  A state dict of an ``nn.Conv{dims}d`` loads into a bank
-    of one branch; one of more branches than the bank has is an error that names the ``grow`` to call first, since the
-    optimizer must hear of new parameters.
+    of one branch.  If a state dict has more branches than the bank, the error names the call of ``grow`` that must come
+    first, because the optimizer must receive the new parameters.
 
-    Kept for backward: the input, and the one kernel it was convolved with (none beside the parameter itself for a
-    single branch).  Half-precision kernels are summed in fp32; under autocast the fp32 sum is cast.
+    Kept for backward: the input, and the summed or concatenated kernel.  With a single branch the kernel is the
+    parameter itself.  Half-precision kernels are summed in fp32; under autocast the fp32 sum is cast.
 
-    Cost: one convolution of the largest kernel size in each dimension; a "cat" of very different sizes multiplies many
-    zeros, and convolutions of their own in a ``torch.cat`` may be faster.  Those zeros turn an infinity in x into NaN
-    around it.  A "cat" with groups brings its channels in order by one copy more.
+    Cost: one convolution with the largest kernel size in each dimension.  A "cat" of very different sizes multiplies
+    many zeros, and separate convolutions in a ``torch.cat`` may be faster.  These zeros turn an infinity in x into NaN
+    around it.  A "cat" with groups needs one more copy to sort its channels.
 
-    Falls back to calling every branch: one that was replaced by another module, or has hooks.  Parametrizations
-    (``torch.nn.utils.parametrize``) do not need that.
+    It falls back to calling every branch if a branch was replaced by another module, or has hooks.  Parametrizations
+    (``torch.nn.utils.parametrize``) need no fallback.
 
     Raises:
-        ValueError: arguments out of range; kernel sizes without one centre; channels that groups do not divide; an
-            input of another number of channels or dimensions.
-        TypeError: an input that is no tensor.
-        RuntimeError: a state dict of another number of branches.
+        ValueError: an argument is out of range; the kernels have no common centre; the groups do not divide the
+            channels; the input has another number of channels or dimensions.
+        TypeError: the input is no tensor.
+        RuntimeError: a state dict has another number of branches.
     """
 
 

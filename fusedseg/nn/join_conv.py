@@ -1,4 +1,4 @@
-"""Convolutions that take several sources for their concatenation."""
+"""``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which take its parts."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from .unscriptable import Unscriptable
 
 
 def arguments_of(conv: nn.Conv2d | nn.Conv3d) -> tuple:
-    """What ``padded`` is to know of it."""
+    """The arguments of ``padded`` for a convolution module."""
     pads = conv._reversed_padding_repeated_twice
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode, pads
 
@@ -32,23 +32,23 @@ def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Sour
     return op.join_conv(sources, weight, bias, geometry)
 
 
-DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept, and if it is large never formed.
+DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A large concatenation is never formed.
 
-    Equals ``nn.Conv{dims}d(C, K, ...)(torch.cat(x, dim=1))`` for a sequence ``x`` of tensors, of C channels together;
-    any of them may be an ``functional.Interpolated``, of which the enlarged tensor is not kept.  One tensor is a
-    sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.
+    Equals ``nn.Conv{dims}d(C, K, ...)(torch.cat(x, dim=1))`` for a sequence ``x`` of tensors with C channels together.
+    Any of them may be a ``functional.Interpolated``, whose interpolated tensor is not kept.  A single tensor counts as
+    a sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.
 
-    Kept for backward: the weight (under autocast too, no copy of it) and the sources' tensors, small where they are to
-    be enlarged.
+    Kept for backward: the weight (under autocast the weight itself and no copy of it) and the sources; for an
+    ``Interpolated``, the tensor before interpolation.
 
-    Falls back: with a padding mode other than zeros, or "same" and an even kernel, the concatenation is formed, padded,
-    and kept, as the stock module keeps it.
+    With a padding mode other than zeros, and with "same" and an even kernel, it falls back to the stock module's way:
+    the concatenation is formed, padded and kept.
 
     Raises:
-        ValueError: sources that differ in more than their channels, or whose channels do not add up to C; groups with
-            several sources.
-        TypeError: an input that is no tensor, or of another dtype than the weight.
-        RuntimeError: in backward, when it is differentiated itself.
+        ValueError: the sources differ in more than their channels, or their channels do not add up to C; there are
+            several sources, and groups.
+        TypeError: a source is no tensor, or has another dtype than the weight.
+        RuntimeError: backward itself is differentiated.
     """
 
 

@@ -1,6 +1,6 @@
-"""Modules of this package under ``torch.fx.symbolic_trace``: each is one call, as the modules of ``torch.nn`` are.
+"""Makes each module of this package one call under ``torch.fx.symbolic_trace``, like the modules of ``torch.nn``.
 
-Their forwards check shapes and look at values of their inputs, which a ``Proxy`` does not have.
+Their forwards check shapes and read values of their inputs, and a ``Proxy`` has neither.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from ..ops.sources import Interpolated
 
 
 def proxy_in(value: Any) -> Proxy | None:
-    """A proxy that is the value, that it enlarges, or that is among the parts of a list or tuple."""
+    """The first proxy in a value, which may be a tensor, an ``Interpolated``, or a list or tuple; None without one."""
     if isinstance(value, Proxy):
         return value
     if isinstance(value, Interpolated):
@@ -23,7 +23,7 @@ def proxy_in(value: Any) -> Proxy | None:
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """The call ``module(*args)`` as one node of the graph that the proxies among the arguments belong to."""
+    """Records the call ``module(*args)`` as one node in the graph of the proxies among the arguments."""
     proxy = proxy_in(args)
     assert proxy is not None
     tracer: Any = proxy.tracer
@@ -36,7 +36,7 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
 
 
 def _formed(value: Any) -> Any:
-    """A graph has no values of the class ``Interpolated``: it enlarges the tensor before the call."""
+    """The value with every ``Interpolated`` computed, because a graph has no values of that class."""
     if isinstance(value, (tuple, list)):
         return type(value)(_formed(part) for part in value)
     return value.formed() if isinstance(value, Interpolated) else value

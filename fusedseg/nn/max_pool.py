@@ -12,10 +12,10 @@ from .unscriptable import Unscriptable
 
 
 class _MaxPool(Unscriptable, nn.Module):
-    """Stands before ``nn.MaxPool2d`` or ``nn.MaxPool3d`` among the bases of the modules below."""
+    """The first base class of the modules below; the second one is ``nn.MaxPool2d`` or ``nn.MaxPool3d``."""
 
     dims: int
-    # as given, which the stock modules keep and print
+    # The values as they were given; the stock modules store and print them.
     kernel_size: Any
     stride: Any
     padding: Any
@@ -48,31 +48,31 @@ class _MaxPool(Unscriptable, nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if isinstance(input, Proxy):
             return as_leaf(self, input)
-        # parsed in every call, since the attributes of a stock module may be set
+        # The attributes of a stock module may be set, so every call parses them.
         return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self.dims, self._parsed())
 
 
 class MaxPool2d(_MaxPool, nn.MaxPool2d):
     """Max-pooling over (N, C, H, W) or (C, H, W) that keeps one byte per output element.
 
-    Equals ``nn.MaxPool2d`` with the same arguments, ties (the first position wins), NaN (the last one wins),
-    ``ceil_mode`` and windows partly outside included; eager keeps its input and an int64 index per output element.
+    Equals ``nn.MaxPool2d`` with the same arguments, including ties (the first position wins), NaN (the last NaN wins),
+    ``ceil_mode`` and windows partly outside the input.  The stock module keeps its input and an int64 index per output
+    element.
 
     Args:
         kernel_size, stride, padding, dilation, ceil_mode: as in ``nn.MaxPool2d``; stride defaults to kernel_size.
-        return_indices: False.
+        return_indices: must be False.
 
-    Kept for backward: one uint8 per output element, the position within its window that it came from.  Nothing where
-    no gradient will be asked for.  The output has the memory format of the input, contiguous or channels_last.
-
-    Falls back: an input of other strides is copied once.
+    Kept for backward: one uint8 per output element, which is the position of the maximum within its window; nothing if
+    no gradient is needed.  The output has the memory format of the input, contiguous or channels_last; an input with
+    other strides is copied once.
 
     Raises:
-        ValueError: ``return_indices=True``; a window of more than 256 positions, which a byte does not tell apart
-            (``nn.MaxPool2d`` serves it); what the stock module refuses: padding over half of the window, an output of
-            no size, an input empty beyond its batch; a window that steps over all of the input (dilation > 1, in an
-            input narrower than it), for which the stock module returns -inf and an index outside the input.
-        TypeError: an integer, boolean or complex input.
+        ValueError: ``return_indices`` is True; the window has more than 256 positions, which one byte cannot tell apart
+            (use ``nn.MaxPool2d``); the padding is over half of the window; the output would be empty; the input is
+            empty beyond its batch; a window steps over the whole input (dilation > 1 in an input narrower than the
+            window), for which the stock module returns -inf and an index outside the input.
+        TypeError: the input is integer, boolean or complex.
     """
 
     dims = 2
@@ -81,7 +81,7 @@ class MaxPool2d(_MaxPool, nn.MaxPool2d):
 class MaxPool3d(_MaxPool, nn.MaxPool3d):
     """Max-pooling over (N, C, D, H, W) or (C, D, H, W) that keeps one byte per output element.
 
-    Equals ``nn.MaxPool3d`` with the same arguments; all else is as in ``MaxPool2d``.
+    Equals ``nn.MaxPool3d`` with the same arguments.  Bytes kept for backward and errors are as in ``MaxPool2d``.
     """
 
     dims = 3

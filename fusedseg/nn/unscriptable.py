@@ -1,10 +1,10 @@
-"""What TorchScript cannot compile from its source says so, and what can be done instead."""
+"""A base class of modules that TorchScript cannot compile from source; its error names the alternatives."""
 
 from typing import NoReturn
 
 
 class Unscriptable:
-    """Beside ``nn.Module`` as a base class."""
+    """A base class beside ``nn.Module``."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(

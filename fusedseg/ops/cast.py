@@ -1,4 +1,4 @@
-"""Weights in the dtype of autocast: what is kept for backward is the parameter, which is there anyway, not its copy."""
+"""Casts weights to the dtype of autocast, and keeps the parameter itself for backward instead of the cast copy."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ VERSION = "fusedseg.version"
 
 
 def _node(t: Tensor, parameter: Tensor | None = None) -> Any:
-    """Of the graph, that has cast a parameter, or the one that is given, to make ``t``."""
+    """The node of the graph that has cast a parameter to ``t``; None if ``t`` is not such a cast.
+
+    If ``parameter`` is given, the node must have cast this parameter.
+    """
     node = t.grad_fn
     if node is None or t._version or node.name() != "ToCopyBackward0":
         return None
@@ -18,7 +21,7 @@ def _node(t: Tensor, parameter: Tensor | None = None) -> Any:
 
 
 def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """``w.to(dtype)``, of which ``uncast`` knows what it was."""
+    """``w.to(dtype)``, marked so that ``uncast`` finds ``w``."""
     t = w.to(dtype)
     if not torch.compiler.is_compiling():
         is_cast(t, w)
@@ -28,9 +31,9 @@ def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
 def is_cast(t: Tensor, parameter: Tensor, first_node: int = 0) -> bool:
     """Whether ``parameter.to(t.dtype)`` gives the values of ``t``.
 
-    Autocast keeps what it casts for later calls, so ``t`` may be older than the values of the parameter.  This is known
-    for a cast that was seen here before, and for one whose node in the graph has the number ``first_node`` or a higher
-    one, which is to say that the cast was made just now.  Any other cast is not vouched for.
+    Autocast keeps its casts for later calls, so ``t`` may be older than the values of the parameter.  The answer is
+    certain for a cast that was seen here before, and for a cast that was made just now: its node in the graph has the
+    number ``first_node`` or a higher one.  For any other cast the result is False.
     """
     node = _node(t, parameter)
     if node is None or (VERSION not in node.metadata and node._sequence_nr() < first_node):
@@ -39,7 +42,10 @@ def is_cast(t: Tensor, parameter: Tensor, first_node: int = 0) -> bool:
 
 
 def uncast(w: Tensor) -> Tensor:
-    """What to keep of ``w``, which ``.to(w.dtype)`` gives again: the parameter that ``cast`` has made it of."""
+    """The tensor to keep instead of ``w``: the parameter from which ``cast`` made it, or ``w`` itself.
+
+    ``.to(w.dtype)`` of the result gives the values of ``w`` again.
+    """
     node = _node(w)
     if node is None or VERSION not in node.metadata:
         return w

@@ -1,11 +1,11 @@
 """Convolution, BatchNorm and activation as one op: z = phi(weight * xhat + bias), xhat = (y - mean) * rstd,
 y = conv(x, conv_weight).
 
-Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is gone.  Backward is that of
-``ops/norm/op.py``, which rebuilds dy from z, and ``aten.convolution_backward``.
+Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is freed.  Backward first runs
+that of ``ops/norm/op.py``, which rebuilds dy from z, and then ``aten.convolution_backward``.
 
-In training the mean takes a convolution's bias along: it is left out of y, moves running_mean by momentum * conv_bias,
-and its gradient is exactly zero.
+In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
+y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ IDENTITY = Activation("identity", 0.0)
 
 
 class Settings(NamedTuple):
-    """What is no tensor."""
+    """The arguments of the op that are not tensors."""
 
     geometry: Geometry
     training: bool
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 
 def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
-    """z, mean, rstd, and xhat of the kept channels, the convolution being done by ``name``."""
+    """z, mean, rstd, and xhat of the kept channels; backend ``name`` computes the convolution."""
     geometry, training, momentum, eps, act, kept, _ = settings
     if training:
         conv_bias = None
@@ -86,14 +86,17 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
 
 
 def _folds(sources, w, geometry):
-    """Whether the norm goes into the weight: not where half precision would round that once more, nor where there is
-    more of it than of the result, which would be scaled instead."""
+    """Whether the norm is folded into the weight in eval mode.
+
+    It is not in half precision, where the scaled weight would be rounded once more.  Nor is it if the weight is larger
+    than the result, because scaling the result is cheaper then.
+    """
     wide = w.dtype in (torch.float32, torch.float64)
     return wide and w.numel() <= geometry.output_shape(shape_of(sources), w.shape).numel()
 
 
 def _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
-    """In eval mode: the activation of one convolution, in its memory.  As ``_forward_with``."""
+    """``_forward_with`` in eval mode: a convolution with a scaled weight, and the activation over its output."""
     rstd = torch.rsqrt(running_var + settings.eps)
     scale = rstd if weight is None else weight * rstd
     shift = -running_mean if conv_bias is None else conv_bias - running_mean
@@ -103,13 +106,13 @@ def _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running
 
 
 def _forward(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
-    """As ``_forward_with``, by whom ``conv_choice`` says."""
+    """``_forward_with``, with the backend that ``conv_choice`` chooses."""
     name = "aten"
     if is_tensor(sources) and conv_choice.is_open(settings.conv_backend, sources[0]):
         x, geometry = sources[0], settings.geometry
         shape = geometry.output_shape(x.shape, w.shape)
         if shape.numel():
-            # what is measured moves no running statistics
+            # The measurement must not move the running statistics.
             unmoved = (None, None) if settings.training else (running_mean, running_var)
             name = conv_choice.choose(
                 OP, settings.conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
@@ -122,15 +125,17 @@ def _step(settings, sources, w, conv_bias, norm):
     """z, rstd, and xhat of the kept channels; moves the running statistics."""
     z, _, rstd, xhat_kept = _forward(settings, sources, w, conv_bias, *norm)
     running_mean = norm[2]
-    # an empty batch moves nothing
+    # An empty batch moves no running statistics.
     if settings.training and conv_bias is not None and running_mean is not None and z.numel():
         running_mean.add_(conv_bias, alpha=settings.momentum)
     return z, rstd, xhat_kept
 
 
 class _Convolution(torch.autograd.Function):
-    """All of the forward, but only the convolution's part of the graph: ``NormFunction``, called next on what
-    this returns, has the rest.  One node for both would hold dz, dy and dx at once in backward, two hold two each.
+    """The whole forward, but only the convolution's part of backward.
+
+    ``NormFunction`` is called on the result, and has the norm's part of backward.  With one node for both parts,
+    backward would hold dz, dy and dx at once; each of the two nodes holds only two of them.
     """
 
     @staticmethod
@@ -179,9 +184,10 @@ def conv_abn_op(
     kept_count: int,
     conv_backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The functional op: z, statistics (2, K) -- mean, rstd -- and xhat of the kept channels (flat, empty if none).
+    """The functional op: returns z, statistics (2, K) with mean and rstd, and xhat of the kept channels.
 
-    ``mean`` and ``var`` None: those of the batch, of the convolution without its bias.
+    xhat is flat, and empty without kept channels.  If ``mean`` and ``var`` are None, the op takes the statistics of the
+    batch, of the convolution without its bias.
     """
     kept = None if slots is None else Kept(slots, kept_count)
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
@@ -243,7 +249,7 @@ def check(
     training: bool,
     conv_backend: str,
 ) -> None:
-    """Raises ValueError or TypeError for arguments that the op cannot take."""
+    """Raises ValueError or TypeError if the arguments do not fit the op."""
     shape = join_conv.check(OP, sources, w, conv_bias, geometry)
     if conv_backend == "triton" and not is_tensor(sources):
         raise ValueError(
@@ -277,7 +283,7 @@ def conv_abn(
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(settings, sources, w, conv_bias, norm)[0]
-        # rstd, and xhat of the kept channels: what the second node keeps beside z
+        # The first node fills this list with rstd and xhat of the kept channels, which the second node keeps beside z.
         done: list[Tensor | None] = []
         arguments = settings, norm, done, enlarges_of(sources)
         z = _Convolution.apply(arguments, w, conv_bias, *tensors_of(sources))
@@ -285,7 +291,7 @@ def conv_abn(
         return norm_op.NormFunction.apply(z, weight, bias, None, None, call)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):
-        # the compiler sees through a join, and forms as little of it as it finds fit
+        # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         y = convolve_sources(sources, w, None if training else conv_bias, geometry)
         z = norm_op.normalise(passed_with(y), settings.norm, kept)
     else:

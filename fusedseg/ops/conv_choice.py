@@ -1,12 +1,12 @@
-"""Who convolves in ``conv_abn``: Triton's kernel, whose epilogue knows the statistics, or the vendor's library.
+"""Chooses the convolution in ``conv_abn``: Triton's kernel, whose epilogue computes the statistics, or the vendor's.
 
-``"auto"`` takes the vendor's, followed by our statistics kernel, unless the shape is one where Triton's can win and a
-measurement on this device has shown that it does: ``could_win`` is the rule, ``choose`` refines it.  The measurement
-happens once, at the first call of a kind of convolution (see ``Key``): it runs both, compares their results and takes
-Triton's where they agree and it needs at most ``MARGIN`` of the vendor's time.  That call waits for the device,
-compiles Triton's kernel and runs some thirty forwards; memory peaks by one more output.  What cannot be measured is the
-vendor's: while a CUDA graph is captured, and where deterministic algorithms are asked for, as a choice by time differs
-from run to run.
+``"auto"`` takes the vendor's convolution, followed by our statistics kernel, unless Triton's kernel is known to be
+faster.  ``could_win`` is the rule for shapes in which it can be faster; for these ``choose`` measures both once, at the
+first call of a kind of convolution (see ``Key``).  It compares their results, and takes Triton's kernel if they agree
+and it needs at most ``MARGIN`` of the vendor's time.  That call waits for the device, compiles Triton's kernel and runs
+some thirty forwards; memory peaks by one more output.  The vendor's convolution is taken where nothing can be measured:
+while a CUDA graph is captured, and if deterministic algorithms are required, because a choice by time differs between
+runs.
 """
 
 import functools
@@ -30,20 +30,23 @@ from .layout import Layout, layout_of
 
 NAMES = ("auto", "triton", "aten")
 HALF = (torch.float16, torch.bfloat16)
-# beyond this many input channels a kernel of several taps is bound by arithmetic, where vendors' libraries lead
+# With more input channels, a kernel of several taps is bound by arithmetic, where the vendors' libraries are faster.
 MOST_CHANNELS = 128
-# fewer waste tensor cores, whose smallest step sums 16
+# Fewer channels waste tensor cores, whose smallest step sums 16 products.
 LEAST_CHANNELS = 16
 MARGIN = 0.98
-# relative difference of two results: each is off by the rounding of y, amplified by the normalisation of what it left
+# The allowed relative difference of two results.  Each has the rounding errors of y, which the normalisation amplifies.
 AGREEMENT = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 5e-3}
 WARMUP, ROUNDS = 3, 10
-# about a millisecond, in which a forward is queued
+# About a millisecond, in which the host queues a forward.
 AHEAD_CYCLES = 2_000_000
 
 
 class Key(NamedTuple):
-    """Convolutions that share a measurement: all of this equal, and as many output positions to a power of two."""
+    """The kind of a convolution.  Convolutions with equal keys share a measurement.
+
+    The number of output positions counts only up to the next power of two.
+    """
 
     device: str
     dtype: str
@@ -57,13 +60,13 @@ class Key(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     log2_positions: int
-    # what the user lets the vendor do
+    # Settings of the user for the vendor's library.
     tf32: bool
     benchmark: bool
 
 
 class Record(NamedTuple):
-    """Seconds of one forward with each, and the relative difference of their results."""
+    """The seconds of one forward by each backend, and the relative difference of their results."""
 
     triton: float
     aten: float
@@ -79,8 +82,11 @@ _records: dict[Key, Record] = {}
 
 
 def tf32_allowed() -> bool:
-    """Whether a stock fp32 convolution may use TF32: ``torch.backends.cudnn.allow_tf32`` and what has replaced it."""
-    # Any: some settings are properties that type checkers do not see
+    """Whether a stock fp32 convolution may use TF32.
+
+    It reads the settings ``fp32_precision``, which have replaced ``torch.backends.cudnn.allow_tf32``.
+    """
+    # Typed Any, because type checkers do not see some of these settings.
     backends: Any = torch.backends
     for setting in (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision):
         if setting != "none":
@@ -94,7 +100,7 @@ def check_conv_backend(op: str, name: str) -> None:
 
 
 def unfit(x: Tensor, positions: int) -> str:
-    """Why Triton's kernel cannot serve, "" if it can."""
+    """The reason why Triton's kernel cannot serve ``x``; "" if it can."""
     backend, reason = _backend.explain(x.device)
     if backend != "triton" or not _backend.use_triton(x):
         return f"a tensor on {x.device} cannot be served: {reason}"
@@ -106,8 +112,12 @@ def unfit(x: Tensor, positions: int) -> str:
 
 
 def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
-    """The rule: tensor cores; no groups; as many channels as they take; rows of channels, or planes with one tap, which
-    load in wide vectors; and one tap, or few enough channels that memory's share of the time is worth saving."""
+    """The rule for shapes in which Triton's kernel can be faster.
+
+    It needs tensor cores, no groups, and enough channels for them.  x must load in wide vectors, as rows of channels
+    do, and planes if the kernel has one tap.  With several taps the channels must be so few that memory takes a share
+    of the time that is worth saving.
+    """
     if layout is None:
         return False
     pointwise = w[0, 0].numel() == 1
@@ -147,7 +157,7 @@ def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, trai
 
 
 def is_open(conv_backend: str, x: Tensor) -> bool:
-    """Whether there is anything to choose; False in eager mode on a CPU, at little cost."""
+    """Whether there is a choice at all.  In eager mode on a CPU there is none, and the answer takes little time."""
     return (
         conv_backend != "aten"
         and not isinstance(x, FakeTensor)
@@ -165,10 +175,11 @@ def choose(
     positions: int,
     forward: Callable[[str], Tensor],
 ) -> str:
-    """ "triton" or "aten"; ``forward`` is run, with each of them, where that has to be found out.
+    """Chooses "triton" or "aten"; it runs ``forward`` with both if they must be measured.
 
     Raises:
-        RuntimeError: ``conv_backend="triton"`` where it cannot serve, or was found to be wrong on this device.
+        RuntimeError: ``conv_backend="triton"``, and the kernel cannot serve ``x``, or its result was found to be wrong
+            on this device.
     """
     if not is_open(conv_backend, x):
         return "aten"
@@ -183,11 +194,11 @@ def choose(
     if record is None:
         if not x.is_cuda or _capturing(x):
             return "triton" if conv_backend == "triton" else "aten"
-        # events are of the current device, which need not be that of x
+        # Events belong to the current device, which may not be that of x.
         with torch.cuda.device_of(x):
             record = measure(x.dtype, forward, cuda_seconds)
         if math.isnan(record.difference):
-            # a batch without a finite result says nothing about the next
+            # A result that is not finite says nothing about the next batch, so it is not recorded.
             return "triton" if conv_backend == "triton" else "aten"
         _records[key] = record
     if conv_backend == "auto":
@@ -208,11 +219,13 @@ def _capturing(x: Tensor) -> bool:
 def measure(
     dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
 ) -> Record:
-    """Runs both in turn; medians.  The difference is NaN, and nothing was timed, where the vendor's result is not
-    finite."""
+    """Runs both in turn, and returns medians.
+
+    If the vendor's result is not finite, nothing is timed, and the difference is NaN.
+    """
 
     def norm(t: Tensor) -> float:
-        # in float32, without a copy
+        # The norm is computed in float32 without a copy of t.
         return torch.linalg.vector_norm(t.detach(), dtype=torch.float32).item()
 
     expected = forward("aten")
@@ -221,7 +234,7 @@ def measure(
         return Record(math.nan, math.nan, math.nan, False)
     difference = norm(forward("triton").detach().sub_(expected))
     del expected
-    # zeros, as of a norm's zero weight, differ absolutely
+    # If the result is zero, as with a zero weight of the norm, the absolute difference counts.
     difference = math.inf if math.isnan(difference) else difference / (size or 1.0)
     times: dict[str, list[float]] = {"triton": [], "aten": []}
     for round_ in range(WARMUP + ROUNDS):
@@ -234,7 +247,7 @@ def measure(
 
 
 def cuda_seconds(run: Callable[[], Any]) -> float:
-    """Of the current device alone: it sleeps while kernels are queued, as it would lag behind in training."""
+    """Seconds of the current device.  It sleeps until the kernels are queued, as it lags behind in training too."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD_CYCLES)
     start.record()
@@ -245,7 +258,7 @@ def cuda_seconds(run: Callable[[], Any]) -> float:
 
 
 def _versions() -> dict[str, str]:
-    """What decides how fast each is, beside the device."""
+    """The versions that determine, together with the device, how fast each backend is."""
     versions = {}
     for name in ("fusedseg", "torch", "triton"):
         try:
@@ -266,7 +279,14 @@ def _record_from_json(fields: dict[str, Any]) -> Record:
 
 
 def save(path: str | Path, overwrite: bool = False) -> int:
-    """Writes the measured choices as JSON; how many there are."""
+    """Writes the measured choices of ``conv_backend="auto"`` to a JSON file.
+
+    Returns:
+        The number of choices.
+
+    Raises:
+        FileExistsError: the file exists, and ``overwrite`` is False.
+    """
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(
@@ -278,7 +298,16 @@ def save(path: str | Path, overwrite: bool = False) -> int:
 
 
 def load(path: str | Path) -> int:
-    """Takes measured choices from a file, in place of those of the same convolutions; how many it took."""
+    """Reads measured choices from a file; they replace earlier choices for the same convolutions.
+
+    If other versions of fusedseg, torch or triton wrote the file, it warns and takes nothing.
+
+    Returns:
+        The number of choices that were taken.
+
+    Raises:
+        ValueError: the file holds no choices.
+    """
 
     def malformed(error: Exception) -> ValueError:
         return ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}")
@@ -288,7 +317,7 @@ def load(path: str | Path) -> int:
         versions, choices = content["versions"], content["choices"]
     except (ValueError, KeyError, TypeError) as error:
         raise malformed(error) from error
-    # first, as other versions may have other fields
+    # The versions are compared first, because other versions may write other fields.
     if versions != _versions():
         warnings.warn(
             f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {_versions()}: "

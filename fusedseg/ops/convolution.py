@@ -1,4 +1,4 @@
-"""Geometry of a convolution, parsed and checked in one place, and the vendor's convolution."""
+"""Parses and checks the geometry of a convolution, and calls the vendor's convolution."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from .check import check_dtype, check_transforms
 
 aten = torch.ops.aten
 
-# channels x depth x height up to which torch convolves one volume by a loop
+# Torch convolves one volume by a loop if channels x depth x height is at most this.
 LOOPED = 20480
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Geometry(NamedTuple):
-    """Stride, padding (zeros, as many on both sides) and dilation per spatial dimension; and groups."""
+    """Stride, padding and dilation for each spatial dimension, and groups.  Zeros pad both sides equally."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -46,8 +46,10 @@ def parse_geometry(
     dilation: int | Sequence[int],
     groups: int,
 ) -> tuple[Geometry, list[int]]:
-    """The geometry; and what ``torch.nn.functional.pad`` is to add before, empty but where "same" cannot be the same on
-    both sides."""
+    """The geometry, and the argument of ``torch.nn.functional.pad`` for zeros that must be added before.
+
+    The second result is empty unless "same" needs different padding on the two sides.
+    """
     dims = len(kernel)
     stride = per_dimension(op, "stride", stride, dims, 1)
     dilation = per_dimension(op, "dilation", dilation, dims, 1)
@@ -77,8 +79,8 @@ def check_convolution(
     bias: Tensor | None,
     geometry: Geometry,
 ) -> torch.Size:
-    """The result's shape; ValueError or TypeError for a convolution that does not fit x, of that shape, dtype and
-    device."""
+    """The shape of the result; raises ValueError or TypeError if the convolution does not fit an ``x`` of that shape,
+    dtype and device."""
     check_transforms(op)
     dims = w.dim() - 2
     if len(shape) != w.dim():
@@ -109,28 +111,29 @@ def check_convolution(
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """As aten decides: by the strides, also where sizes of 1 make both formats the same."""
+    """Whether aten treats ``t`` as channels_last.  Strides decide, even if sizes of 1 make both formats equal."""
     return t.stride(1) == 1 and t.stride(-1) >= t.shape[1] and t.is_contiguous(memory_format=FORMATS[t.dim()])
 
 
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
-    """channels_last where x or w is, as aten's convolutions choose."""
+    """channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
 def looped(x: Tensor) -> bool:
-    """Whether torch would convolve x by a loop over columns, up to twenty times as slow as oneDNN: one small volume in
-    fp32 on a CPU.
+    """Whether torch would convolve ``x`` by a loop over columns, which takes up to twenty times the time of oneDNN.
+
+    It does so for one small volume in fp32 on a CPU.
 
     Source: ``use_mkldnn`` in torch's ATen/native/Convolution.cpp.
     """
     return (
-        # as most are not: cheap first
+        # Cheap conditions come first, because most tensors fail one of them.
         x.dim() == 5
         and x.shape[0] == 1
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        # without values there is nothing to convolve
+        # Fake tensors and other subclasses are left to torch.
         and type(x) is Tensor
         and 0 < x[0, ..., 0].numel() <= LOOPED
         and not torch.compiler.is_compiling()
@@ -140,12 +143,12 @@ def looped(x: Tensor) -> bool:
 
 
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution, in ``output_format``."""
+    """The vendor's convolution; its result has the memory format of ``output_format``."""
     stride, padding, dilation, groups = geometry
     if looped(x):
         y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
         return y.contiguous(memory_format=output_format(x, w))
-    # not through torch.ops, whose calls cost half as much again
+    # A call through torch.ops would take half as long again.
     y = torch.convolution(x, w, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
     return y.contiguous(memory_format=output_format(x, w))
 
@@ -153,7 +156,7 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> T
 def convolve_backward(
     dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, w and the bias, None where they are not wanted."""
+    """The gradients of x, w and the bias; None for each that is not ``wanted``."""
     if not any(wanted):
         return None, None, None
     stride, padding, dilation, groups = geometry
@@ -161,7 +164,7 @@ def convolve_backward(
     # A dispatch mode, as memory trackers use it, could not look into a tensor in oneDNN's layout.
     if not looped(x) or torch._C._len_torch_dispatch_stack():
         return aten.convolution_backward(dy, x, w, *rest)
-    # of an input in oneDNN's own layout, a copy of it, torch leaves oneDNN no choice
+    # With a copy of the input in oneDNN's own layout, torch has to call oneDNN.
     dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)
     if dx is not None:
         dx = dx.to_dense().contiguous(memory_format=output_format(x, w))

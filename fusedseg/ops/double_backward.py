@@ -1,4 +1,4 @@
-"""How the backward of an op is called: one gradient at a time, and not to be differentiated itself."""
+"""Calls the backward of an op for one gradient at a time, and refuses to differentiate it again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def message(op: str) -> str:
 
 
 def refusing(op: str) -> Callable[..., None]:
-    """The backward of an op that is itself a backward."""
+    """Makes the backward of an op that is itself a backward; it raises RuntimeError."""
 
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(message(op))
@@ -27,7 +27,7 @@ def refusing(op: str) -> Callable[..., None]:
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of an op whose backward was asked for a graph, and an error if that graph is used."""
+    """The gradients of an op whose backward records a graph; using that graph raises RuntimeError."""
 
     @staticmethod
     def forward(ctx, op, backward, *args):
@@ -40,25 +40,25 @@ class _Gradients(torch.autograd.Function):
 
 
 def differentiated_once(op: str, backward: Callable[..., tuple], *args: Any) -> tuple:
-    """``backward(*args)``; where autograd records a graph of it, one that raises when it is used."""
+    """Calls ``backward(*args)``.  If autograd records a graph of this call, using that graph raises RuntimeError."""
     if batched(args):
         return one_by_one(backward, *args)
     return _Gradients.apply(op, backward, *args) if torch.is_grad_enabled() else backward(*args)
 
 
 def batched(args: Sequence[Any]) -> bool:
-    """Whether one of the arguments stands for a batch of tensors, as gradients do inside a ``vmap``."""
+    """Whether an argument stands for a batch of tensors, as a gradient inside ``vmap`` does."""
     if torch.compiler.is_compiling():
         return False
     return any(isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)) for arg in args)
 
 
 def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
-    """``backward(*args)`` for the gradients of a batch, one after the other.
+    """Calls ``backward(*args)`` for each gradient of a batch, one after the other.
 
-    ``torch.autograd.grad(..., is_grads_batched=True)`` and ``jacobian(vectorize=True)`` call a backward so, and so does
-    ``torch.vmap`` around ``torch.autograd.grad``.  Kernels, and aten functions that write to given memory, have no rule
-    for batches.
+    ``torch.autograd.grad(..., is_grads_batched=True)``, ``jacobian(vectorize=True)`` and ``torch.vmap`` around
+    ``torch.autograd.grad`` call a backward with a batch of gradients.  Kernels, and aten functions that write to given
+    memory, have no rule for such batches.
     """
     if any(isinstance(arg, Tensor) and _is_legacy(arg) for arg in args):
         level = torch._C._vmapmode_increment_nesting() - 1
@@ -76,7 +76,7 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
         else None
         for arg in args
     ]
-    # imported here, since it brings the compiler
+    # Imported here, because it imports the compiler.
     from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
     with temporarily_pop_interpreter_stack():
@@ -87,7 +87,10 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
 def _stacked(
     backward: Callable[..., tuple], args: Sequence[Any], split: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The results of all calls; ``split`` has the arguments that differ between calls, along their first dimension."""
+    """The stacked results of all calls.
+
+    ``split`` has the arguments that differ between calls, stacked along their first dimension, and None for the others.
+    """
     count = next(len(each) for each in split if each is not None)
     found = [
         backward(*(arg if each is None else each[i] for arg, each in zip(args, split, strict=True)))

@@ -1,4 +1,4 @@
-"""A plain convolution of sources (``ops/sources.py``): what they stand for is neither formed whole nor kept."""
+"""A convolution of sources (``ops/sources.py``), whose concatenation is not kept, nor formed if it is large."""
 
 from collections.abc import Sequence
 
@@ -27,9 +27,10 @@ OP = "fusedseg.join_conv"
 
 
 class JoinConvFunction(torch.autograd.Function):
-    """Keeps w and the sources' tensors, small ones where they are to be enlarged.
+    """Keeps w and the tensors of the sources; for an ``Interpolated``, the tensor before interpolation.
 
-    ``formed``: what the sources stand for in one tensor, in a tuple, or nothing."""
+    ``formed`` is a tuple with the concatenation of the sources if it exists already, and otherwise an empty tuple.
+    """
 
     @staticmethod
     def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
@@ -45,7 +46,7 @@ class JoinConvFunction(torch.autograd.Function):
 
 
 def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> torch.Size:
-    """The result's shape; ValueError or TypeError for arguments that a convolution of sources cannot take."""
+    """The shape of the result; raises ValueError or TypeError if the arguments do not fit a convolution of sources."""
     check_agree(op, sources)
     check_tangents(op, w, *tensors_of(sources))
     first = tensors_of(sources)[0]
@@ -58,9 +59,9 @@ def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, ge
 def autocast(
     sources: tuple[Source, ...], w: Tensor, bias: Tensor | None
 ) -> tuple[tuple[Source, ...], Tensor, Tensor | None]:
-    """As a stock convolution would take them."""
+    """The arguments as a stock convolution gets them: cast if autocast is on."""
     device = w.device.type
-    # meta tensors have no autocast, and asking for it raises
+    # Meta tensors have no autocast, and asking for their autocast raises.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return sources, w, bias
     tensors = tensors_of(sources)
@@ -77,11 +78,11 @@ def join_conv(
     geometry: Geometry,
     formed: Tensor | None = None,
 ) -> Tensor:
-    """The op on checked arguments; ``formed``: what the sources stand for, where somebody has formed it already."""
+    """The op on checked arguments.  ``formed`` is the concatenation of the sources if the caller has formed it."""
     if unfused.wanted():
         return unfused.convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():
-        # the compiler sees through it, and forms as little as it finds fit
+        # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         return convolve_sources(sources, w, bias, geometry)
     given = () if formed is None else (formed.detach(),)
     return JoinConvFunction.apply(geometry, enlarges_of(sources), given, w, bias, *tensors_of(sources))

@@ -1,4 +1,4 @@
-"""How an activation tensor (N, C, *spatial) lies in memory, and a view of it that every implementation can work on."""
+"""The memory layout of an activation tensor (N, C, *spatial), and a view of it that every implementation can use."""
 
 import math
 from typing import NamedTuple
@@ -8,11 +8,16 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """``rows``: channels are adjacent (channels_last, or N x C), N counts samples times positions and S is 1.
-    Otherwise planes: positions are adjacent, element (n, c, s) lies at (n C + c) S + s.
+    """A dense tensor as rows or planes, and the groups of values over which a normalisation takes its statistics.
 
-    A normalisation's statistics are those of a channel over all of that; or of D adjacent channels of each of I such
-    tensors, which lie one after the other: samples, where N is 1 (planes) or counts positions (rows)."""
+    With ``rows`` the channels are adjacent in memory (channels_last, or N x C): N counts samples times positions, and S
+    is 1.  Without ``rows`` the tensor is planes, whose positions are adjacent: element (n, c, s) lies at
+    (n C + c) S + s.
+
+    By default a statistic covers one channel of the whole tensor.  ``by_sample`` makes a layout of I tensors that lie
+    one after the other, one for each sample: then N is 1 (planes) or counts positions (rows), and a statistic covers D
+    adjacent channels of one sample.
+    """
 
     rows: bool
     N: int
@@ -22,7 +27,7 @@ class Layout(NamedTuple):
     D: int = 1
 
     def by_sample(self, samples: int, groups: int | None) -> "Layout":
-        """With statistics of each sample, in so many groups of channels; those of the batch for None."""
+        """The layout for statistics of each sample, in ``groups`` groups of channels; None keeps those of the batch."""
         if groups is None:
             return self
         N = self.N // samples if samples else 0
@@ -30,9 +35,9 @@ class Layout(NamedTuple):
 
 
 def suggests_channels_last(x: Tensor) -> bool:
-    """Whether aten takes ``x``, (N, C, *spatial), for channels_last, which it tells by strides alone.
+    """Whether aten treats ``x``, (N, C, *spatial), as channels_last.
 
-    The stride of a dimension of size 1 counts too, and views may give it any value.
+    Aten decides by strides only.  The stride of a dimension of size 1 counts too, although views may give it any value.
 
     Source: ``is_channels_last_strides_2d`` in torch's c10/core/MemoryFormat.h.
     """
@@ -59,7 +64,7 @@ def layout_of(x: Tensor) -> Layout | None:
 
 
 def dense(x: Tensor) -> tuple[Tensor, Layout]:
-    """``x``, or a contiguous copy of it where its strides are those of neither layout; and its layout."""
+    """``x`` and its layout; a contiguous copy of ``x`` if it is neither rows nor planes."""
     layout = layout_of(x)
     if layout is None:
         x = x.contiguous()
@@ -69,19 +74,19 @@ def dense(x: Tensor) -> tuple[Tensor, Layout]:
 
 
 def like(dz: Tensor, z: Tensor) -> Tensor:
-    """``dz`` with the strides of the dense tensor ``z``: itself, or one copy (an expanded gradient, another format)."""
+    """``dz`` with the strides of the dense tensor ``z``; a copy if it has other strides, such as an expanded ``dz``."""
     if dz.stride() == z.stride():
         return dz
     return torch.empty_like(z).copy_(dz)
 
 
 def channel_view(x: Tensor, layout: Layout) -> Tensor:
-    """Planes as contiguous (N, C, S); rows as channels_last (1, C, N, 1)."""
+    """A view of ``x`` for aten: planes as contiguous (N, C, S), rows as channels_last (1, C, N, 1)."""
     if layout.rows:
         return x.as_strided((1, layout.C, layout.N, 1), (layout.N * layout.C, 1, layout.C, layout.C))
     return x.view(layout.N, layout.C, layout.S)
 
 
 def per_channel(v: Tensor, layout: Layout) -> Tensor:
-    """A vector of C values, to broadcast against ``channel_view``."""
+    """A vector of C values, shaped to broadcast against ``channel_view``."""
     return v.view(1, -1, 1, 1) if layout.rows else v.view(1, -1, 1)

@@ -1,8 +1,8 @@
-"""Max-pooling that keeps one byte per output element: which position of its window it came from.
+"""Max-pooling that keeps one byte per output element: the code of the position of the maximum in its window.
 
-Everything after the codes is linear: backward sends dz to the positions that the codes name, and the gradient of that
-picks from the same positions, so gradients of any order are right.  Eager calls go through ``MaxPoolFunction``; under
-``torch.compile`` the op ``fusedseg::max_pool`` runs.
+Everything after the codes is linear.  Backward sends dz to the positions that the codes name, and its gradient picks
+values from the same positions, so that gradients of any order are right.  Eager calls go through ``MaxPoolFunction``;
+under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ def _empty(shape: Sequence[int], rows: bool, like: Tensor, dtype: torch.dtype) -
 
 
 def _dense_as(t: Tensor, rows: bool) -> Tensor:
-    """``t``, or a copy of it, in channels_last or contiguous."""
+    """``t`` as channels_last (``rows``) or contiguous; a copy if it has another format."""
     return t.contiguous(memory_format=FORMATS[t.dim()] if rows else torch.contiguous_format)
 
 
 def _rows(x: Tensor) -> bool:
-    """Of a dense tensor: channels_last, and not contiguous too."""
+    """Whether a dense tensor is channels_last and not contiguous as well."""
     return not x.is_contiguous()
 
 
@@ -49,7 +49,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
     if x.numel() == 0 or isinstance(x, FakeTensor):
-        # no values: the results are all that there is to know, and pieces by the thousand would take seconds
+        # Without values nothing must be computed, and thousands of pieces would take seconds.
         return z, codes
     if not _backend.use_triton(x):
         max_pool_aten.forward(x, z, codes, rows, pool)
@@ -62,7 +62,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: Pool) -> Tensor:
-    """dx, of spatial ``size``."""
+    """dx, with the spatial size ``size``."""
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
     if dx.numel() == 0 or isinstance(dx, FakeTensor):
         return dx
@@ -78,13 +78,16 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
 
 
 def pick(ddx: Tensor, codes: Tensor, rows: bool, pool: Pool) -> Tensor:
-    """The transpose of ``backward``: of each window the value where it took its own.  On aten, being rare."""
+    """The transpose of ``backward``: for each window the value of ``ddx`` at the position of its maximum.
+
+    It always runs on aten, because it is rarely needed.
+    """
     picked = max_pool_aten.pick(ddx, codes, pool) if ddx.numel() else ddx.new_empty(codes.shape)
     return _dense_as(picked, rows)
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """Keeps the codes."""
+    """The op in eager mode; it keeps the codes for backward."""
 
     @staticmethod
     def forward(ctx, x, pool):
@@ -147,7 +150,7 @@ def max_pool_op(
     ceil_mode: bool,
     coded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The functional op: z and the codes, empty unless ``coded``."""
+    """The functional op: returns z and the codes; the codes are empty unless ``coded``."""
     z, codes = forward(x, _pool(kernel, stride, padding, dilation, ceil_mode), coded)
     return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
 
@@ -250,7 +253,7 @@ def parse_pool(
     dilation: int | Sequence[int],
     ceil_mode: bool,
 ) -> Pool:
-    """Raises ValueError for what no pool can be."""
+    """The arguments of a pool as a ``Pool``; raises ValueError if an argument is out of range."""
 
     def parsed(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
         if isinstance(value, Sequence) and len(value) == 1:
@@ -258,7 +261,7 @@ def parse_pool(
         return per_dimension(op, name, value, dims, least)
 
     kernel = parsed("kernel_size", kernel_size, 1)
-    # as in torch, an empty stride is that of the window
+    # As in torch, an empty stride stands for the size of the window.
     steps = kernel if stride is None or (isinstance(stride, Sequence) and not stride) else parsed("stride", stride, 1)
     pool = Pool(kernel, steps, parsed("padding", padding, 0), parsed("dilation", dilation, 1), bool(ceil_mode))
     if any(2 * p > k for p, k in zip(pool.padding, kernel, strict=True)):
@@ -275,7 +278,7 @@ def parse_pool(
 
 
 def check(op: str, x: Tensor, pool: Pool) -> None:
-    """Raises ValueError or TypeError for an ``x``, (N, C, *spatial), that cannot be pooled so."""
+    """Raises ValueError or TypeError if the pool does not fit ``x``, (N, C, *spatial)."""
     check_dtype(op, "x", x.dtype)
     size = tuple(x.shape[2:])
     if min(x.shape[1:]) < 1:
@@ -286,7 +289,7 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
             f"padding {pool.padding}"
         )
     for n, count, s, p, d, k in zip(size, pool.output_size(size), *pool[1:4], pool.kernel, strict=True):
-        # only a window that begins in the padding can step over x
+        # Only a window that begins in the padding can step over all of x.
         if d > 1 and any(-(-(p - o * s) // d) >= k or -(p - o * s) % d >= n for o in range(min(count, -(-p // s)))):
             raise ValueError(
                 f"{op}: x {tuple(x.shape)} lies between the positions of a window of {pool.kernel} with dilation "
@@ -297,7 +300,7 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
     """The op on a checked argument."""
     if x.is_cpu and len(pool.kernel) == 3 and x.dtype in HALF and torch.is_autocast_enabled("cpu"):
-        # as autocast does for the stock function on a CPU
+        # Autocast does the same for the stock function on a CPU.
         x = x.float()
     if unfused.wanted():
         return unfused.max_pool(x, *pool)

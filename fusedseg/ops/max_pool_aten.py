@@ -1,10 +1,10 @@
 """Max-pooling with window codes on aten ops, for every device: the mathematics of ``kernels/max_pool.py``.
 
-Forward has two ways.  aten's own pooling gives int64 indices, which become codes at once.  On a CPU it is slow on
-contiguous tensors (one scalar at a time); there each spatial dimension is pooled in turn, the last one first, by
-comparisons of whole rows, a chunk that fits the cache at a time.  Backward rebuilds the indices, index = first
-position of the window + what its code adds, and calls aten's backward; a chunk at a time on a CPU, so that neither
-way holds int64 indices of the whole tensor.
+Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
+at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
+second one pools each spatial dimension in turn, the last one first, by comparisons of whole rows, in chunks that fit
+the cache.  Backward rebuilds the indices (the first position of the window plus the distance that the code stands for)
+and calls aten's backward, on a CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 """
 
 import itertools
@@ -19,18 +19,18 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 CHUNK_BYTES = 2**21
-# of channels_last, of which fewer chunks are worth more than smaller ones
+# Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
 ROWS_CHUNK_BYTES = 2**23
-# outputs whose codes are made, or read, at a time
+# The number of outputs whose codes are made or read at a time.
 PIECE = 2**20
-# channels in a vector of any CPU, or a multiple of it
+# A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
-# as wide as a value
+# The integer type that is as wide as a value of so many bytes.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pool(NamedTuple):
-    """Window, stride, padding and dilation per spatial dimension; and ceil_mode."""
+    """Window, stride, padding and dilation for each spatial dimension, and ceil_mode."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,18 +46,18 @@ class Pool(NamedTuple):
         out = []
         for n, k, s, p, d in zip(size, *self[:4], strict=True):
             count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if self.ceil_mode else 0)) // s + 1
-            # no window begins in the padding on the right
+            # No window begins in the padding on the right.
             out.append(count - 1 if self.ceil_mode and (count - 1) * s >= n + p else count)
         return tuple(out)
 
 
 def _steps(size: tuple[int, ...]) -> list[int]:
-    """Elements from one position to the next along each dimension."""
+    """The number of elements from one position to the next along each dimension."""
     return [math.prod(size[axis + 1 :]) for axis in range(len(size))]
 
 
 def _rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
-    """Whether the position in the window follows from the distance to its first: not where it is wider than x."""
+    """Whether the distance to the window's first position determines a position; not if the window is wider than x."""
     reach = 0
     for k, d, step in zip(reversed(pool.kernel), reversed(pool.dilation), reversed(_steps(size)), strict=True):
         if k > 1 and reach >= d * step:
@@ -67,7 +67,10 @@ def _rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
 
 
 def _first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
-    """Flat index of the first position of every window, which may lie in the padding; or the first one inside x."""
+    """The flat index of the first position of every window.
+
+    This position may lie in the padding; with ``inside`` it is the first position inside x.
+    """
     first = torch.zeros((), dtype=torch.int64, device=like.device)
     for axis, (step, s, p, d) in enumerate(zip(_steps(size), *pool[1:4], strict=True)):
         along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
@@ -78,8 +81,11 @@ def _first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtyp
 
 
 def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Parts of x, and of z that they alone decide: samples and channels, each dense in memory, and in channels_last
-    ranges of the first spatial dimension where windows do not overlap."""
+    """Parts of x, each with the part of z that depends on it alone.
+
+    A part is a range of samples and channels that is dense in memory.  In channels_last it may be a range of the first
+    spatial dimension, if windows do not overlap.
+    """
     everything = slice(None)
     if x.device.type != "cpu":
         yield (everything,), (everything,)
@@ -107,7 +113,7 @@ def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tupl
 
 
 def _pieces(z: Tensor) -> Iterator[slice]:
-    """Ranges of the first spatial dimension of few enough values for temporaries to stay in the cache."""
+    """Ranges of the first spatial dimension that are small enough for temporaries to stay in the cache."""
     step = count = z.shape[2]
     if z.device.type == "cpu":
         step = max(1, PIECE // (z.numel() // count))
@@ -115,7 +121,7 @@ def _pieces(z: Tensor) -> Iterator[slice]:
 
 
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
-    """Writes z, and codes unless None; all as dense as ``rows`` says, channels_last or contiguous."""
+    """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
     size, out_size = tuple(x.shape[2:]), tuple(z.shape[2:])
     told_apart = _rows_told_apart(size, pool)
     if (x.device.type == "cpu" and not rows) or (codes is not None and not told_apart):
@@ -123,12 +129,12 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
             _by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], pool)
         return
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
-    # unused without codes
+    # These are needed for codes only.
     first = _first_positions(size, out_size, pool, x, _narrow(size, pool))
     inside = None
     if rows and (x.shape[1] % VECTOR and len(size) == 3 if x.device.type == "cpu" else len(size) == 2):
-        # where all of a window is -inf, aten's index is too low: on a CPU in channels_last_3d, of channels that fill no
-        # vector, and on GPUs in channels_last
+        # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if the
+        # channels do not fill a vector, and on GPUs in channels_last.
         inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
     index = None
     for of_x, of_z in _chunks(x, z, rows, pool):
@@ -146,14 +152,19 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
 
 
 def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
-    """Integers that hold the distance of two positions of a window, and codes: differences of indices that wrap are
-    exact."""
+    """The narrowest integer type that holds codes and the distance of two positions of a window.
+
+    Indices may wrap in this type; their differences are exact all the same.
+    """
     reach = sum((k - 1) * d * step for k, d, step in zip(pool.kernel, pool.dilation, _steps(size), strict=True))
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64
 
 
 def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...]) -> Tensor:
-    """Positions of a window, numbers of ``old`` a step along each dimension, as numbers of ``new`` a step; in place."""
+    """Rewrites, in place, numbers of positions in a window.
+
+    A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.
+    """
     later = []
     passed = torch.empty_like(number)
     alike = old[-1] == new[-1]
@@ -164,7 +175,7 @@ def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, 
         for j in range(2, k):
             count.add_(torch.ge(number, j * of_old, out=passed))
         if alike and axis == len(kernel) - 2:
-            # what is left is right as it is
+            # The remainder needs no change.
             number.sub_(count, alpha=of_old - of_new)
         else:
             number.sub_(count, alpha=of_old)
@@ -177,12 +188,12 @@ def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, 
 
 
 def _distances(size: tuple[int, ...], pool: Pool) -> list[int]:
-    """From one position of a window to the next along each dimension, in flat indices."""
+    """The distance in flat indices from one position of a window to the next along each dimension."""
     return [d * step for d, step in zip(pool.dilation, _steps(size), strict=True)]
 
 
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
-    """The flat int64 index in x that each window took."""
+    """The flat int64 index in x of the maximum of each window."""
     index = torch.empty_like(codes, dtype=torch.int64)
     first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
     for piece in _pieces(codes):
@@ -196,7 +207,7 @@ def _write_indices(index: Tensor, codes: Tensor, first: Tensor, size: tuple[int,
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
-    """Writes dx; all as dense as ``rows`` says."""
+    """Writes dx.  All tensors are channels_last (``rows``) or contiguous."""
     size = tuple(dx.shape[2:])
     if dx.device.type == "cpu" and rows and not pool.overlaps:
         _backward_apart(dz, codes, dx, pool)
@@ -211,17 +222,18 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
             index = torch.empty_like(code, dtype=torch.int64)
         for piece in _pieces(code):
             _write_indices(index[:, :, piece], code[:, :, piece], first[piece], size, pool)
-        # aten asks its input for no more than its shape
+        # aten reads only the shape of its input, so dx itself may stand in for it.
         op(dz[of_z], into, *pool, index, grad_input=into)
 
 
 def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
-    """Of windows that do not overlap: each position of the window selects from dz what is its own."""
+    """``backward`` for windows that do not overlap: each position of the window selects its values from dz."""
     size, count = dx.shape[2:], dz.shape[2:]
     if any(s != k or d > 1 or c * s - p < n for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True)):
-        # some lie in no window
+        # Some elements of x lie in no window.
         dx.zero_()
-    # of each position: the windows whose position lies inside x, there and along the first dimension; and where it is
+    # For each position: the windows whose position lies inside x, along the first dimension and along the others, with
+    # the matching parts of dz and dx.
     parts = []
     for position in itertools.product(*map(range, pool.kernel)):
         of, at = [slice(None)] * 2, [slice(None)] * 2
@@ -238,7 +250,7 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
         for number, (along, across, of_dz, of_dx) in enumerate(parts):
             low, high = max(begin, along.start), min(end, along.stop)
             if low < high:
-                # dz where the code is this position's, 0 elsewhere: of all such selections in aten the fastest
+                # This is dz where the code names this position, and 0 elsewhere.  No other op of aten selects as fast.
                 aten.hardtanh_backward.grad_input(
                     of_dz[n].narrow(2, low, high - low),
                     code[across].narrow(2, low - begin, high - low),
@@ -249,7 +261,7 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
 
 
 def _row_chunks(z: Tensor) -> Iterator[tuple[slice, int, int]]:
-    """Samples, and a range of their first spatial dimension, of few enough values to stay in the cache."""
+    """Samples with a range of their first spatial dimension, small enough to stay in the cache."""
     step = max(1, PIECE // z[0, :, 0].numel())
     samples = max(1, step // z.shape[2])
     for n in range(0, z.shape[0], samples):
@@ -258,14 +270,14 @@ def _row_chunks(z: Tensor) -> Iterator[tuple[slice, int, int]]:
 
 
 def pick(ddx: Tensor, codes: Tensor, pool: Pool) -> Tensor:
-    """Of each window, what ``ddx`` holds where it took its value."""
+    """For each window, the value of ``ddx`` at the position of its maximum."""
     index = indices(codes, tuple(ddx.shape[2:]), pool)
     return ddx.flatten(2).gather(2, index.flatten(2)).view(codes.shape)
 
 
 def _by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: Pool) -> None:
     best, code = x, None
-    # without codes in any order: the last one, whose positions are scattered, when there is least of it
+    # Without codes any order is right.  The last dimension is slow, and comes last, when the fewest values are left.
     for axis in range(x.dim() - 1, 1, -1) if codes is not None else range(2, x.dim()):
         best, code = _pool_axis(best, code, axis, z.shape[axis], pool, codes is not None)
     z.copy_(best)
@@ -276,8 +288,10 @@ def _by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: Pool) -> Non
 def _pool_axis(
     x: Tensor, code: Tensor | None, axis: int, count: int, pool: Pool, coded: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Pools one dimension to ``count`` windows; ``code``: those of the dimensions after it.  Codes of later positions
-    are larger, so that of the positions taken one after the other, the last one's is the maximum."""
+    """Pools one dimension to ``count`` windows.  ``code`` has the codes of the dimensions after it.
+
+    Codes of later positions are larger, so that the maximum of the codes is that of the last position that won.
+    """
     k, s, p, d = (values[axis - 2] for values in pool[:4])
     weight = math.prod(pool.kernel[axis - 1 :])
     after = (count - 1) * s + (k - 1) * d + 1 - p - x.shape[axis]
@@ -290,14 +304,14 @@ def _pool_axis(
         view = t.narrow(axis, j * d, (count - 1) * s + 1)
         if s > 1:
             view = view[(slice(None),) * axis + (slice(None, None, s),)]
-        # comparisons of every other element are slow
+        # Comparisons of strided elements are slow, so they are copied first.
         return view if axis < t.dim() - 1 else view.contiguous()
 
     best = position(x, 0)
     bits = BITS[x.element_size()]
     if coded:
         taken = torch.zeros_like(best, dtype=torch.uint8) if code is None else position(code, 0).clone()
-        # where all is -inf, the first position that is no padding
+        # If all values are -inf, the code is that of the first position outside the padding.
         for o in range(min(count, -(-p // s))):
             j = -(-(p - o * s) // d)
             at = taken.select(axis, o)
@@ -306,7 +320,7 @@ def _pool_axis(
     for j in range(1, k):
         v = position(x, j)
         if not coded:
-            # of zeros of both signs either one
+            # Between zeros of different signs either one is right.
             best = torch.maximum(v, best)
             continue
         wins = torch.gt(v, best, out=torch.empty_like(best))

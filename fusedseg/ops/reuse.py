@@ -1,10 +1,10 @@
-"""Writing a gradient over the output that was kept: one full tensor less at the peak of a backward pass.  Opt-in.
+"""Writes a gradient over the kept output, which saves one full tensor at the peak of a backward pass.  It is opt-in.
 
-It happens only where nothing else can see the output's memory: no tensor shares it but the one that was kept.  What a
-module, a hook, another op's saved tensors or the caller still hold is left alone.  A second backward over what was
-overwritten (``retain_graph=True``) raises, as after any change of a saved tensor.
+It happens only if no other tensor shares the memory of the kept output.  A tensor that a module, a hook, the saved
+tensors of another op or the caller still holds is never overwritten.  A second backward over an overwritten output
+(``retain_graph=True``) raises an error, as after any change of a saved tensor.
 
-What cannot be seen is an address: memory that was handed to another library by ``data_ptr()`` alone.
+One case cannot be detected: another library that was given only the address of the memory, by ``data_ptr()``.
 """
 
 import functools
@@ -49,7 +49,7 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def _holders_of_what_only_autograd_keeps() -> int:
-    """Counted, as it is a matter of the version of torch."""
+    """The number of holders of a storage that only autograd keeps.  It is measured, because it depends on torch."""
     found: list[int] = []
     with torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
@@ -58,21 +58,25 @@ def _holders_of_what_only_autograd_keeps() -> int:
 
 
 def wanted() -> bool:
-    """Asked in forward: whether backward may try.  With saved-tensor hooks what is unpacked is theirs."""
+    """Whether backward may try to reuse an output; asked in forward.
+
+    It may not under saved-tensor hooks, because the hooks own the tensors that they unpack.
+    """
     if not _enabled or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     return _holders_of_what_only_autograd_keeps() > 0
 
 
 def take(z: Tensor, dz: Tensor) -> Tensor | None:
-    """Asked in backward: the memory of ``z``, an unpacked output, to write over.
+    """The memory of an unpacked output ``z``, to write over; asked in backward.
 
-    None where somebody else sees it, and where its gradient ``dz`` is a batch of gradients, each of which needs ``z``.
+    The result is None if another tensor shares this memory, or if the gradient ``dz`` is a batch of gradients, because
+    each of them needs ``z``.
     """
     if batched((dz,)):
         return None
     if _holders(z) > _holders_of_what_only_autograd_keeps():
         return None
-    # whoever unpacks it again is told that it has changed
+    # The version tells autograd that the tensor has changed, so that it cannot be unpacked again.
     torch.autograd.graph.increment_version(z)
     return z.detach()

@@ -1,9 +1,9 @@
-"""Convolutions of a concatenation that is not kept, and if it is large never formed:
+"""Convolutions of a concatenation that is not kept; a large concatenation is never formed:
 
     conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:])
 
-A source may be ``Interpolated``: what is kept is its small tensor, and the enlarged one exists only while its part of
-the convolution, forward or backward, is computed.
+A source may be ``Interpolated``.  Then the tensor before interpolation is kept, and the interpolated tensor exists only
+while its part of the convolution is computed, in forward or backward.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ MODES = {
     5: ("nearest", "nearest-exact", "trilinear", "area"),
 }
 aten = torch.ops.aten
-# a concatenation up to this is formed for the moment: one convolution of it is faster than several of its parts
+# A concatenation of up to this many bytes is formed for a moment, because one convolution is faster than several.
 FORMED_BYTES = 2**22
-# those that take align_corners
+# The modes that take align_corners.
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
 
@@ -40,7 +40,7 @@ class Enlarge(NamedTuple):
         return F.interpolate(x, size=self.size, mode=self.mode, align_corners=self.align_corners)
 
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, whose values matter to none of them."""
+        """The gradient of ``x`` from that of the interpolated tensor; only the shape of ``x`` matters."""
         dims = x.dim() - 2
         if self.mode == "area":
             return getattr(aten, f"_adaptive_avg_pool{dims}d_backward")(dlarge, x)
@@ -54,22 +54,22 @@ class Enlarge(NamedTuple):
 class Interpolated:
     """``torch.nn.functional.interpolate(x, size, mode=mode, align_corners=align_corners)``, not yet computed.
 
-    A source of ``functional.conv_abn``, ``functional.join_conv`` and the modules over them, which keep ``x`` for
-    backward and not the enlarged tensor.
+    It is a source for ``functional.conv_abn``, ``functional.join_conv`` and their modules, which keep ``x`` for
+    backward instead of the interpolated tensor.
 
     Args:
         x: (N, C, *spatial), with two or three spatial dimensions.
-        size: the spatial size to come.
+        size: the spatial size of the interpolated tensor.
         mode: "nearest", "nearest-exact", "bilinear" (2D), "trilinear" (3D), "bicubic" (2D) or "area".
         align_corners: as in ``interpolate``, for bilinear, trilinear and bicubic.
 
     Raises:
-        ValueError: a mode that does not fit the dimensions, a size of another length or not positive.
+        ValueError: the mode does not fit the dimensions; the size has the wrong length or is not positive.
         TypeError: ``x`` is no tensor.
     """
 
     def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
-        # what torch.fx traces has no shape to check
+        # A value that torch.fx traces has no shape to check.
         if not isinstance(x, Proxy):
             size = self._checked(x, size, mode, align_corners)
         self.x = x
@@ -95,7 +95,7 @@ class Interpolated:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the enlarged tensor."""
+        """The shape of the interpolated tensor."""
         return torch.Size([*self.x.shape[:2], *self.enlarge.size])
 
     def formed(self) -> Tensor:
@@ -109,7 +109,7 @@ Source = Tensor | Interpolated
 
 
 def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
-    """One source or several, of one batch and spatial size."""
+    """The sources as a tuple; raises if an element is no source, or if batches or spatial sizes differ."""
     sources = (x,) if isinstance(x, (Tensor, Interpolated)) else tuple(x) if isinstance(x, (tuple, list)) else (x,)
     if not sources or not all(isinstance(source, (Tensor, Interpolated)) for source in sources):
         came = [type(source).__name__ for source in sources]
@@ -126,7 +126,7 @@ def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
 
 
 def check_agree(op: str, sources: Sequence[Source]) -> None:
-    """Raises ValueError for sources of several dtypes or devices."""
+    """Raises ValueError if the sources have several dtypes or devices."""
     if len(sources) == 1:
         return
     tensors = tensors_of(sources)
@@ -136,7 +136,7 @@ def check_agree(op: str, sources: Sequence[Source]) -> None:
 
 
 def tensors_of(sources: Sequence[Source]) -> list[Tensor]:
-    """What is kept of them."""
+    """The tensors to keep for the sources; for an ``Interpolated``, the tensor before interpolation."""
     return [source.x if isinstance(source, Interpolated) else source for source in sources]
 
 
@@ -145,7 +145,7 @@ def enlarges_of(sources: Sequence[Source]) -> tuple[Enlarge | None, ...]:
 
 
 def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) -> tuple[Source, ...]:
-    """From what ``tensors_of`` and ``enlarges_of`` gave."""
+    """The sources again, from the results of ``tensors_of`` and ``enlarges_of``."""
     pairs = zip(tensors, enlarges, strict=True)
     return tuple(tensor if enlarge is None else Interpolated(tensor, *enlarge) for tensor, enlarge in pairs)
 
@@ -159,9 +159,9 @@ def formed(source: Source) -> Tensor:
 
 
 def concatenated(sources: Sequence[Source]) -> Tensor:
-    """What the sources stand for, in one tensor."""
+    """The concatenation of the sources, in one tensor."""
     if torch.compiler.is_compiling() and not is_tensor(sources) and not unfused.wanted():
-        # the compiler would keep it for backward: a checkpoint tells it to form it again
+        # The compiler would keep the concatenation for backward; a checkpoint tells it to form it again.
         enlarges = enlarges_of(sources)
 
         def again(*tensors):
@@ -177,12 +177,12 @@ def _joined(sources: Sequence[Source]) -> Tensor:
 
 
 def is_tensor(sources: Sequence[Source]) -> bool:
-    """Whether there is nothing to join or enlarge."""
+    """Whether the sources are a single tensor, so that nothing must be joined or interpolated."""
     return len(sources) == 1 and isinstance(sources[0], Tensor)
 
 
 def shape_of(sources: Sequence[Source]) -> torch.Size:
-    """That of the concatenation."""
+    """The shape of the concatenation."""
     if len(sources) == 1:
         return sources[0].shape
     N, _, *size = sources[0].shape
@@ -200,19 +200,25 @@ def padded(
     mode: str = "zeros",
     pads: Sequence[int] = (),
 ) -> tuple[tuple[Source, ...], Geometry]:
-    """The geometry, and sources in one tensor that is padded already where a convolution cannot pad so itself: by
-    ``pads`` in another mode than zeros, or by "same" with an even kernel."""
+    """The sources and the geometry of a convolution.
+
+    If a convolution cannot pad as asked, the sources become one tensor that is padded already.  This is so for a
+    ``mode`` other than zeros, which pads by ``pads``, and for "same" with an even kernel.
+    """
     if mode != "zeros":
         sources, padding = (F.pad(concatenated(sources), pads, mode=mode),), 0
     geometry, uneven = parse_geometry(op, kernel, stride, padding, dilation, groups)
-    # what has another number of dimensions is left for ``check_convolution`` to refuse
+    # `check_convolution` will refuse sources with another number of dimensions.
     if uneven and len(sources[0].shape) == len(kernel) + 2:
         sources = (F.pad(concatenated(sources), uneven),)
     return sources, geometry
 
 
 class _Part(NamedTuple):
-    """A convolution of one source, or of a range of an Interpolated's channels, and the part of the weight for it."""
+    """A part of a convolution: one source or a range of its channels, with the part of the weight for it.
+
+    ``of`` is the index of the source.
+    """
 
     of: int
     source: Source
@@ -220,15 +226,18 @@ class _Part(NamedTuple):
 
 
 def _apart(sources: Sequence[Source], geometry: Geometry) -> bool:
-    """Whether each source is convolved by itself, since all of them together are large."""
+    """Whether each source is convolved by itself, because their concatenation would be large."""
     if geometry.groups > 1 or is_tensor(sources):
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
 
 
 def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
-    """Those that are to be enlarged come first: that needs memory for a while, and is done before there is more.  One
-    of more channels than the result has is enlarged in parts of as many."""
+    """The parts of a convolution of sources, those of ``Interpolated`` sources first.
+
+    Interpolation needs memory for a moment, and runs before the other parts need theirs.  An ``Interpolated`` with more
+    channels than the result is split into ranges of as many channels as the result has.
+    """
     parts, start = [], 0
     for of, source in enumerate(sources):
         C, K = source.shape[1], w.shape[0]
@@ -242,7 +251,7 @@ def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
 
 
 def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution of what the sources stand for."""
+    """The vendor's convolution of the concatenation of the sources."""
     if not _apart(sources, geometry):
         return convolve(concatenated(sources), w, bias, geometry)
     first, *others = _parts(sources, w)
@@ -255,7 +264,10 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
 def convolve_sources_backward(
     dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of w, of the bias and of the sources' tensors; ``wanted`` is in that order."""
+    """The gradients of w, of the bias and of the tensors of the sources.
+
+    ``wanted`` says in this order which gradients are needed; the others are None.
+    """
     need_w, need_bias, *needs = wanted
     if not _apart(sources, geometry):
         dx, dw, dbias = convolve_backward(dy, concatenated(sources), w, geometry, (any(needs), need_w, need_bias))
@@ -264,12 +276,12 @@ def convolve_sources_backward(
         parts = dx.split([source.shape[1] for source in sources], dim=1) if len(sources) > 1 else (dx,)
         pairs = zip(sources, parts, needs, strict=True)
         return dw, dbias, *(_gradient(source, part) if need else None for source, part, need in pairs)
-    # by source, in the order of their channels
+    # The gradients of each source, in the order of its channels.
     dsources: list[list[Tensor | None]] = [[] for _ in sources]
     dws: list[list[Tensor | None]] = [[] for _ in sources]
     dbias = None
     for i, source, part in _parts(sources, w):
-        # the bias's gradient comes with the first
+        # The first part computes the gradient of the bias.
         asked = (needs[i], need_w, need_bias and dbias is None)
         dx, dw, db = convolve_backward(dy, formed(source), part, geometry, asked)
         dsources[i].append(None if dx is None else _gradient(source, dx))
@@ -279,11 +291,11 @@ def convolve_sources_backward(
 
 
 def _gradient(source: Source, d: Tensor) -> Tensor:
-    """Of a source's tensor, from that of what it stands for."""
+    """The gradient of a source's tensor, from the gradient of the source."""
     return source.enlarge.backward(d, source.x) if isinstance(source, Interpolated) else d
 
 
 def _cat(gradients: list[Tensor | None]) -> Tensor | None:
-    """Of ranges of channels; all of them are there, or none is."""
+    """Concatenates the gradients of ranges of channels.  Either all of them are given, or none is."""
     given = [gradient for gradient in gradients if gradient is not None]
     return torch.cat(given, dim=1) if len(given) > 1 else given[0] if given else None

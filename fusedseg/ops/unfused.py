@@ -1,5 +1,4 @@
-"""What the ops compute, in stock functions: for programs that run without this package, as ``torch.export``, ONNX and
-TorchScript make them."""
+"""The ops as stock functions, for programs that run without this package: ``torch.export``, ONNX and TorchScript."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,11 +15,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: Function) -> Function:
-    """``torch.compiler.assume_constant_result``: the compiler calls the function once, while it traces, and takes the
-    result for a constant.
+    """Lets the compiler call the function once, while it traces, and treat the result as a constant.
 
-    PyTorch's own decorator imports ``torch._dynamo``, and with it triton and sympy, which takes longer than the rest of
-    ``import fusedseg``.  All that it then does is to set this attribute.
+    It replaces ``torch.compiler.assume_constant_result``.  PyTorch's decorator imports ``torch._dynamo``, and with it
+    triton and sympy, which takes longer than the rest of ``import fusedseg``.  Then it only sets this attribute.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -28,12 +26,15 @@ def assume_constant_result(function: Function) -> Function:
 
 @assume_constant_result
 def _exporting() -> bool:
-    """Asked while a function is traced: of code that it compiles, PyTorch 2.11 says that it is exported."""
+    """Whether an export is running; called while a function is traced.
+
+    In compiled code the answer of PyTorch 2.11 is always True.
+    """
     return torch.compiler.is_exporting()
 
 
 def wanted() -> bool:
-    """Whether what is called is being written down for such a program."""
+    """Whether a call is being exported or traced to a program, and must therefore use stock functions."""
     return _exporting() or torch.jit.is_tracing()
 
 

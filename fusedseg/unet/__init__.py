@@ -1,4 +1,4 @@
-"""Segmentation networks over the modules."""
+"""Segmentation networks: U-Nets in two and three dimensions, their blocks, and presets."""
 
 from .blocks import ConvNormAct, DoubleConv, Down, Up
 from .presets import lidar_optical_unet, unet3d_large, unet3d_small

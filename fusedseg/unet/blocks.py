@@ -1,4 +1,4 @@
-"""The blocks of a U-Net.  Every norm overwrites a convolution's output, which nobody else reads."""
+"""The blocks of a U-Net.  Every norm overwrites the output of a convolution, which no other module reads."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,12 +49,12 @@ def check_choice(block: str, name: str, value: str, choices: Sequence[str]) -> N
 
 
 def groups_of(channels: int) -> int:
-    """8, as GroupNorm U-Nets have them, or as many as go into both."""
+    """The number of groups of a GroupNorm: 8, or the greatest common divisor of 8 and ``channels``."""
     return math.gcd(8, channels)
 
 
 def norm_act_of(norm_act: NormAct | str | None, dims: int, plain: bool) -> NormAct:
-    """What makes the module after a convolution; of stock modules where ``plain``."""
+    """The function that makes the module after a convolution; with ``plain`` from stock modules."""
     if norm_act is not None and not isinstance(norm_act, str):
         return norm_act
     name = norm_act or "batch"
@@ -75,19 +75,24 @@ def norm_act_of(norm_act: NormAct | str | None, dims: int, plain: bool) -> NormA
 class ConvNormAct(nn.Module):
     """3x3(x3) convolution of padding 1, then ``norm_act``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
 
-    Kept for backward: the input, and what ``norm_act`` keeps: ``Sequential(BatchNorm2d, LeakyReLU)`` keeps two tensors.
-    In the blocks below, ``ConvABN2d`` or ``ConvABN3d``, of the same children, stands in its place for ``InPlaceABN``:
-    it keeps one, which is the next convolution's input as well.
+    Kept for backward: the input, and the tensors that ``norm_act`` keeps.  ``Sequential(BatchNorm2d, LeakyReLU)`` keeps
+    two tensors.  If the norm is an ``InPlaceABN``, the blocks below use ``ConvABN2d`` or ``ConvABN3d`` with the same
+    children instead, which keeps one tensor; that tensor is also the next convolution's input.
 
     Args:
-        in_channels, out_channels: of the convolution.
+        in_channels, out_channels: the channels of the convolution.
         dims: 2 or 3, the number of spatial dimensions.
-        bias: of the convolution.  Off, as the mean that the norm subtracts takes any bias along.
-        norm_act: called with ``out_channels``, returns the module after the convolution.  It may overwrite its input.
-            "batch" (or None): ``InPlaceABN``; "instance": ``InPlaceInstanceNormAct`` with parameters; "group":
-            ``InPlaceGroupNormAct`` of 8 groups; the stock norm and LeakyReLU where ``plain``.
-        plain: of stock modules alone, as a twin to compare with; else the input may be several sources, see
-            ``JoinConv2d``.
+        bias: whether the convolution has a bias.  Off by default, because the norm subtracts the mean, which contains
+            the bias.
+        norm_act: a function that is called with ``out_channels`` and returns the module after the convolution, which
+            may overwrite its input; or a name.  "batch" (or None) stands for ``InPlaceABN``, "instance" for
+            ``InPlaceInstanceNormAct`` with parameters, "group" for ``InPlaceGroupNormAct`` with 8 groups.  With
+            ``plain`` the names stand for the stock norm and LeakyReLU.
+        plain: True builds the block from stock modules only, for comparison.  Otherwise the input may be several
+            sources, see ``JoinConv2d``.
+
+    Raises:
+        ValueError: ``dims`` is not 2 or 3, or the name of the norm is unknown.
     """
 
     conv: nn.Conv2d | nn.Conv3d
@@ -113,7 +118,7 @@ class ConvNormAct(nn.Module):
 
 
 def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:
-    """``ConvNormAct``, as one op where its norm is an ``InPlaceABN``."""
+    """A ``ConvNormAct``, or a ``ConvABN`` if its norm is an ``InPlaceABN``."""
     module = ConvNormAct(in_channels, out_channels, **options)
     if options.get("plain") or type(module.norm) is not InPlaceABN:
         return module
@@ -121,9 +126,9 @@ def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Mod
 
 
 class DoubleConv(nn.Sequential):
-    """``ConvNormAct``, or ``ConvABN``, twice: in_channels to out_channels to out_channels, of the same spatial size.
+    """Two times ``ConvNormAct`` or ``ConvABN``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
 
-    Arguments and what is kept for backward: see ``ConvNormAct``.
+    ``ConvNormAct`` describes the arguments and the tensors kept for backward.
     """
 
     def __init__(self, in_channels: int, out_channels: int, **options: Any) -> None:
@@ -136,8 +141,9 @@ class DoubleConv(nn.Sequential):
 class Down(nn.Sequential):
     """Max-pooling by 2, then ``DoubleConv``: every spatial size s becomes s // 2.
 
-    Kept for backward: the pool's output and a byte for each of its elements (stock: the pool's input, and eight bytes),
-    and what ``DoubleConv`` keeps.  Arguments: see ``ConvNormAct``.
+    Kept for backward: the pool's output, one byte for each of its elements, and the tensors that ``DoubleConv`` keeps.
+    A stock pool keeps its input, and eight bytes for each element of its output.  ``ConvNormAct`` describes the
+    arguments.
     """
 
     def __init__(self, in_channels: int, out_channels: int, **options: Any) -> None:
@@ -150,31 +156,34 @@ class Down(nn.Sequential):
 class Up(nn.Module):
     """Enlarges x to the size of the skips, joins the skips and it, and applies ``DoubleConv``.
 
-    x: (N, in_channels, *small), or several tensors of ``in_channels`` together; skips: (N, skip_channels, *spatial), in
-    one tensor or several; returns (N, out_channels, *spatial).  x is enlarged by one of
+    Shapes: x is (N, in_channels, *small), or several tensors with ``in_channels`` channels together.  The skips are
+    (N, skip_channels, *spatial), in one tensor or several.  The result is (N, out_channels, *spatial).  x is enlarged
+    in one of two modes:
 
-    * "linear": bi- or trilinear interpolation, to the skip's size whatever that is (``fit="resize"``), or by 2 and with
-      zeros around it to the skip's size (``fit="pad"``); where ``reduce``, after a 1x1 convolution to ``up_channels``,
-      which equals one after the interpolation, as its weights sum to one, at a quarter (an eighth in 3D) of the cost.
-    * "transposed": a transposed 2x2 convolution of stride 2, for a skip of size 2 s or 2 s + 1 where x has size s; the
-      odd last row holds the bias.
+    * "linear" interpolates bi- or trilinearly.  With ``fit="resize"`` it interpolates to the skip's size, whatever that
+      is; with ``fit="pad"`` it interpolates by 2 and pads with zeros to the skip's size.  With ``reduce``, a 1x1
+      convolution to ``up_channels`` runs before the interpolation.  This equals a convolution after it, because the
+      weights of the interpolation sum to one, at a quarter (in 3D an eighth) of the cost.
+    * "transposed" applies a transposed 2x2 convolution of stride 2.  If x has size s, the skip must have size 2 s or
+      2 s + 1; in the second case the last row holds the bias.
 
-    Kept for backward: x, the skips (each already kept by who made it), and what ``DoubleConv`` keeps; neither the
-    concatenation nor the interpolated map, but where ``fit="pad"`` has to pad.
+    Kept for backward: x, the skips (which the modules that made them keep anyway), and the tensors that ``DoubleConv``
+    keeps.  The concatenation and the interpolated map are kept only if ``fit="pad"`` has to pad.
 
     Args:
-        in_channels, skip_channels, out_channels: of x, of all skips together and of the result.
+        in_channels, skip_channels, out_channels: the channels of x, of all skips together and of the result.
         dims: 2 or 3, the number of spatial dimensions.
         mode: "linear" or "transposed".
         reduce: whether "linear" has a 1x1 convolution.
-        up_channels: of the enlarged map, ``skip_channels`` unless given; ``in_channels`` without ``reduce``.
+        up_channels: the channels of the enlarged map; by default ``skip_channels``.  Without ``reduce`` they are
+            ``in_channels``.
         fit: "resize" or "pad".
-        align_corners: of the interpolation.
-        bias, norm_act, plain: see ``ConvNormAct``; the convolution that enlarges has a bias always.
+        align_corners: as in ``torch.nn.functional.interpolate``.
+        bias, norm_act, plain: as in ``ConvNormAct``.  The convolution that enlarges always has a bias.
 
     Raises:
-        ValueError: an unknown mode or fit, or dims not 2 or 3; in forward, skips of several sizes, or a skip that a
-            transposed convolution, or padding, cannot reach.
+        ValueError: the mode or fit is unknown, or ``dims`` is not 2 or 3; in forward, the skips have several sizes, or
+            a transposed convolution or padding cannot reach the size of the skip.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015 (the transposed convolution, their "up-convolution").
     """
@@ -218,7 +227,7 @@ class Up(nn.Module):
                 f"fusedseg.unet.Up: skips must have one spatial size, got {[tuple(skip.shape) for skip in skips]}"
             )
         sources = [*skips, self._enlarged(x, skips[0].shape[2:])]
-        # rebound, so that the enlarged map is gone before the convolutions allocate
+        # The names are rebound, so that the enlarged map is freed before the convolutions allocate.
         joined = torch.cat(sources, dim=1) if self.plain else sources  # type: ignore[arg-type]
         del sources
         return self.conv(joined)

@@ -29,32 +29,34 @@ def check_widths(net: str, name: str, widths: Sequence[int], count: int | None =
 class MultiEncoderUNet(nn.Module):
     """A U-Net with an encoder for each of several images, whose bottoms and skips one decoder joins.
 
-    Maps images (N, in_channels[i], *spatial), of one spatial size, to logits (N, num_classes, *spatial), in two or
-    three dimensions.  ``widths[0]`` channels at full size in each encoder; each further width is one level, at half the
-    size, down and up again.  Any spatial size of at least ``2 ** (len(widths) - 1)`` works, odd ones too: pooling
-    floors, and the way up restores the size.
+    It maps images (N, in_channels[i], *spatial) of one spatial size to logits (N, num_classes, *spatial), in two or
+    three dimensions.  Each encoder has ``widths[0]`` channels at full size.  Each further width is one level at half
+    the size, on the way down and up.  Any spatial size of at least ``2 ** (len(widths) - 1)`` works, odd sizes too,
+    because pooling rounds down and the way up restores the size.
 
-    Kept for backward: one tensor for each convolution and its norm, and a byte for each element that pooling leaves.
-    The concatenations, of the bottoms and of the skips with the enlarged map, are not kept, nor formed where they are
-    large, nor is the enlarged map kept; ``plain=True`` is the twin that keeps them all.
+    Kept for backward: one tensor for each convolution and its norm, and one byte for each element of a pool's output.
+    The concatenations (of the bottoms, and of the skips with the enlarged map) and the enlarged map are not kept, and
+    large concatenations are not formed.  ``plain=True`` builds the network of stock modules, which keeps them all.
 
     Args:
-        in_channels: of each image.
-        num_classes: channels of the result.
+        in_channels: the channels of each image.
+        num_classes: the channels of the result.
         dims: 2 or 3, the number of spatial dimensions.
-        widths: channels of each encoder at each level, from full size to the bottom, at least two.
-        up_widths: channels of the decoder's levels, from the lowest to full size; by default those of all skips there.
-        mode, reduce, fit, align_corners: how the way up enlarges, see ``Up``.
-        bias: of the convolutions in front of a norm.  Off, as the mean that the norm subtracts takes any bias along.
-        norm_act: called with a number of channels, returns the module after a convolution.  It may overwrite its input.
-            "batch" (or None), "instance" or "group": see ``ConvNormAct``.
-        plain: of stock modules alone (BatchNorm and LeakyReLU unless ``norm_act`` says otherwise): the same function,
-            with the same parameters in the same order, to compare with.
+        widths: the channels of each encoder at each level, from full size to the bottom, at least two.
+        up_widths: the channels of the decoder's levels, from the lowest level to full size; by default as many as all
+            skips of the level have.
+        mode, reduce, fit, align_corners: how the decoder enlarges, see ``Up``.
+        bias: whether the convolutions before a norm have biases.  Off by default, because the norm subtracts the mean,
+            which contains the bias.
+        norm_act: a function that is called with a number of channels and returns the module after a convolution, which
+            may overwrite its input; or "batch" (or None), "instance" or "group", see ``ConvNormAct``.
+        plain: True builds the network from stock modules only (BatchNorm and LeakyReLU unless ``norm_act`` says
+            otherwise).  It is the same function, with the same parameters in the same order, for comparison.
 
     Raises:
-        ValueError: dims, widths, mode or channels outside the above; in forward, images of another number, of other
-            channels or dimensions, too small to be halved that often, or so small that a norm's statistics are of one
-            value.
+        ValueError: an argument is outside these ranges; in forward, the number of images, their channels or dimensions
+            are wrong, an image is too small to be halved at every level, or so small that a norm would take the
+            statistics of a single value.
 
     Source: Ronneberger et al., "U-Net", MICCAI 2015; Çiçek et al., "3D U-Net", MICCAI 2016.  Unlike theirs,
     convolutions are padded, so that the logits have the size of the image.
@@ -90,7 +92,7 @@ class MultiEncoderUNet(nn.Module):
         skip_widths = [encoders * width for width in reversed(widths[:-1])]
         up_widths = skip_widths if up_widths is None else check_widths(name, "up_widths", up_widths, len(widths) - 1)
         self.in_channels, self.dims = in_channels, dims
-        # "": a module of the caller's, which may take whatever statistics it likes
+        # "" stands for a module of the caller, whose statistics are unknown.
         self._norm = norm_act if isinstance(norm_act, str) else "batch" if norm_act is None else ""
         options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
         self.incs = nn.ModuleList(DoubleConv(channels, widths[0], **options) for channels in in_channels)
@@ -142,12 +144,15 @@ class MultiEncoderUNet(nn.Module):
             self._check_lowest_level(images[0], levels)
 
     def _check_lowest_level(self, x: Tensor, levels: int) -> None:
-        """Norms that take statistics of a single value would raise, many modules further down."""
+        """Raises ValueError if a norm would take the statistics of a single value.
+
+        The norm itself would raise too, but without the image size that works.
+        """
         samples = 1 if self._norm == "instance" else x.shape[0]
         if self._norm not in ("batch", "instance") or samples * math.prod(n // 2**levels for n in x.shape[2:]) != 1:
             return
         norms: list[Any] = [module for module in self.downs.modules() if hasattr(module, "running_mean")]
-        # frozen norms take none
+        # Frozen norms take no statistics.
         if any(norm.training or norm.running_mean is None for norm in norms):
             larger = f"a spatial size of at least {2 ** (levels + 1)}"
             raise ValueError(
@@ -157,13 +162,13 @@ class MultiEncoderUNet(nn.Module):
             )
 
     def load_stock_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the weights of a network of stock modules and the same structure, whatever its modules are called.
+        """Loads the weights of a network of stock modules with the same structure; names of modules may differ.
 
         Tensors are matched in order: convolution, BatchNorm, convolution, BatchNorm, ... from the encoders through the
         decoder to the last convolution.
 
         Raises:
-            ValueError: another number of tensors, or of another shape; nothing is loaded then.
+            ValueError: the number of tensors or a shape differs.  Nothing is loaded then.
         """
         where = f"fusedseg.unet.{type(self).__name__}.load_stock_state_dict"
         own = self.state_dict()
@@ -180,13 +185,13 @@ class MultiEncoderUNet(nn.Module):
 
 
 class UNet(MultiEncoderUNet):
-    """The U-Net of one image: maps (N, in_channels, *spatial) to logits (N, num_classes, *spatial).
+    """A U-Net for one image: (N, in_channels, *spatial) to logits (N, num_classes, *spatial).
 
-    ``widths[0]`` channels at full size; each further width is one level, at half the size, down and up again.
-    Arguments, what is kept for backward and what is raised: see ``MultiEncoderUNet``; ``in_channels`` is a number here.
+    It has ``widths[0]`` channels at full size.  Each further width is one level at half the size, on the way down and
+    up.  ``MultiEncoderUNet`` describes the arguments, the tensors kept for backward and the errors; here
+    ``in_channels`` is a number.
 
-    With plain PyTorch modules the same function, with the same parameters in the same order, is
-    ``UNet(..., plain=True)``.
+    ``UNet(..., plain=True)`` is the same function of stock PyTorch modules, with the same parameters in the same order.
     """
 
     def __init__(self, in_channels: int, num_classes: int, **options) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bench.contenders import CONTENDERS, CONV_CONTENDERS, conv_contenders, unet
-from bench.conv_kernels import KERNELS, TRITON, VENDOR, VENDOR_STATS, Choice, KernelSection, TritonJob
+from bench.gpu.conv_kernels import KERNELS, TRITON, VENDOR, VENDOR_STATS, Choice, KernelSection, TritonJob
+from bench.gpu.test_conv_kernels import expected_of_kernels, run_kernels
 from bench.harness import Result, compete, count_bytes, relative_error
 from bench.jobs import ConvJob, InferenceJob
 from bench.results import Section
@@ -16,10 +17,8 @@ from bench.test_conv_abn import (
     Case,
     expected,
     expected_in_inference,
-    expected_of_kernels,
     make_data,
     module,
-    run_kernels,
 )
 
 CPU = torch.device("cpu")

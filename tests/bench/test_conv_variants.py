@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench.conv_kernels import TritonJob
-from bench.conv_variants import CASES, VARIANTS, Blocks, work
+from bench.gpu.conv_kernels import TritonJob
+from bench.gpu.conv_variants import CASES, VARIANTS, Blocks, work
+from bench.gpu.test_conv_kernels import expected_of_kernels
+from bench.gpu.variants import applied
 from bench.harness import relative_error
-from bench.test_conv_abn import Case, expected_of_kernels, make_data
-from bench.variants import applied
+from bench.test_conv_abn import Case, make_data
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -70,7 +71,7 @@ def test_work():
 def test_variants_compile_for_tensor_cores_without_spills():
     from tests.tools.codegen import compile_launches
 
-    launches = compile_launches("sm_90", "bench.conv_variants", "LAUNCHES")
+    launches = compile_launches("sm_90", "bench.gpu.conv_variants", "LAUNCHES")
     assert len(launches) >= sum(len(cases) for cases in CASES.values())
     print(*(f"{of['registers']:4d} {of['shared']:7d}  {of['case']}" for of in launches), sep="\n")
     # of 149 registers; under Triton 3.9 two go to memory, once a tile

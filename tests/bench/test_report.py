@@ -5,7 +5,6 @@ import json
 import pytest
 
 from bench import (
-    goals,
     test_conv_abn,
     test_convert,
     test_inplace_abn,
@@ -15,8 +14,10 @@ from bench import (
     test_unet,
 )
 from bench.contenders import conv_contenders, norm_contenders
+from bench.files import ReportError, load
+from bench.gpu import goals
 from bench.harness import Result
-from bench.report import BEGIN, END, ReportError, changes, load, main, report_lines, write_into
+from bench.report import BEGIN, END, changes, main, report_lines, write_into
 from bench.results import Section
 
 # cases that run by default on a GPU, by the stem of their file

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench.gpu.norm_variants import LAUNCH, VARIANTS, KernelJob, nbytes, work
+from bench.gpu.variants import Variant, VariantSection, applied, compete_variants
 from bench.harness import Copy, Result, disagreement, relative_error
 from bench.norm_layers import NormCase, expected, make_data
-from bench.norm_variants import LAUNCH, VARIANTS, KernelJob, nbytes, work
-from bench.variants import Variant, VariantSection, applied, compete_variants
 
 CPU = torch.device("cpu")
 CASE = NormCase("batch", (2, 6, 5, 7), "fp32")

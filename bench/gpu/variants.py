@@ -1,9 +1,9 @@
-"""Variants of launch constants, timed beside the default in one process: each has its prediction before it is measured.
+"""Times variants of launch constants beside the default in one process.  Each variant states a prediction beforehand.
 
     Variant("8-programs", "8 programs a multiprocessor hide more latency: forward 5 % faster",
             {"fusedseg.kernels.launch": {"PROGRAMS_PER_SM": 8}})
 
-A constant is overridden where it is read: a module that imports it by name has its own.
+A constant must be overridden in the module that reads it: a module that imports it by name has its own copy.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from .harness import Job, Missing, Result, compete
+from ..harness import Job, Missing, Result, compete
+from ..results import COPY, COPY_PASSES, Section, aligned, spread, two_digits
 from .precompile import precompile
-from .results import COPY, COPY_PASSES, Section, aligned, spread, two_digits
 
 DEFAULT = "default"
-# module: its constants
+# The name of a module, and the new values of its constants by name.
 Overrides = Mapping[str, Mapping[str, Any]]
 
 
 class Variant(NamedTuple):
-    """``prediction``: what it should change and why, in one line."""
+    """Other values of launch constants.  ``prediction`` says in one line what should change and why."""
 
     name: str
     prediction: str
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a part of a case has to do: so many bytes ("GB/s") or operations ("TFLOP/s")."""
+    """The work of a part of a case: ``amount`` bytes if ``unit`` is "GB/s", operations if it is "TFLOP/s"."""
 
     amount: int
     unit: str
@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
 @contextlib.contextmanager
 def applied(overrides: Overrides) -> Iterator[None]:
-    """Constants of modules have other values inside.
+    """A context in which constants of modules have other values.
 
     Raises:
         AttributeError: a module has no constant of that name.
@@ -72,7 +72,7 @@ def applied(overrides: Overrides) -> Iterator[None]:
 
 
 class Overridden:
-    """A job under a variant's constants.  What keeps it from running at all is reported, and ends no others."""
+    """A job under a variant's constants.  An error in its first step becomes ``Missing``: the other jobs still run."""
 
     def __init__(self, job: Job, overrides: Overrides) -> None:
         self.job, self.overrides = job, overrides
@@ -109,8 +109,10 @@ class Overridden:
 
 
 def compile_ahead(device: torch.device, launches: str) -> None:
-    """Before a bench of variants: compilers take longer than all that is timed.  What fails here fails again there, by
-    name.  ``launches``: see ``precompile.py``."""
+    """Compiles all launches before a bench of variants, because compilers take longer than the timing.
+
+    A launch that fails here fails again in the bench, which names it.  ``launches``: see ``precompile.py``.
+    """
     if device.type != "cuda":
         pytest.skip("variants are those of launches on a GPU")
     precompile(launches)
@@ -126,10 +128,10 @@ def compete_variants(
     others: Mapping[str, Callable[[], Job]] | None = None,
     probes: Mapping[str, Any] | None = None,
 ) -> dict[str, Result]:
-    """Checks and times the job by default and under each variant, kernels alone: see ``compete``.
+    """Checks the job and times its kernels, under the default and under each variant; see ``compete``.
 
-    ``others``: contenders beside them, under no overrides, such as the vendor's.  A probe named "copy" says what
-    bandwidth a copy of the tensor has.
+    ``others`` are further contenders without overrides, such as the vendor's.  A probe named "copy" measures the
+    bandwidth of a copy of the tensor.
     """
 
     def overridden(overrides: Overrides) -> Job:
@@ -143,7 +145,7 @@ def compete_variants(
 
 @dataclass
 class VariantSection(Section):
-    """Of each case, ``work`` by part, and the ``variants`` that were tried."""
+    """Adds the ``work`` of each part and the ``variants`` to each case."""
 
     parts: tuple[str, ...] = ("forward", "backward")
     counts: tuple[str, ...] = ("peak",)
@@ -153,12 +155,12 @@ class VariantSection(Section):
     def add(
         self, case: str, variants: tuple[Variant, ...], results: dict[str, Result], work: dict[str, Work], nbytes: int
     ) -> None:
-        """Of a case whose tensor has so many bytes."""
+        """Adds a case; ``nbytes`` is the size of its tensor."""
         self.cases[case], self.variants[case] = results, variants
         self.work[case], self.tensor_bytes[case] = work, nbytes
 
     def wrong(self, case: str) -> dict[str, str]:
-        """Those without times, and why."""
+        """The contenders without times, and the reason for each."""
         return {name: why for name, result in self.cases[case].items() if (why := result.refused or result.missing)}
 
     def case_to_json(self, case: str) -> dict[str, Any]:
@@ -176,12 +178,12 @@ class VariantSection(Section):
         for case, results in self.cases.items():
             lines += ["", case + self.copied(case), *aligned(self.rows(case))]
             lines += [f"failed: {name}: {result.missing}" for name, result in results.items() if result.missing]
-        # cases of a kind share theirs
+        # Cases of one kind share their variants.
         predictions = dict.fromkeys(f"{v.name}: {v.prediction}" for tried in self.variants.values() for v in tried)
         return [*lines, "", *predictions, *self.refusals()]
 
     def copy_rate(self, case: str) -> float | None:
-        """Bytes a second that a copy of the case's tensor reads and writes."""
+        """Bytes that a copy of the case's tensor reads and writes in a second; None if it was not timed."""
         if COPY not in self.cases[case]:
             return None
         return COPY_PASSES * self.tensor_bytes[case] / median(self.cases[case][COPY].forward)

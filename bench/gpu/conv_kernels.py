@@ -1,8 +1,8 @@
-"""The convolution of ``conv_abn`` alone, with the statistics of what it stores: Triton's kernel, whose epilogue leaves
-them, against the vendor's convolution followed by the statistics kernel of ``norm_act``.
+"""Jobs and table for the convolution of ``conv_abn`` alone, with the statistics of its output.
 
-Triton breaks even at that fraction of the vendor's speed which the statistics kernel would cost: with r = vendor /
-(vendor + statistics), in seconds, it pays to convolve at more than r times the vendor's TFLOP/s.
+Triton's kernel computes the statistics in its epilogue.  Its rival is the vendor's convolution, followed by the
+statistics kernel of ``norm_act``.  Triton's kernel may be slower than the vendor's convolution by as much as that
+second kernel takes: with r = vendor / (vendor + statistics), in seconds, it wins above r times the vendor's TFLOP/s.
 """
 
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from fusedseg.ops import conv_abn, conv_choice
 from fusedseg.ops.convolution import Geometry, convolve, output_format
 from fusedseg.ops.layout import Layout, layout_of
 
-from .harness import Result
-from .results import Section, aligned, summary, timed, two_digits
+from ..harness import Result
+from ..results import Section, aligned, summary, timed, two_digits
 
 VENDOR, VENDOR_STATS, TRITON = "vendor", "vendor+statistics", "triton"
 
 
 class KernelJob:
-    """y = conv(x, w), by the vendor."""
+    """The vendor's convolution, y = conv(x, w)."""
 
     def __init__(self, x: Tensor, w: Tensor, geometry: Geometry) -> None:
         self.x, self.w, self.geometry = x.detach(), w.detach(), geometry
-        # (count, mean, M2) of parts of y, (3, parts, K)
+        # (count, mean, M2) of each part of y, as one tensor of shape (3, parts, K)
         self.partial: Tensor | None = None
 
     def prepare(self) -> None:
@@ -50,7 +50,7 @@ class KernelJob:
 
 
 class VendorStatsJob(KernelJob):
-    """The same, and the first of the two launches that ``norm_act_fwd`` makes for a large tensor."""
+    """The vendor's convolution, then the first of the two launches that ``norm_act_fwd`` makes for a large tensor."""
 
     def forward(self, prepared: None) -> Tensor:
         from fusedseg.kernels.norm_stats import norm_stats
@@ -62,7 +62,7 @@ class VendorStatsJob(KernelJob):
 
 
 class TritonJob(KernelJob):
-    """Ours, statistics in the epilogue."""
+    """Our convolution kernel, which computes the statistics in its epilogue."""
 
     def forward(self, prepared: None) -> Tensor:
         from fusedseg.kernels.conv_abn import launch_conv
@@ -78,7 +78,7 @@ class TritonJob(KernelJob):
         return y
 
 
-# the vendor's convolution, which allows the others their rounding, comes first
+# The vendor's convolution comes first: the other kernels may round as much as it does.
 KERNELS = {VENDOR: KernelJob, VENDOR_STATS: VendorStatsJob, TRITON: TritonJob}
 
 
@@ -89,7 +89,7 @@ def layout_of_dense(t: Tensor) -> Layout:
 
 
 def merged(partial: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the whole."""
+    """Mean and variance of all of y, merged from its parts."""
     count, mean, m2 = partial.double()
     n = count.sum(0)
     whole = (count * mean).sum(0) / n
@@ -97,14 +97,14 @@ def merged(partial: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Choice(NamedTuple):
-    """What "auto" convolves with in training, and whether by its rule alone or by a measurement of both."""
+    """The backend that "auto" chooses in training; ``why`` says whether a rule or a measurement decided."""
 
     name: str
     why: str
 
 
 def choice_of(x: Tensor, w: Tensor, geometry: Geometry) -> Choice:
-    """After a training step of that convolution, at which "auto" has measured what its rule leaves open."""
+    """The choice of "auto" for a convolution.  A training step must have run before, in which "auto" measures both."""
     if not conv_choice.could_win(x, layout_of(x), w, geometry):
         return Choice("aten", "rule")
 
@@ -118,13 +118,13 @@ def choice_of(x: Tensor, w: Tensor, geometry: Geometry) -> Choice:
 
 
 def flops(x: Tensor, w: Tensor, geometry: Geometry) -> int:
-    """A multiplication and an addition for each output element and weight of its channel, padding among them."""
+    """Counts a multiplication and an addition for each output element and weight of its channel, padding included."""
     return 2 * geometry.output_shape(x.shape, w.shape).numel() * w[0].numel()
 
 
 @dataclass
 class KernelSection(Section):
-    """Beside the times, each case's floating-point operations and what "auto" chose."""
+    """Adds each case's floating-point operations and the choice of "auto" to the times."""
 
     parts: tuple[str, ...] = ("forward",)
     counts: tuple[str, ...] = ()
@@ -169,5 +169,5 @@ class KernelSection(Section):
 
 
 def tera(operations: int, results: dict[str, Result]) -> dict[str, float]:
-    """TFLOP/s of the convolution; Triton's statistics are done in the same time."""
+    """TFLOP/s of the convolution.  The time of Triton's kernel includes its statistics."""
     return {name: operations / median(results[name].forward) / 1e12 for name in (VENDOR, TRITON)}

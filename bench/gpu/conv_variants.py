@@ -1,4 +1,4 @@
-"""The convolution kernel of ``conv_abn`` under other launch constants: cases, and the variants that compete.
+"""Cases and variants for the convolution kernel of ``conv_abn`` under other launch constants.
 
 Predictions are for an H200: 132 multiprocessors at 1.75 GHz, each with 19 bytes a cycle from memory (4.3 TB/s), about
 28 from L2 (6.5 TB/s) and 128 of shared memory, and 2048 multiplications a cycle in half precision.  A step of the
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 import triton
 
+from ..data import DTYPES, memory_format_of
+from ..test_conv_abn import Case
 from .conv_kernels import TritonJob, flops
-from .data import DTYPES, memory_format_of
-from .test_conv_abn import Case
 from .variants import Variant, Work, applied
 
 CONV, CONV_ABN = "fusedseg.kernels.conv", "fusedseg.kernels.conv_abn"
-# up to Triton 3.6 copies of 16 bytes pass by the L1 cache, whatever is asked for, and those of 8 go through it
+# Up to Triton 3.6, copies of 16 bytes bypass the L1 cache whatever the code asks for; copies of 8 bytes go through it.
 ANY_WIDTH = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 8)
 THROUGH_L1 = {"X_CACHE": ".ca"} if ANY_WIDTH else {"X_CACHE": ".ca", "X_VECTOR": 4}
 
 
 class Blocks(dict):
-    """Stands in for ``conv_blocks``: constants of the kernel, warps and stages, and the grid that follows."""
+    """Stands in for ``conv_blocks``: overrides constants, warps and stages, and derives the grid from them."""
 
     def __call__(self, M, C, K, groups, dtype, tensor_cores, device, affine=False):
         from fusedseg.kernels import conv
@@ -68,14 +68,14 @@ ROWS_256 = variant(
 )
 FOUR_STAGES = variant("4-stages", "three stages cover the latency of L2: no change", num_stages=4)
 CASES = {
-    # one step: the loop over tiles is what is pipelined
+    # The loop over channels and taps has one step, so the loop over tiles is pipelined.
     "pointwise": [Case((8, 64, 512, 512), 64, 1, "bf16", rows) for rows in (True, False)],
     "pointwise-deep": [
         Case(shape, out, 1, "bf16", rows)
         for shape, out in (((8, 128, 256, 256), 64), ((8, 512, 64, 64), 256))
         for rows in (True, False)
     ],
-    # a row of an image is two tiles of 128 positions, or four
+    # A row of an image is two or four tiles of 128 positions.
     "images": [Case((8, channels, 512, 512), 64, 3, "bf16", True) for channels in (64, 128)],
     "images-128": [Case((8, 128, 256, 256), 128, 3, "bf16", True)],
     "volumes": [Case((2, 64, 320, 150, 26), 64, 3, "fp16", True)],
@@ -127,7 +127,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         FOUR_STAGES,
         PROGRAMS,
     ),
-    # 32 KB of 128 x 128 tiles a step from L2 take 1170 cycles, tensor cores 512
+    # A step of a 128 x 128 tile takes 1170 cycles for 32 KB from L2, and 512 cycles of the tensor cores.
     "images-128": (
         L1._replace(
             prediction="two of three taps hit L1: 22 KB a step from L2, not 32, 790 cycles, not 1170: 25 % faster"
@@ -146,7 +146,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
 
 
 def work(case: Case) -> Work:
-    """One tap: bytes of x and y.  Several: operations."""
+    """The work of a case: the bytes of x and y for a kernel of one tap, the operations for several taps."""
     x, y = (torch.Size((*case.shape[:1], channels, *case.shape[2:])) for channels in (case.shape[1], case.out_channels))
     if case.kernel == 1:
         return Work((x.numel() + y.numel()) * DTYPES[case.dtype].itemsize, "GB/s")
@@ -154,7 +154,7 @@ def work(case: Case) -> Work:
 
 
 def launch(case: Case, overrides: Any) -> None:
-    """On tensors that nobody touches, for ``bench.precompile``."""
+    """Launches a case on CPU tensors that no kernel touches, for ``bench.gpu.precompile``."""
     dtype, memory_format = DTYPES[case.dtype], memory_format_of(len(case.shape), case.channels_last)
     x, w = (torch.empty(s, dtype=dtype, memory_format=memory_format) for s in (case.shape, case.weight_shape))
     with applied(overrides):

@@ -1,50 +1,50 @@
 #!/usr/bin/env bash
-# All that a GPU is to show, in one command that ends within nine minutes and needs no network:
+# Installs, tests and benches the package on a GPU, in one command that ends within nine minutes and needs no network:
 #
-#   bench/gpu.sh                    install, prove, bench, report
-#   bench/gpu.sh install variants   those stages alone; their names are below
-#   BENCH_COMMIT=abc1234 bench/gpu.sh    says what is measured, in a copy without its history
-#   DEVICE=cpu TESTS=tests/unet BENCHES=bench/test_machine.py bench/gpu.sh    rehearses it without a GPU
+#   bench/gpu/gpu.sh                    install, prove, bench, report
+#   bench/gpu/gpu.sh install variants   only the named stages, which are listed below
+#   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
+#   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
 #
-# install   the package, by the packages that are here
-# prove     at once, since nothing is timed: the tests, compute-sanitizer over the small ones, and the first step of all
-#           that the benches time, which fills the compilers' caches
-# bench     the goals' cases, alone on the machine, in one process; JSON to bench/results/<gpu>/
-# more      the benches' other cases (pytest bench/ -m slow)
-# variants  launch constants against each other
-# report    what was measured, beside the goals
+# install   installs the package, without its dependencies
+# prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
+#           which fills the compilers' caches; nothing is timed
+# bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
+# more      times the other cases of the benches (pytest bench/ -m slow)
+# variants  times launch constants against each other
+# report    prints the measured figures beside the goals
 #
 # Logs are in bench/out/gpu/.  Exits with 1 if a stage failed or ran out of its time.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 
 device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 read -ra tests <<<"${TESTS:-tests}"
-# the most important first, should time run out
-read -ra benches <<<"${BENCHES:-$(printf 'bench/test_%s.py ' machine inplace_abn inplace_norm_act max_pool conv_abn \
-  unet convert launch norm_act)}"
+# The most important benches come first, because time may run out.
+read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' inplace_abn inplace_norm_act \
+  max_pool conv_abn) bench/gpu/test_conv_kernels.py $(printf 'bench/test_%s.py ' unet convert launch norm_act)}"
 stages=("${@:-install prove bench report}")
 read -ra stages <<<"${stages[*]}"
-# seconds: nine minutes in all
+# Limits in seconds; the default stages take nine minutes together.
 declare -A limits=([install]=20 [prove]=245 [bench]=250 [more]=500 [variants]=400 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
-# nothing of the caller's may decide how kernels run
+# The caller's settings must not decide how kernels run.
 unset FUSEDSEG_BACKEND TRITON_INTERPRET
 
 outcomes=()
 failed=()
 
-# run STAGE NAME COMMAND...: a log, the stage's limit, an outcome
+# run STAGE NAME COMMAND...: runs a command within the limit of its stage, and writes its log and its outcome
 run() {
   local limit=${limits[$1]} name=$2 began=$SECONDS code=0
   shift 2
   timeout --signal=INT --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1 || code=$?
   local state=passed
   ((code == 0)) || state="failed ($code)"
-  # pytest that was interrupted ends with 2
+  # An interrupted pytest also ends with a code, so the time decides.
   ((SECONDS - began < limit)) || state="out of time"
   echo "$name: $state, $((SECONDS - began)) s" | tee "$logs/$name.outcome"
 }
@@ -57,11 +57,11 @@ settle() {
   done
 }
 
-# sanitize TOOL: tests marked so, whose tensors lie in allocations of their own
+# sanitize TOOL: runs the tests marked `sanitize` under a tool; each tensor has an allocation of its own
 sanitize() {
   local tool
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
-  # errors of the driver's own functions are PyTorch's questions, such as whether a pointer is of the device
+  # PyTorch asks the driver questions that fail by design, such as whether a pointer is on the device.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
     "$python" -m pytest tests -m sanitize --device cuda -q -p no:cacheprovider
 }
@@ -75,7 +75,7 @@ prove() {
   for bench in "${benches[@]}"; do
     name=rehearsal-$(basename "$bench" .py)
     names+=("$name")
-    # the tests, which take longest, go first
+    # `nice` lets the tests, which take longest, go first.
     TORCHINDUCTOR_COMPILE_THREADS=4 run prove "$name" nice "$python" -m pytest "$bench" --device "$device" --rehearse \
       -q -p no:cacheprovider &
   done
@@ -103,7 +103,7 @@ print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu.sh: no stage '$stage'; there are install, prove, bench, more, variants and report" >&2 && exit 2 ;;
+    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, prove, bench, more, variants and report" >&2 && exit 2 ;;
   esac
 done
 

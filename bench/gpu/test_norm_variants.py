@@ -1,6 +1,6 @@
-"""The normalisation kernels on a GPU under other launch constants.
+"""Times the normalisation kernels on a GPU under other launch constants.
 
-pytest bench/test_norm_variants.py -m variants --device cuda
+pytest bench/gpu/test_norm_variants.py -m variants --device cuda
 """
 
 from functools import partial
@@ -9,10 +9,10 @@ import pytest
 
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 
-from .contenders import SLOPE
-from .data import DTYPES
-from .harness import Copy
-from .norm_layers import expected, make_data
+from ..contenders import SLOPE
+from ..data import DTYPES
+from ..harness import Copy
+from ..norm_layers import expected, make_data
 from .norm_variants import CASES, VARIANTS, KernelJob, nbytes, work
 from .variants import VariantSection, compete_variants, compile_ahead
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.variants
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(device):
-    compile_ahead(device, "bench.norm_variants:LAUNCHES")
+    compile_ahead(device, "bench.gpu.norm_variants:LAUNCHES")
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)

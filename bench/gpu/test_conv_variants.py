@@ -1,16 +1,19 @@
-"""The convolution kernel on a GPU under other launch constants, beside the vendor's.
+"""Times the convolution kernel on a GPU under other launch constants, beside the vendor's convolution.
 
-pytest bench/test_conv_variants.py -m variants --device cuda
+pytest bench/gpu/test_conv_variants.py -m variants --device cuda
 """
 
 from functools import partial
 
 import pytest
 
+pytest.importorskip("triton")
+
+from ..harness import Copy
+from ..test_conv_abn import make_data, tolerance
 from .conv_kernels import KERNELS, VENDOR, VENDOR_STATS, TritonJob
 from .conv_variants import CASES, VARIANTS, work
-from .harness import Copy
-from .test_conv_abn import expected_of_kernels, make_data, tolerance
+from .test_conv_kernels import expected_of_kernels
 from .variants import VariantSection, compete_variants, compile_ahead
 
 SECONDS = 1.5
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.variants
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(device):
-    compile_ahead(device, "bench.conv_variants:LAUNCHES")
+    compile_ahead(device, "bench.gpu.conv_variants:LAUNCHES")
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
@@ -31,7 +34,7 @@ def test_variants(kind, case, device, report):
         VARIANTS[kind],
         partial(TritonJob, x, w, case.geometry),
         partial(expected_of_kernels, case, data),
-        # statistics are sums, as gradients are
+        # Statistics are sums, so the tolerance of gradients applies.
         {"y": output, "mean": gradient, "var": gradient},
         device,
         SECONDS,

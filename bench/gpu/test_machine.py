@@ -1,5 +1,8 @@
-"""What the machine can do, before anything of ours is judged: bandwidth, the vendor's convolutions and norms, what the
-compiler makes of a convolution with its norm, and how much of a tensor a second pass finds in the L2 cache."""
+"""Measures the machine itself, before our code is judged.
+
+The figures are bandwidth, the vendor's convolutions and norms, the kernels that the compiler generates for a
+convolution with its norm, and how much of a tensor a second pass finds in the L2 cache.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,29 +16,29 @@ from torch import Tensor, nn
 
 from fusedseg.ops.layout import layout_of
 
-from . import harness
-from .contenders import SLOPE, aggressive, compiled, conv_then, leaky
-from .data import Source, describe
-from .harness import FLUSH_BYTES, Copy, Missing, interleave
-from .results import PASSES, aligned, spread
+from .. import harness
+from ..contenders import SLOPE, aggressive, compiled, conv_then, leaky
+from ..data import Source, describe
+from ..harness import FLUSH_BYTES, Copy, Missing, interleave
+from ..results import PASSES, aligned, spread
 
 SECONDS = {"cpu": 0.2, "cuda": 0.3}
 MIB = 2**20
 SIZES = {"cpu": (1, 16, 64), "cuda": (4, 16, 32, 64, 256, 1024, 4096)}
-# of one activation tensor of a U-Net at full resolution
+# The shape of one activation tensor of a U-Net at full resolution.
 NORM_SHAPE = {"cpu": (2, 32, 64, 64), "cuda": (8, 64, 512, 512)}
-# (batch, size) of the spatial dimensions; channels in and out
+# ((batch, spatial size), channels in and out)
 CONVOLUTIONS = {
     "cpu": [((2, (32, 32)), (32, 64)), ((1, (8, 16, 16)), (32,))],
     "cuda": [((8, (128, 128)), (32, 64, 128, 256, 512)), ((2, (32, 64, 64)), (32, 64, 128, 256, 512))],
 }
 BLOCK = {"cpu": (2, 16, 32, 32), "cuda": (8, 64, 256, 256)}
-# MiB of a tensor whose second pass follows its first at once
+# Sizes in MiB of the tensors of `test_second_pass_finds_the_first_in_l2`.
 REUSED = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)
 
 
 class Call:
-    """A probe of two calls, the second on what the first returns."""
+    """A probe of two calls; the second call gets the result of the first."""
 
     def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any] = lambda out: ()) -> None:
         self._forward, self._backward = forward, backward
@@ -58,7 +61,7 @@ def _not_in_a_rehearsal():
 
 @pytest.fixture
 def record(report, device):
-    """Writes results of one measurement beside the others, and a table of them."""
+    """A function that writes the results of one measurement to the report, and prints them as a table."""
 
     def write(name: str, results: Mapping[str, Any], head: list[str], rows: list[list[str]]) -> None:
         measured.setdefault(report.directory, {})[name] = results
@@ -68,18 +71,18 @@ def record(report, device):
     return write
 
 
-# results by folder
+# The results of all measurements so far, by folder.
 measured: dict[Any, dict[str, Any]] = {}
 
 
 def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
-    """Spread of a part of each job; kernels alone on a GPU."""
+    """Times a part of each job; on a GPU, its kernels without the launches.  Returns medians and spread."""
     results = interleave(jobs, device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda")
     return {name: spread(getattr(result, part)) for name, result in results.items()}
 
 
 def test_bandwidth(device, record):
-    """Copies, reads and writes by torch, in GB/s of all bytes that move."""
+    """Torch's copies, reads and writes, in GB/s over all bytes that move."""
     moved, results, rows = {"copy": 2, "read": 1, "write": 1}, {}, []
     for size in SIZES[device.type]:
         source = torch.empty(size * MIB // 2, dtype=torch.bfloat16, device=device).normal_()
@@ -94,7 +97,7 @@ def test_bandwidth(device, record):
 
 
 def test_vendor_convolutions(device, record):
-    """bf16 and channels_last: forward, gradient of the input and of the weight, in TFLOP/s."""
+    """TFLOP/s of the vendor's convolution in bf16 and channels_last: forward, gradients of the input and the weight."""
     results, rows = {}, []
     names = ("forward", "dx", "dw")
     for (batch, size), widths in CONVOLUTIONS[device.type]:
@@ -124,7 +127,7 @@ def test_vendor_convolutions(device, record):
 
 
 def test_eager_batch_norm(device, record):
-    """The stock norm alone, in GB/s of the passes that a fused one of a large tensor needs."""
+    """GB/s of the stock norm alone, counted on the passes that a fused norm of a large tensor needs."""
     results, rows = {}, []
     for dtype in ("fp16", "bf16"):
         for channels_last in (False, True):
@@ -144,7 +147,7 @@ def test_eager_batch_norm(device, record):
 
 
 def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """Name and microseconds of each kernel of a step, in order."""
+    """(name, microseconds) of each kernel of a step, in the order of their start."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profiler:
         step()
@@ -155,13 +158,16 @@ def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str,
 
 
 def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
-    """Convolution, BatchNorm and LeakyReLU, forward and backward: bytes that Inductor counts, in passes over the
-    tensor, those of the convolutions (6) among them; on a GPU also its kernels and their times."""
+    """Bytes that Inductor counts for convolution, BatchNorm and LeakyReLU, forward and backward.
+
+    They are given in passes over the tensor; the convolutions need 6 of them.  On a GPU the kernels and their times
+    follow.
+    """
     from torch._inductor import compile_fx, metrics
 
-    # Inductor counts where it would say so
+    # Inductor counts bytes only if its metrics log is enabled.
     monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
-    # what comes from a cache is not counted
+    # Inductor does not count a graph that comes from a cache.
     monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
     monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
 
@@ -195,7 +201,7 @@ def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
 
 
 def test_second_pass_finds_the_first_in_l2(device, record):
-    """The pass that applies, walking backwards, right after the one that reduces and after a flush of the cache."""
+    """Times the applying pass, which walks backwards, right after the reducing pass and after a flush of the cache."""
     if device.type != "cuda":
         pytest.skip("needs --device cuda")
     from fusedseg.kernels.norm_act import norm_act_fwd
@@ -222,7 +228,7 @@ def test_second_pass_finds_the_first_in_l2(device, record):
             jobs = {"warm": Call(partial(norm_stats, x, layout), apply), "cold": Call(cold, apply)}
             times = timed_alone(jobs, device, "backward")
             warm, late = (times[name]["median_ms"] for name in ("warm", "cold"))
-            # at the speed of the cold pass, which reads and writes
+            # The saved time as bytes, at the speed of the cold pass, which reads and writes.
             reused = (1 - warm / late) * 2 * x.nbytes
             case = describe(tuple(x.shape), "bf16", channels_last)
             results[case] = {**times, "reused_bytes": reused}

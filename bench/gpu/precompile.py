@@ -1,9 +1,9 @@
-"""Compiles kernels ahead, as many at a time as there are cores, so that what is timed finds them in Triton's cache.
+"""Compiles kernels in parallel, one process a core, so that a bench finds them in Triton's cache.
 
-    python -m bench.precompile bench.norm_variants:LAUNCHES tests.kernels.norm_act_launches:CASES
+    python -m bench.gpu.precompile bench.gpu.norm_variants:LAUNCHES tests.kernels.norm_act_launches:CASES
 
-Each argument names a dict of functions that call launchers with CPU tensors, which are not touched: nothing runs on the
-device that it compiles for, that of this machine.
+Each argument names a dict of functions that call launchers with CPU tensors.  The kernels are compiled for the GPU of
+this machine, and none of them runs.
 """
 
 import importlib
@@ -16,17 +16,17 @@ TARGET = "sm_90"
 
 
 def target() -> str:
-    """Of the GPU here, or of the one that is meant where there is none."""
+    """The architecture of this machine's GPU; without a GPU, ``TARGET``."""
     import torch
 
     return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else TARGET
 
 
 def precompile(*sources: str, processes: int | None = None) -> list[str]:
-    """Returns what failed, one line each."""
+    """Compiles all launches of the sources; returns one line for each launch that failed."""
     count = processes or os.cpu_count() or 1
     arch = target()
-    command = [sys.executable, "-m", "bench.precompile", "--share"]
+    command = [sys.executable, "-m", "bench.gpu.precompile", "--share"]
 
     def share(k: int) -> list[str]:
         arguments = [*command, f"{k}/{count}", arch, *sources]
@@ -38,7 +38,7 @@ def precompile(*sources: str, processes: int | None = None) -> list[str]:
 
 
 def compile_share(k: int, count: int, target: str, sources: list[str]) -> None:
-    """Every ``count``-th launch from the k-th; prints what failed."""
+    """Compiles every ``count``-th launch, starting with the k-th, and prints one line for each failure."""
     from fusedseg.kernels.dry_run import dry_run
 
     launches = []

@@ -1,4 +1,4 @@
-"""Kernels of a norm and its activation under other launch constants: cases, jobs and the variants that compete."""
+"""Cases, jobs and variants for the kernels of a norm and its activation under other launch constants."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,9 @@ from torch import Tensor
 
 import fusedseg.ops.layout
 
-from .contenders import SLOPE
-from .data import DTYPES, memory_format_of
-from .norm_layers import NormCase
+from ..contenders import SLOPE
+from ..data import DTYPES, memory_format_of
+from ..norm_layers import NormCase
 from .variants import Variant, Work, applied
 
 ACT = ("leaky_relu", SLOPE)
@@ -20,7 +20,7 @@ LAUNCH, STATS, FORWARD, BACKWARD = (
 )
 
 CASES = {
-    # several programs a channel, two launches or three
+    # Several programs share a channel, in two launches or three.
     "split": [
         NormCase("batch", (8, 64, 512, 512), "bf16"),
         NormCase("batch", (8, 64, 512, 512), "bf16", True),
@@ -29,7 +29,7 @@ CASES = {
         NormCase("instance", (2, 32, 128, 128, 128), "fp16"),
         NormCase("instance", (2, 32, 128, 128, 128), "fp16", True),
     ],
-    # slabs that fit on chip, or would
+    # The slab of a program fits on chip, or nearly so.
     "slab": [
         NormCase("batch", (8, 1024, 32, 32), "bf16"),
         NormCase("batch", (8, 1024, 32, 32), "bf16", True),
@@ -37,8 +37,8 @@ CASES = {
         NormCase("batch", (8, 64, 16, 16), "bf16", True),
     ],
 }
-# of an H200: 132 multiprocessors, of which each moves 33 GB/s where all together reach 4.3 TB/s, so that with 0.8 us
-# from a load to its value at least 26 KB must be under way in each
+# Predictions are for an H200.  Its 132 multiprocessors move 33 GB/s each if all together reach 4.3 TB/s.  A load takes
+# 0.8 us, so that at least 26 KB must be under way in each multiprocessor.
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "split": (
         Variant(
@@ -175,7 +175,7 @@ def work(case: NormCase, kind: str) -> dict[str, Work]:
 
 
 def launch(case: NormCase, overrides: Any) -> None:
-    """Both launches on tensors that nobody touches, for ``bench.precompile``."""
+    """Launches both directions on CPU tensors that no kernel touches, for ``bench.gpu.precompile``."""
     memory_format = memory_format_of(len(case.shape), case.channels_last)
     x = torch.empty(case.shape, dtype=DTYPES[case.dtype], memory_format=memory_format)
     job = KernelJob(case, {"x": x, "dz": x, **dict.fromkeys(("weight", "bias"), torch.empty(case.shape[1]))})

@@ -1,21 +1,18 @@
-"""Goals on an H200, each one figure of the results of a run.  T is one activation tensor."""
+"""Goals for an H200.  Each goal is a bound for one figure of a run's results.  T is one activation tensor."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .results import COPY, COPY_PASSES, PASSES
-
-# what a file of results holds for a case, and all files by their stem
-CaseResults = Mapping[str, Any]
-Files = Mapping[str, Mapping[str, Any]]
+from ..files import CaseResults, Files
+from ..results import COPY, COPY_PASSES, PASSES
 
 
 class Absent(Exception):
-    """A figure that was not measured, and why."""
+    """A figure was not measured; the message says why."""
 
 
 class Goal(NamedTuple):
-    """``figure`` of ``case`` in ``<stem>.json`` is to be at most ``bound``, or at least that."""
+    """``figure`` of ``case`` in ``<stem>.json`` must be at most ``bound``, or with ``at_least`` no less than it."""
 
     what: str
     figure: str
@@ -27,7 +24,7 @@ class Goal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """``value`` is None where it was not measured; ``why`` says the reason."""
+    """The measured value of a goal.  If it was not measured, ``value`` is None and ``why`` gives the reason."""
 
     goal: Goal
     value: float | None
@@ -41,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 def contender(case: CaseResults, name: str) -> Mapping[str, Any]:
-    """Raises ``Absent`` where it has no figures."""
+    """The results of a contender; raises ``Absent`` if it has none."""
     found = case["contenders"].get(name)
     if found is None:
         raise Absent(f"{name} did not run")
@@ -55,7 +52,7 @@ def milliseconds(case: CaseResults, name: str, part: str) -> float:
 
 
 def time_to(rival: str, part: str = "step", ours: str = "ours") -> tuple[str, Callable[[CaseResults], float]]:
-    """Of ours to the rival's."""
+    """Figure and function: our time of a part, divided by the rival's."""
 
     def value(case: CaseResults) -> float:
         return milliseconds(case, ours, part) / milliseconds(case, rival, part)
@@ -71,7 +68,7 @@ def time_to_copy(part: str) -> tuple[str, Callable[[CaseResults], float]]:
 
 
 def bandwidth(part: str) -> tuple[str, Callable[[CaseResults], float]]:
-    """Of the fewest passes, to that of a copy."""
+    """Figure and function: our bandwidth, counted on the fewest passes that suffice, divided by a copy's."""
 
     def value(case: CaseResults) -> float:
         passes = PASSES[part] / COPY_PASSES
@@ -88,7 +85,7 @@ def kept_to(rival: str) -> tuple[str, Callable[[CaseResults], float]]:
 
 
 def tensors_at_the_peak() -> tuple[str, Callable[[CaseResults], float]]:
-    """x, which z is written over, and dx: dz is there before."""
+    """Figure and function: the peak in T.  A step needs x, over which z is written, and dx; dz exists before it."""
 
     def value(case: CaseResults) -> float:
         return contender(case, "ours")["peak_bytes"] / case["tensor_bytes"]
@@ -115,7 +112,7 @@ def goals() -> list[Goal]:
             what = "BN + LeakyReLU backward, large"
             add(what, *large, (bandwidth("backward"), 0.88), at_least=True)
             add(what, *large, (time_to("eager", "backward"), 0.65), (time_to("compiled", "backward"), 0.95))
-            # a temporary would make it 3
+            # One temporary tensor would make it 3.
             add(what, *large, (tensors_at_the_peak(), 2.1))
     for size in ("8x512x32x32", "8x256x16x16"):
         for layout in ("nchw", "nhwc"):
@@ -152,7 +149,7 @@ def goals() -> list[Goal]:
 
 
 def judge(files: Files) -> list[Verdict]:
-    """Of what ``report.load`` read."""
+    """The verdict on every goal, from the files that ``bench.files.load`` read."""
     verdicts = []
     for goal in goals():
         try:

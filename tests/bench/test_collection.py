@@ -1,0 +1,36 @@
+"""``pytest tests bench`` works in one process, in either order, with pytest-benchmark or without it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_pytest(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return run.stdout
+
+
+@pytest.mark.parametrize("folders", [("tests", "bench"), ("bench", "tests")], ids="-".join)
+def test_tests_and_benches_are_collected_together(folders):
+    # The benches import what the demo needs.
+    for package in ("matplotlib", "nilearn", "triton"):
+        pytest.importorskip(package)
+    collected = run_pytest(*folders, "--collect-only").splitlines()
+    for path in (
+        "tests/ops/test_inplace_abn.py",
+        "tests/bench/test_conv_abn.py",
+        "bench/test_conv_abn.py",
+        "bench/gpu/test_machine.py",
+    ):
+        assert any(node.startswith(f"{path}::") for node in collected), path
+
+
+def test_a_bench_finds_its_fixtures_beside_the_tests():
+    """Without pytest-benchmark every bench ended with "fixture 'benchmark' not found"."""
+    run_pytest("tests/test_layers.py", "bench/test_launch.py", "--setup-only")
