@@ -3,7 +3,7 @@
 While a scope is active (``fusedseg.recompute()``, see ``recompute.py``), saved tensors pass through ``Registry.pack``.
 An op that can rebuild its output cheaply says so right after it ran:
 
-    z = NormActFunction.apply(x, mean, rstd, weight, bias)    # saves x
+    z = Function.apply(x, mean, rstd, weight, bias)           # saves x
     recipe.offer(z, rebuild, x, mean, rstd, weight, bias)     # rebuild(x, mean, rstd, weight, bias) gives z again
 
 and whoever saves ``z``, or a view of it, from then on has the recipe saved in place of the data.
