@@ -232,6 +232,15 @@ _ROWS = (
         idempotent=True,
     ),
     Row(
+        "softplus",
+        nn.Softplus,
+        function=lambda y, p: F.softplus(y),
+        forward=lambda y, p: aten.softplus.out(y, out=y),
+        grad=lambda dz, y, p: aten.softplus_backward.grad_input(dz, y, 1, 20, grad_input=y),
+        node="Softplus",
+        fixed=(("beta", 1.0), ("threshold", 20.0)),
+    ),
+    Row(
         "prelu",
         nn.PReLU,
         function=lambda y, slope: F.prelu(y, slope.to(y.dtype)),
@@ -256,7 +265,6 @@ OTHERS = (
     Other("hardtanh", nn.Hardtanh),
     Other("celu", nn.CELU),
     Other("rrelu", nn.RReLU),
-    Other("softplus", nn.Softplus, "Softplus"),
     Other("sigmoid", nn.Sigmoid, "Sigmoid"),
     Other("tanh", nn.Tanh, "Tanh"),
     Other("hardsigmoid", nn.Hardsigmoid),

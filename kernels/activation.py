@@ -18,6 +18,7 @@ Of the others the output has no inverse; phi'(y) is found from y.  s is the sigm
     gelu_tanh    y s(2 u), u the cubic in y        s(2 u) + y s(2 u) s(-2 u) 2 u'
     mish         y t, t = tanh(log(1 + exp(y)))    t + y s(y) (1 - t^2)
     hardswish    y min(max(y + 3, 0), 6) / 6       y <= -3 ? 0 : y < 3 ? y / 3 + 1 / 2 : 1
+    softplus     y > 20 ? y : log(1 + exp(y))      y > 20 ? 1 : s(y)
 
 None of them subtracts numbers that are nearly equal, and NaN stays NaN, as on aten.
 """
@@ -38,6 +39,27 @@ def expm1(y):
         near = 1.0 + y * near * 0.3333333333333333
         near = 1.0 + y * near * 0.5
         v = tl.where(y > -0.25, y * near, v)
+    return v
+
+
+@triton.jit
+def log1p(e):
+    """log(1 + e) for 0 <= e <= 1, to the last digits of a small e as well."""
+    if e.dtype == tl.float32:
+        # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = e / (2 + e) <= 1 / 3; the rest is below 2e-9
+        s = e / (2.0 + e)
+        t = s * s
+        v = 0.07692307692307693 + t * 0.06666666666666667
+        v = 0.09090909090909091 + t * v
+        v = 0.1111111111111111 + t * v
+        v = 0.14285714285714285 + t * v
+        v = 0.2 + t * v
+        v = 0.3333333333333333 + t * v
+        v = 2.0 * s * (1.0 + t * v)
+    else:
+        # what 1 + e has lost by rounding, log(1 + e) has lost in proportion
+        u = 1.0 + e
+        v = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return v
 
 
@@ -92,6 +114,9 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
         z = y * t
     elif ACT == "hardswish":
         z = tl.where(y <= -3, y * 0.0, tl.where(y >= 3, y, y * (y + 3.0) * 0.16666666666666666))
+    elif ACT == "softplus":
+        # without overflow, and from 20 on as the stock function has it
+        z = tl.where(y > 20, y, tl.where(y > 0, y, 0.0) + log1p(tl.exp(-tl.abs(y))))
     elif ACT == "identity":
         z = y
     else:
@@ -144,6 +169,9 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = dz * (t + y * tl.sigmoid(y) * sech2)
     elif ACT == "hardswish":
         g = tl.where(y <= -3, 0.0, tl.where(y >= 3, dz, dz * (y * 0.3333333333333333 + 0.5)))
+    elif ACT == "softplus":
+        s, _ = sigmoid_parts(y)
+        g = tl.where(y > 20, dz, dz * s)
     elif ACT == "identity":
         g = dz
     else:
