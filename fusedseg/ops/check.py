@@ -31,20 +31,17 @@ def check_tangents(op: str, *tensors: Tensor) -> None:
 
 def check_input(op: str, x: Tensor) -> None:
     """``x`` is an activation tensor (N, C, *spatial)."""
-    check_transforms(op)
+    # The conditions of the three functions are asked here first: each call costs the host time in every step.
+    if torch._C._are_functorch_transforms_active():
+        check_transforms(op)
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
-    check_tangents(op, x)
-    check_dtype(op, "x", x.dtype)
+    if forward_ad._current_level >= 0:
+        check_tangents(op, x)
+    if x.dtype not in ACTIVATION_DTYPES:
+        check_dtype(op, "x", x.dtype)
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")
-
-
-def _is_channel_vector(v: Tensor, C: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Fast check.  On failure, ``check_channel_vector`` raises the specific error."""
-    if not isinstance(v, Tensor) or v.shape != (C,) or v.device != device:
-        return False
-    return v.dtype == dtype or (v.dtype == torch.float32 and dtype in HALF)
 
 
 def check_channel_vector(
@@ -52,10 +49,13 @@ def check_channel_vector(
 ) -> None:
     """``v`` is None, or one value for each of C channels of what ``of`` names, in its dtype, or in fp32 beside half
     precision."""
-    if v is None or _is_channel_vector(v, C, dtype, device):
+    if v is None:
         return
     if not isinstance(v, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(v).__name__}")
+    # first in short, since nearly every vector passes
+    if v.shape == (C,) and v.dtype == dtype and v.device == device:
+        return
     if v.dim() != 1 or v.shape[0] != C:
         raise ValueError(f"{op}: {name} must have shape ({C},), one value per channel of {of}, got {tuple(v.shape)}")
     if v.dtype != dtype and not (v.dtype == torch.float32 and dtype in HALF):

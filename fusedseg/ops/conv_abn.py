@@ -25,7 +25,7 @@ from .norm import op as norm_op
 from .norm.aten_output import activate_
 from .norm.checks import check_norm
 from .norm.kept import Kept
-from .norm.spec import Passed, Spec, Statistics, move_running, stats_dtype
+from .norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
 from .sources import (
     Source,
     concatenated,
@@ -69,8 +69,8 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
             return _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
         passed = Passed(z, weight, bias, running_mean=running_mean, running_var=running_var)
-        _, stats, xhat_kept = norm_op.forward(passed, settings.norm, layout, kept, z)
-        return z, stats.mean, stats.second, xhat_kept
+        found = norm_op.forward(passed, settings.norm, layout, kept, z)
+        return z, found.mean, found.second, found.xhat
     from ..kernels.conv_abn import conv_abn_fwd
 
     x, x_layout = dense(*sources)
@@ -287,8 +287,7 @@ def conv_abn(
         done: list[Tensor | None] = []
         arguments = settings, norm, done, enlarges_of(sources)
         z = _Convolution.apply(arguments, w, conv_bias, *tensors_of(sources))
-        call = norm_op.Call(settings.norm, kept, done=done)
-        return norm_op.NormFunction.apply(z, weight, bias, None, None, call)
+        return norm_op.after_convolution(passed_with(z), settings.norm, kept, done)
     moved = conv_bias if training and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
@@ -303,7 +302,8 @@ def conv_abn(
             act.param, slots, count, conv_backend,
         )  # fmt: skip
         if training:
-            move_running(passed_with(z), settings.norm, Statistics(*stats), z.numel() // z.shape[1])
+            found = Normalised(z, *stats)
+            move_running(passed_with(z), settings.norm, found, z.numel() // z.shape[1])
     if moved is not None and running_mean is not None:
         with torch.no_grad():
             running_mean.add_(moved, alpha=momentum)

@@ -50,7 +50,11 @@ def batched(args: Sequence[Any]) -> bool:
     """Whether an argument stands for a batch of tensors, as a gradient inside ``vmap`` does."""
     if torch.compiler.is_compiling():
         return False
-    return any(isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)) for arg in args)
+    # A loop calls less than any() of a generator would.
+    for arg in args:  # noqa: SIM110
+        if isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)):
+            return True
+    return False
 
 
 def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:

@@ -7,7 +7,7 @@ from ...activation import Activation
 from ..layout import Layout, channel_view
 from . import aten_input, aten_output, aten_samples
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Statistics, Wanted, like_parameters, move_running
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, like_parameters, move_running
 
 
 class Aten:
@@ -19,15 +19,13 @@ class Aten:
             return aten_input.forward(passed, spec)
         assert out is not None
         if layout.I * layout.D == 1:
-            mean, second, xhat = aten_output.forward(passed, spec, layout, kept, out)
-            return Normalised(out, Statistics(mean, second), xhat)
-        # of samples: the running statistics move once, by the averages of all of them
-        unmoved = passed._replace(running_mean=None, running_var=None)
+            return Normalised(out, *aten_output.forward(passed, spec, layout, kept, out))
+        # The running statistics of samples move once, towards the averages of all of them.
+        unmoved = passed if passed.running_mean is None else passed._replace(running_mean=None, running_var=None)
         by = aten_samples if layout.I > 1 else aten_output
-        mean, second, xhat = by.forward(unmoved, spec, layout, kept, out)
-        stats = Statistics(mean, second)
-        move_running(passed, spec, stats, layout.N * layout.S)
-        return Normalised(out, stats, xhat)
+        found = Normalised(out, *by.forward(unmoved, spec, layout, kept, out))
+        move_running(passed, spec, found, layout.N * layout.S)
+        return found
 
     def backward(
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
@@ -37,12 +35,12 @@ class Aten:
         dresidual = torch.empty_like(saved.source) if wanted.residual else None
         by = aten_samples if layout.I > 1 else aten_output
         found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
-        if not wanted.affine:
-            return Gradients(found.dx, dresidual=dresidual)
-        weight, bias = saved.weight, saved.bias
-        dtype = (weight if weight is not None else bias).dtype  # type: ignore[union-attr]
-        dweight, dbias = (None if v is None else v.to(dtype) for v in found[1:3])
-        return Gradients(found.dx, dweight, dbias, dresidual)
+        parameter = saved.weight if saved.weight is not None else saved.bias
+        same = parameter is None or parameter.dtype == saved.second.dtype
+        if dresidual is None and same:
+            return found
+        found = found._replace(dresidual=dresidual)
+        return found if same or not wanted.affine else like_parameters(found, saved)
 
     def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
         return aten_input.rebuild(saved, spec)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
 from .aten_groups import over_channels
-from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Statistics, Wanted, stats_dtype
+from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, stats_dtype
 
 aten = torch.ops.aten
 
@@ -52,9 +52,11 @@ def _problems(x: Tensor, spec: Spec) -> Sequence[Tensor]:
 
 def _wide(v: Tensor | None, x: Tensor) -> Tensor | None:
     """A parameter in the dtype of the statistics."""
+    if v is None or (v.dtype == x.dtype and v.dtype in (torch.float32, torch.float64)):
+        return v
     wide = stats_dtype(x)
     # without a call where there is nothing to do, as nearly always
-    return v if v is None or v.dtype == wide else v.to(wide)
+    return v if v.dtype == wide else v.to(wide)
 
 
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -106,12 +108,14 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
                 buffer.copy_(v.view(-1, x.shape[1]).mean(0))
     if passed.residual is not None:
         z.add_(passed.residual)
-    return Normalised(activate(z, spec.act, passed.slope), Statistics(mean, second))
+    return Normalised(activate(z, spec.act, passed.slope), mean, second)
 
 
 def _wide_saved(saved: Saved) -> Saved:
     x = saved.source
-    return saved._replace(weight=_wide_weight(saved.weight, x), bias=_wide(saved.bias, x))
+    weight, bias = _wide_weight(saved.weight, x), _wide(saved.bias, x)
+    # without a call where there is nothing to do, as nearly always
+    return saved if weight is saved.weight and bias is saved.bias else saved._replace(weight=weight, bias=bias)
 
 
 def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:

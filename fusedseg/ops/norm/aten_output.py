@@ -131,7 +131,7 @@ def forward(
     outv = xv if out is x else channel_view(out, layout)
     # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
-    bias = None if bias is None else cast(bias, acc)
+    bias = bias if bias is None or bias.dtype == acc else bias.to(acc)
     own_update = running_mean is not None and running_mean.dtype != acc
     if training and kept is None and not _slow_statistics(x, layout, acc) and not own_update and layout.D == 1:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)

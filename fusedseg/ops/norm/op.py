@@ -14,7 +14,6 @@ Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from .spec import (
     Passed,
     Saved,
     Spec,
-    Statistics,
     Wanted,
     move_running,
     statistics_count,
@@ -50,12 +48,12 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     if spec.process_group is not None:
         # before anything is written: a collective that fails leaves all as it was
         joint = sync.joint_moments(x, layout, spec.process_group)
-        given = passed._replace(running_mean=joint.mean, running_var=joint.second)
+        given = passed._replace(running_mean=joint.mean, running_var=joint.var)
         found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
-        return found._replace(stats=joint)
+        return Normalised(found.z, joint.mean, joint.var, found.xhat, joint.total, joint.share)
     if x.numel() == 0:
         zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
-        return Normalised(torch.empty_like(x) if out is None else out, Statistics(zeros[0], zeros[1]))
+        return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
     return backend_of(x, spec.act).forward(passed, spec, layout, kept, out)
 
 
@@ -71,8 +69,15 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
     return backend_of(x, spec.act).rebuild(saved, spec, spec.layout(x, layout))
 
 
-def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
-    """The gradients, in the dtypes of the parameters.  ``saved.source`` is dense, and ``layout`` is its layout."""
+def backward(dz: Tensor, *flat) -> Gradients:
+    """The gradients, in the dtypes of the parameters.
+
+    ``flat``: the tensors of ``Saved`` one by one, since a graph of the gradients leads back to each of them; and a
+    tuple of the spec, the layout of the source, which is dense, the kept channels, and what is wanted.
+    """
+    *tensors, rest = flat
+    saved = Saved(*tensors)
+    spec, layout, kept, wanted = rest
     source = saved.source
     if saved.share is not None:
         assert spec.process_group is not None
@@ -92,92 +97,77 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
 
 
-def _saved(found: Normalised, passed: Passed, spec: Spec) -> Saved:
-    """What is kept for backward."""
-    stats = found.stats
-    if spec.keep == "input":
-        # behind the identity the residual's gradient is dz, and nothing is computed again
-        residual = None if spec.act.name == "identity" else passed.residual
-        source, mean, second = passed.x, stats.mean, stats.second
-        return Saved(source, passed.weight, passed.bias, residual, passed.slope, mean, second, None, stats.share)
-    second = stats.second if stats.total is None else torch.rsqrt(stats.second + spec.eps)
-    return Saved(found.z, passed.weight, passed.bias, passed.residual, None, None, second, found.xhat, stats.share)
+class NormFunction(torch.autograd.Function):
+    """Keeps the tensors of ``Saved``.
 
-
-class Call(NamedTuple):
-    """What ``NormFunction`` is given beside tensors that have gradients.
-
-    ``done``: rstd and xhat of the kept channels, where x is the output already, as a convolution has left it.
-    ``found``: a list to leave the statistics in, for whoever else may rebuild z.
+    ``call``: the tensors that are passed, the spec, the kept channels, ``done`` and ``saved``.  ``done`` is rstd and
+    xhat of the kept channels where x is the output already, as a convolution has left it, else None.  ``saved`` is a
+    list to leave a ``Saved`` in, for whoever else may rebuild z, or None.  ``tensors``: x, weight and bias of those
+    passed, and residual and slope unless both are None; autograd sees only what it is given so.
     """
 
-    spec: Spec
-    kept: Kept | None = None
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    done: Sequence[Tensor | None] | None = None
-    found: list[Saved] | None = None
-
-
-class NormFunction(torch.autograd.Function):
-    """Keeps what ``_saved`` says."""
-
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, slope, call):
-        spec, in_place = call.spec, call.spec.keep == "output"
+    def forward(ctx, call, *tensors):
+        passed, spec, kept, done, for_others = call
+        x, weight, bias, residual, slope, _, _ = passed
+        in_place = spec.keep == "output"
         source, layout = dense(x)
-        ctx.layout = layout = spec.layout(source, layout)
+        if spec.kind != "batch":
+            layout = spec.layout(source, layout)
         laid = None if residual is None else like(residual, source)
-        passed = Passed(source, weight, bias, laid, slope, call.running_mean, call.running_var)
-        if call.done is not None:
-            rstd, xhat = call.done
-            found = Normalised(source, Statistics(rstd, rstd), xhat)
+        if source is not x or laid is not residual:
+            passed = passed._replace(x=source, residual=laid)
+        mean, share = None, None
+        if done is not None:
+            z, (second, xhat) = source, done
         else:
-            found = forward(passed, spec, layout, call.kept, source if in_place else None)
-            if found.stats.total is not None:
-                move_running(passed, spec, found.stats, 0)
-        ctx.has_residual, ctx.reuse = residual is not None, False
+            found = forward(passed, spec, layout, kept, source if in_place else None)
+            z, mean, second, xhat, total, share = found
+            if total is not None:
+                move_running(passed, spec, found, 0)
+                second = torch.rsqrt(second + spec.eps) if in_place else second
+        ctx.spec, ctx.layout, ctx.kept = spec, layout, kept
+        ctx.passed_on = residual is not None and spec.act.name == "identity"
         if in_place:
-            ctx.reuse = reuse.wanted()
+            residual, mean = laid, None
             if source is x:
                 ctx.mark_dirty(x)
-        elif laid is not residual:
-            # of other strides than x, it is kept as it is rather than a copy of it
-            passed = passed._replace(residual=residual)
-        saved = _saved(found, passed, spec)
-        ctx.spec, ctx.kept = spec, call.kept
-        ctx.save_for_backward(*saved)
-        if call.found is not None:
-            call.found.append(saved)
-        return found.z
+            source = z
+        elif ctx.passed_on:
+            # nothing is computed again behind the identity
+            residual = None
+        ctx.reuse = in_place and reuse.wanted()
+        ctx.save_for_backward(source, weight, bias, residual, slope, mean, second, xhat, share)
+        if for_others is not None:
+            for_others.append(Saved(source, weight, bias, None, slope, mean, second))
+        return z
 
     @staticmethod
     def backward(ctx, dz):
-        saved, needs, spec = ctx.saved_tensors, ctx.needs_input_grad, ctx.spec
-        passed_on = ctx.has_residual and spec.act.name == "identity"
+        saved, spec = ctx.saved_tensors, ctx.spec
+        # residual and slope are not among the arguments where both are None
+        needs = *ctx.needs_input_grad[1:], False, False
         into = reuse.take(saved[0], dz) if ctx.reuse and not torch.is_grad_enabled() else None
-        wanted = Wanted(needs[1] or needs[2], ctx.has_residual and needs[3] and not passed_on, into)
-        # flat, since a graph of the gradients leads back to each of these tensors
-        rest = spec, ctx.layout, ctx.kept, wanted
-        grads = differentiated_once(spec.name, _backward_of_flat, dz, *saved, rest)
-        return *_of_inputs(grads, dz if passed_on else None, needs), None
-
-
-def _backward_of_flat(dz: Tensor, *flat) -> Gradients:
-    *saved, rest = flat
-    return backward(dz, Saved(*saved), *rest)
+        wanted = Wanted(needs[1] or needs[2], needs[3] and not ctx.passed_on, into)
+        grads = differentiated_once(spec.name, backward, dz, *saved, (spec, ctx.layout, ctx.kept, wanted))
+        return None, *_of_inputs(grads, dz if ctx.passed_on else None, needs)
 
 
 def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:
-    """The gradients that autograd asks for, in the order of the op's tensors: x, weight, bias, residual and slope.
+    """The gradients that autograd asks for: those of x, weight, bias, residual and slope, of which ``needs`` says
+    which are needed.
 
     ``passed_on``: the gradient of the residual, where that is dz.
     """
     dx, dweight, dbias, dresidual, dslope = grads
-    if passed_on is not None:
-        dresidual = passed_on
-    five = dx, dweight, dbias, dresidual, dslope
-    return tuple(grad if need else None for grad, need in zip(five, needs, strict=False))
+    dresidual = dresidual if passed_on is None else passed_on
+    return (
+        dx if needs[0] else None,
+        dweight if needs[1] else None,
+        dbias if needs[2] else None,
+        dresidual if needs[3] else None,
+        dslope if needs[4] else None,
+    )
 
 
 @torch.library.custom_op("fusedseg::norm", mutates_args=())
@@ -200,27 +190,27 @@ def norm_op(
     groups: int,
     process_group: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The functional op: z, the vectors of ``Statistics`` in one tensor, and xhat of the kept channels (flat, empty if
-    there are none).  Moves no running statistics; ``mean`` and ``var`` are used where ``own`` is False."""
+    """The functional op: z, the statistics of ``Normalised`` in one tensor, and xhat of the kept channels (flat, empty
+    if there are none).  Moves no running statistics; ``mean`` and ``var`` are used where ``own`` is False."""
     spec = spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group)
     source, layout = dense(x)
     residual = None if residual is None else like(residual, source)
     passed = Passed(source, weight, bias, residual, slope, mean, var)
     out = torch.empty_like(source) if keep == "output" else None
-    found = forward(passed, spec, spec.layout(source, layout), _kept_of(slots, kept_count), out)
-    stats = found.stats
+    kept = _kept_of(slots, kept_count)
+    z, used, second, xhat, total, share = forward(passed, spec, spec.layout(source, layout), kept, out)
     if mean is not None and keep == "output":
         # the backend need not return what it was given
-        stats = stats._replace(mean=mean.to(stats.second.dtype))
-    rows = [v for v in stats if v is not None]
-    return found.z, torch.stack(rows), x.new_empty(0) if found.xhat is None else found.xhat
+        used = mean.to(second.dtype)
+    rows = [used, second] if total is None or share is None else [used, second, total, share]
+    return z, torch.stack(rows), x.new_empty(0) if xhat is None else xhat
 
 
 @norm_op.register_fake
 def _(x, weight, bias, residual, slope, mean, var, slots, kept_count, *flat_spec):
     x, _ = dense(x)
     spec = spec_of(*flat_spec)
-    rows = 2 if spec.process_group is None else len(Statistics._fields)
+    rows = 2 if spec.process_group is None else 4
     stats = x.new_empty((rows, statistics_count(x, spec)), dtype=stats_dtype(x))
     return torch.empty_like(x), stats, x.new_empty(0 if slots is None else x.numel() // x.shape[1] * kept_count)
 
@@ -256,15 +246,15 @@ def norm_backward_op(
     if of_all and keep == "output":
         second = torch.rsqrt(second + eps)
     kept = _kept_of(slots, kept_count)
-    saved = Saved(
-        source, weight, bias, residual, slope, mean if keep == "input" else None, second,
-        None if kept is None else xhat, share,
-    )  # fmt: skip
-    wanted = Wanted(affine_wanted, residual_wanted)
-    grads = backward(dz, saved, spec, spec.layout(source, layout), kept, wanted)
-    if not residual_wanted:
-        grads = grads._replace(dresidual=None)
-    return [source.new_empty(0) if v is None else v for v in grads]
+    mean_kept, xhat = mean if keep == "input" else None, xhat if kept is not None else None
+    rest = spec, spec.layout(source, layout), kept, Wanted(affine_wanted, residual_wanted)
+    grads = backward(dz, source, weight, bias, residual, slope, mean_kept, second, xhat, share, rest)
+    asked = True, affine_wanted, affine_wanted, residual_wanted, True
+    exists = source, weight, bias, residual, slope
+    return [
+        source.new_empty(0) if grad is None or t is None or not ask else grad
+        for grad, t, ask in zip(grads, exists, asked, strict=True)
+    ]
 
 
 @norm_backward_op.register_fake
@@ -294,20 +284,20 @@ def _op_setup_context(ctx, inputs, output):
     z, stats, xhat = output
     spec = spec_of(*flat_spec)
     ctx.mark_non_differentiable(stats, xhat)
-    ctx.spec, ctx.kept_count, ctx.has_residual = spec, kept_count, residual is not None
+    ctx.spec, ctx.kept_count = spec, kept_count
+    ctx.passed_on = residual is not None and spec.act.name == "identity"
     if spec.keep == "output":
         ctx.save_for_backward(z, weight, bias, residual, None, stats, xhat, slots)
     else:
-        residual = None if spec.act.name == "identity" else residual
+        residual = None if ctx.passed_on else residual
         ctx.save_for_backward(x, weight, bias, residual, slope, stats, None, None)
 
 
 def _op_backward(ctx, dz, *unused):
     needs, spec = ctx.needs_input_grad, ctx.spec
-    passed_on = ctx.has_residual and spec.act.name == "identity"
-    wanted = needs[1] or needs[2], ctx.has_residual and needs[3] and not passed_on
-    grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, *wanted, *flat(spec))
-    return *_of_inputs(grads, dz if passed_on else None, needs), *(None,) * 12
+    affine, residual = needs[1] or needs[2], needs[3] and not ctx.passed_on
+    grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, affine, residual, *flat(spec))
+    return *_of_inputs(grads, dz if ctx.passed_on else None, needs), *(None,) * 12
 
 
 def _op_backward_setup_context(ctx, inputs, output):
@@ -338,26 +328,39 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         # statistics that came from elsewhere are the same for every sample
         spec = spec._replace(kind="batch", groups=0)
     if not torch.compiler.is_compiling():
+        saved: list[Saved] | None = None
         if spec.keep == "output":
             recipes.changing(x)
-            return NormFunction.apply(x, weight, bias, residual, None, Call(spec, kept, running_mean, running_var))
-        x, _ = dense(x)
-        found: list[Saved] | None = None if recipes.active() is None else []
-        call = Call(spec, None, running_mean, running_var, None, found)
-        z = NormFunction.apply(x, weight, bias, residual, slope, call)
-        if found:
-            _offer(z, found[0]._replace(residual=residual), spec)
+        else:
+            x, _ = dense(x)
+            passed = passed if x is passed.x else passed._replace(x=x)
+            saved = None if recipes.active() is None else []
+        call = passed, spec, kept, None, saved
+        # autograd's own work grows with the number of arguments
+        more = () if residual is None and slope is None else (residual, slope)
+        z = NormFunction.apply(call, x, weight, bias, *more)
+        if saved:
+            _offer(z, saved[0], residual, spec)
         return z
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     mean, var = (None, None) if spec.own else (running_mean, running_var)
     z, stats, _ = norm_op(x, weight, bias, residual, slope, mean, var, slots, count, *flat(spec))
     if spec.own:
         values = x.numel() // statistics_count(x, spec) if x.numel() else 0
-        move_running(passed, spec, Statistics(*stats), values)
+        used, second, *of_all = stats
+        move_running(passed, spec, Normalised(z, used, second, None, *of_all), values)
     return z
 
 
-def _offer(z: Tensor, saved: Saved, spec: Spec) -> None:
+def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Sequence[Tensor | None]) -> Tensor:
+    """``passed.x``, which a convolution has normalised and activated already, as the result of this op.
+
+    ``done``: rstd, and xhat of the kept channels or None.
+    """
+    return NormFunction.apply((passed, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+
+
+def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None:
     """Lets whoever saves z rebuild it from x and the residual instead."""
     if recipes.active() is None:
         return
@@ -370,4 +373,4 @@ def _offer(z: Tensor, saved: Saved, spec: Spec) -> None:
     def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 
-    recipes.offer(z, again, *(t for t in (saved.source, saved.residual) if t is not None))
+    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None))

@@ -68,25 +68,21 @@ class Passed(NamedTuple):
     running_var: Tensor | None = None
 
 
-class Statistics(NamedTuple):
-    """Mean and 1 / sqrt(variance + eps), one each for every statistics group: (C,), (N C,) or (N groups,).
+class Normalised(NamedTuple):
+    """What a forward pass has found.
 
-    ``second`` is the variance instead for an op that keeps its input and uses running statistics, and for the values of
-    all processes: ``total`` then counts these values, (C,), and ``share`` is the fraction that this process has, (C,).
+    ``mean`` and ``second``, 1 / sqrt(variance + eps), have one value for every statistics group: (C,), (N C,) or
+    (N groups,).  ``xhat`` is the normalised input of the kept channels, flat, or None.  ``second`` is the variance
+    instead for an op that keeps its input and uses running statistics, and for the values of all processes: ``total``
+    then counts these values, (C,), and ``share`` is the fraction of them that this process has, (C,).
     """
 
+    z: Tensor
     mean: Tensor
     second: Tensor
+    xhat: Tensor | None = None
     total: Tensor | None = None
     share: Tensor | None = None
-
-
-class Normalised(NamedTuple):
-    """What a forward pass returns; ``xhat``: the normalised input of the kept channels, flat, or None."""
-
-    z: Tensor
-    stats: Statistics
-    xhat: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -122,7 +118,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """None stands for a gradient that is not wanted."""
+    """None stands for a gradient that does not exist, or is not wanted; one that is not wanted may be there."""
 
     dx: Tensor
     dweight: Tensor | None = None
@@ -150,21 +146,21 @@ def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
     return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
 
 
-def move_running(passed: Passed, spec: Spec, stats: Statistics, count: int) -> None:
+def move_running(passed: Passed, spec: Spec, found: Normalised, count: int) -> None:
     """Moves the running statistics towards those of x, or towards the averages of those of its samples.
 
-    ``count``: the number of values that a mean is that of, unless ``stats`` counts them.  No values move nothing.
+    ``count``: the number of values behind one mean, unless ``found`` counts them.  No values move nothing.
     """
     running_mean, running_var = passed.running_mean, passed.running_var
-    if running_mean is None or running_var is None or (count == 0 and stats.total is None):
+    if running_mean is None or running_var is None or (count == 0 and found.total is None):
         return
     with torch.no_grad():
         weight: Any = spec.momentum
-        if stats.total is None:
-            var = (stats.second**-2 - spec.eps).clamp_min(0.0) * (count / (count - 1))
+        if found.total is None:
+            var = (found.second**-2 - spec.eps).clamp_min(0.0) * (count / (count - 1))
         else:
-            weight = (stats.total > 0).to(running_mean.dtype) * weight
-            var = stats.second * (stats.total / (stats.total - 1).clamp(min=1))
-        mean, var = (v.view(-1, running_mean.shape[0]).mean(0) for v in (stats.mean, var))
+            weight = (found.total > 0).to(running_mean.dtype) * weight
+            var = found.second * (found.total / (found.total - 1).clamp(min=1))
+        mean, var = (v.view(-1, running_mean.shape[0]).mean(0) for v in (found.mean, var))
         running_mean.lerp_(mean.to(running_mean.dtype), weight)
         running_var.lerp_(var.to(running_var.dtype), weight)

@@ -7,12 +7,14 @@ process, whatever the sizes of their batches.
 A group goes by its name, which ops of compiled code can have as an argument.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, distributed
 
 from ..layout import Layout
 from .backend import backend_of
-from .spec import Exchange, Statistics, stats_dtype
+from .spec import Exchange, stats_dtype
 
 
 def local_moments(x: Tensor, layout: Layout) -> Tensor:
@@ -43,13 +45,22 @@ def gather(t: Tensor, group: str) -> Tensor:
     return gathered.view(-1, *t.shape)
 
 
-def joint_moments(x: Tensor, layout: Layout, group: str) -> Statistics:
-    """The collective of a forward pass: mean and biased variance of the values of all processes, how many they are, and
-    the share of them that this process has."""
+class Joint(NamedTuple):
+    """Of the values of all processes, (C,) each: their mean and biased variance, how many they are, and the share of
+    them that this process has."""
+
+    mean: Tensor
+    var: Tensor
+    total: Tensor
+    share: Tensor
+
+
+def joint_moments(x: Tensor, layout: Layout, group: str) -> Joint:
+    """The collective of a forward pass."""
     local = merge(local_moments(x, layout))
     total, mean, m2 = merge(gather(local, group))
     values = total.clamp(min=1)
-    return Statistics(mean, m2 / values, total, local[0] / values)
+    return Joint(mean, m2 / values, total, local[0] / values)
 
 
 def exchange(share: Tensor, group: str) -> Exchange:

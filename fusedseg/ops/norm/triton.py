@@ -10,11 +10,7 @@ from ...activation import TABLE, Activation
 from ..device import device_of
 from ..layout import Layout
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Statistics, Wanted, move_running
-
-
-def _slots(kept: Kept | None) -> tuple[Tensor, int] | None:
-    return None if kept is None else (kept.slots, kept.count)
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
 
 
 class Triton:
@@ -29,24 +25,22 @@ class Triton:
         x, own, running_mean, running_var = passed.x, spec.own, passed.running_mean, passed.running_var
         # Kernels move the running statistics of a batch alone.
         of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
-        if running_mean is not None and not of_batch:
-            moved_after, running_mean, running_var = True, None, None
-        else:
-            moved_after = False
+        if not of_batch:
+            running_mean = running_var = None
         z = torch.empty_like(x) if out is None else out
         with device_of(x):
             mean, second, xhat = norm_act_fwd(
                 x, z, layout, passed.weight, passed.bias, running_mean=running_mean, running_var=running_var,
-                training=own, momentum=spec.momentum, eps=spec.eps, act=spec.act, kept=_slots(kept),
-                residual=passed.residual,
+                training=own, momentum=spec.momentum, eps=spec.eps, act=spec.act,
+                kept=None if kept is None else (kept.slots, kept.count), residual=passed.residual,
             )  # fmt: skip
-        if spec.keeps_variance:
+        if not own and spec.keep == "input":
             # copies: the buffers may move before backward comes
             mean, second = (v.to(mean.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
-        stats = Statistics(mean, second)
-        if moved_after:
-            move_running(passed, spec, stats, layout.N * layout.S)
-        return Normalised(z, stats, xhat)
+        found = Normalised(z, mean, second, xhat)
+        if own and not of_batch:
+            move_running(passed, spec, found, layout.N * layout.S)
+        return found
 
     def backward(
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
@@ -54,7 +48,7 @@ class Triton:
         from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_exchanged
 
         source, weight, rstd = saved.source, saved.weight, saved.second
-        if spec.keeps_variance:
+        if spec.keep == "input" and spec.keeps_variance:
             rstd = (rstd + spec.eps).rsqrt()
         # The kernels of an op that keeps its input go by whether there is a residual.
         writes_g = wanted.residual if spec.keep == "output" else saved.residual is not None
@@ -64,7 +58,7 @@ class Triton:
             "bias": saved.bias,
             "rstd": rstd,
             "xhat_kept": saved.xhat,
-            "kept": _slots(kept),
+            "kept": None if kept is None else (kept.slots, kept.count),
             "act": spec.act,
             "dparam_dtype": (weight if weight is not None else saved.bias).dtype if wanted.affine else None,  # type: ignore[union-attr]
             "dx": wanted.into,
