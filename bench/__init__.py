@@ -1,1 +1,1 @@
-"""Speed and memory beside eager PyTorch, torch.compile and inplace_abn: ``pytest bench/ [--device cuda]``."""
+"""Benches of speed and memory against eager PyTorch, torch.compile and inplace_abn: ``pytest bench/``."""

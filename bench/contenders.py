@@ -1,4 +1,4 @@
-"""Who competes: each contender's layer or network, and what is done to the module."""
+"""The contenders: the layer or network of each, and how the module is treated before it runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ SLOPE = 0.01
 class Compiled(nn.Module):
     """``torch.compile`` of a module, by the default partitioner or the one that recomputes all it can.
 
-    A backend of its own keeps the two apart: dynamo caches by code object and backend.  What Inductor raises without a
-    C++ compiler becomes ``Missing``.
+    Each instance has its own backend function, because dynamo caches by code object and backend.  An error of Inductor,
+    for example without a C++ compiler, becomes ``Missing``.
     """
 
     def __init__(self, module: nn.Module, aggressive: bool) -> None:
@@ -38,7 +38,7 @@ class Compiled(nn.Module):
             with torch._functorch.config.patch(aggressive_recomputation=aggressive):
                 return compile_fx(graph, inputs)
 
-        # the shapes of a bench do not change
+        # The shapes of a bench do not change.
         self.compiled = torch.compile(module, backend=backend, dynamic=False)
         self.works = False
 
@@ -101,7 +101,7 @@ def aggressive(module: nn.Module) -> nn.Module:
     return Compiled(module, aggressive=True)
 
 
-# name: (norm and activation for a number of dimensions, what is done to the module)
+# name: (norm and activation for a number of dimensions, how the module is treated)
 CONTENDERS = {
     "eager": (leaky, as_it_is),
     "relu": (relu, as_it_is),
@@ -111,7 +111,7 @@ CONTENDERS = {
     "ours": (ours, as_it_is),
 }
 
-# name: (convolution, norm and activation, called with dimensions and a convolution's arguments; what is done to it)
+# name: (a function of dimensions and a convolution's arguments that builds the layer, how it is treated)
 CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
     "eager": (conv_then(leaky), as_it_is),
     "relu": (conv_then(relu), as_it_is),
@@ -122,13 +122,13 @@ CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module],
     "ours-triton": (conv_abn("triton"), as_it_is),
     "ours-aten": (conv_abn("aten"), as_it_is),
 }
-# without a GPU "auto" is "aten", and there is no Triton
+# Without a GPU, "auto" is "aten" and Triton cannot run.
 CUDA_ONLY = ("ours-triton", "ours-aten")
-# another function, at the cost of leaky_relu: time on a GPU is short
+# This is another function at the cost of leaky_relu.  It is left out on a GPU, where time is short.
 CPU_ONLY = ("relu",)
-# has no backward
+# It has no backward.
 INFERENCE_ONLY = ("folded",)
-# recomputes what backward needs: without one it is "compiled"
+# It differs from "compiled" in backward only.
 TRAINING_ONLY = ("aggressive",)
 
 
@@ -139,7 +139,7 @@ def norm_contenders(kind: str) -> list[str]:
 
 def conv_contenders(kind: str, inference: bool) -> list[str]:
     """Who competes on "cpu" or "cuda"."""
-    # of one convolution and its norm, the aggressive compiler has little to recompute
+    # For one convolution and its norm the aggressive compiler has little to recompute.
     elsewhere = (*CPU_ONLY, "aggressive") if kind == "cuda" else CUDA_ONLY
     absent = (*(TRAINING_ONLY if inference else INFERENCE_ONLY), *elsewhere)
     return [name for name in CONV_CONTENDERS if name not in absent]
@@ -158,11 +158,11 @@ def unet(
     dims: int = 2,
     **options: Any,
 ) -> nn.Module:
-    """The U-Net of a contender, untreated: ours as it is by default (or of instance norms in place), the others' of
-    stock modules but for their norm.
+    """The U-Net of a contender before its treatment.
 
+    Ours has the default modules, or in-place instance norms.  The others have stock modules and the contender's norm.
     All have the same parameters in the same order.  ``make`` is the class or preset, of ``dims`` dimensions; ``norm``
-    "batch" or "instance".
+    is "batch" or "instance".
     """
     if name != "ours":
         stock = leaky_instance(dims) if norm == "instance" else CONTENDERS[name][0](dims)

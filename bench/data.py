@@ -18,7 +18,7 @@ def memory_format_of(dim: int, channels_last: bool) -> torch.memory_format:
 def parametrize_cases(
     metafunc: pytest.Metafunc, cases: Mapping[str, Sequence[Any]], more: Mapping[str, Sequence[Any]] | None = None
 ) -> None:
-    """``case`` is one of those of the device's type; ``more`` are marked slow: all others are to end within minutes."""
+    """Parametrizes ``case`` over the cases of the device's type.  Those in ``more`` are marked slow."""
     kind = torch.device(metafunc.config.getoption("--device")).type
     slow = [pytest.param(case, marks=pytest.mark.slow) for case in (more or {}).get(kind, ())]
     metafunc.parametrize("case", [*cases[kind], *slow], ids=str)
@@ -29,7 +29,7 @@ def describe(shape: tuple[int, ...], dtype: str, channels_last: bool) -> str:
 
 
 class Source:
-    """Random tensors of one seed on one device."""
+    """Makes random tensors on one device, always from the same seed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.generator = device, torch.Generator(device).manual_seed(0)

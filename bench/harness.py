@@ -1,11 +1,10 @@
-"""Runs contenders for one job in one process: first their results are checked, then their bytes counted, then they are
-timed in turn.
+"""Runs the contenders of one job in one process: it checks their results, counts their bytes, and times them in turn.
 
-Every round times each contender once, in an order drawn anew, so that a drift of the machine meets all of them alike.
+Every round times each contender once, in a new random order, so that a drift of the machine affects all of them alike.
 Inputs are prepared outside the timed region.  On CUDA, device events mark the region after a flush of the L2 cache, as
-``triton.testing.do_bench`` does; the flush also hides part of the launch latency, for all contenders alike.  Where
-kernels alone are meant, the device sleeps first until they are queued (``ahead``).  Where the host's part is meant, it
-makes many calls without waiting for the device (``host_calls``).
+in ``triton.testing.do_bench``; the flush also hides part of the launch latency, for all contenders alike.  To time
+kernels without their launches, the device sleeps until they are queued (``ahead``).  To time the host, it makes many
+calls without waiting for the device (``host_calls``).
 """
 
 import functools
@@ -27,18 +26,18 @@ T = TypeVar("T")
 
 WARMUP_ROUNDS = 3
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
-# set by ``--rehearse``
+# Set by the option --rehearse.
 rehearsal = False
 FLUSH_BYTES = 256 * 2**20
-# about two milliseconds, in which a few launches are queued, those of variants after their plans are made anew
+# About two milliseconds, in which the host queues a few launches; variants also make their plans again.
 AHEAD_CYCLES = 4_000_000
 
 
 class Job(Protocol):
-    """One contender's way of doing the job."""
+    """The way in which one contender does the job."""
 
     def prepare(self) -> Any:
-        """Makes what ``forward`` is given; not timed."""
+        """Makes the argument of ``forward``; it is not timed."""
 
     def forward(self, prepared: Any) -> Tensor: ...
 
@@ -46,7 +45,7 @@ class Job(Protocol):
         """Returns the gradients."""
 
     def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """What is compared with the reference, by name."""
+        """The results by name, for comparison with the reference."""
 
     def owned(self) -> Iterable[Tensor]:
         """Parameters and buffers."""
@@ -54,7 +53,10 @@ class Job(Protocol):
 
 @dataclass
 class Result:
-    """Seconds of every round, bytes, and relative errors of one contender; ``refused`` says why there are no times."""
+    """Seconds of every round, bytes, and relative errors of one contender.
+
+    ``refused`` says why wrong results have no times, and ``missing`` why the contender did not run.
+    """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -68,18 +70,18 @@ class Result:
 
 
 class Missing(Exception):
-    """A contender that cannot run here: not installed, or no compiler."""
+    """A contender cannot run here, for example because a package or a compiler is missing."""
 
 
 def once(run: Callable[P, T]) -> Callable[P, T]:
-    """``functools.cache`` that keeps what is raised, too: a case that fails for one contender fails for all at once."""
+    """``functools.cache`` that also keeps exceptions: a case that fails once fails at once for all contenders."""
 
     @functools.cache
     def outcome(*args: P.args, **kwargs: P.kwargs) -> tuple[T | None, Exception | None]:
         try:
             return run(*args, **kwargs), None
         except Exception as error:
-            # the frames of its traceback hold tensors
+            # The frames of the traceback hold tensors.
             traceback.clear_frames(error.__traceback__)
             return None, error
 
@@ -94,7 +96,7 @@ def once(run: Callable[P, T]) -> Callable[P, T]:
 
 
 class Copy:
-    """A probe rather than a contender: copies a tensor, to say what bandwidth the machine has."""
+    """A probe instead of a contender: it copies a tensor, which shows the bandwidth of the machine."""
 
     def __init__(self, like: Tensor) -> None:
         self.source, self.target = like.detach().clone(), torch.empty_like(like)
@@ -110,21 +112,21 @@ class Copy:
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
-    """As in tests/reference.py, on the device: moving a gigabyte to the host for every result takes too long here."""
+    """As in tests/reference.py, but on the device, because moving gigabytes to the host takes too long."""
     norm = torch.linalg.vector_norm(reference).item()
     return torch.linalg.vector_norm(got.double() - reference).item() / (norm or 1.0)
 
 
 def disagreement(errors: Mapping[str, float], baseline: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
-    """Names the results further from the reference than the tolerance and twice the baseline's error; "" if none is."""
+    """Names the results whose error exceeds both the tolerance and twice the baseline's error; "" if there are none."""
     bounds = {name: max(tolerance[name], 2 * baseline.get(name, 0.0)) for name in errors}
-    # not <=, so that NaN is refused
+    # `not <=`, so that NaN is refused.
     wrong = [f"{name} off by {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
     return ", ".join(wrong)
 
 
 def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = False) -> tuple[float, float, float]:
-    """Seconds of one forward, one backward, and both."""
+    """The seconds of one forward, one backward, and both."""
     prepared = job.prepare()
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -153,9 +155,10 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = Fals
 
 
 def host_lap(job: Any, device: torch.device, calls: int) -> tuple[float, float, float]:
-    """Seconds of the host in one forward, one backward, and both, on average over so many calls.
+    """The host's seconds of one forward, one backward, and both, on average over ``calls`` calls.
 
-    They must be few enough for the device's queue, and their kernels shorter than the host takes: or it waits for both.
+    The calls must fit in the device's queue, and their kernels must take less time than the host; otherwise the host
+    waits for the device.
     """
 
     def wait() -> None:
@@ -180,7 +183,7 @@ def host_lap(job: Any, device: torch.device, calls: int) -> tuple[float, float, 
 def interleave(
     jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False, host_calls: int = 0
 ) -> dict[str, Result]:
-    """Times all jobs in turn for about ``seconds``; their kernels, or with ``host_calls`` the host."""
+    """Times all jobs in turn for about ``seconds``: their kernels, or the host if ``host_calls`` is given."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
     def once_round(job: Any) -> tuple[float, float, float]:
@@ -209,8 +212,11 @@ def interleave(
 
 
 def count_bytes(job: Job, device: torch.device) -> tuple[int, int, int]:
-    """(kept, peak, reserved): bytes kept for backward, the output among them since the next layer keeps it; the most
-    that the allocator had handed out over a step; and, on CUDA, the most that it had taken from the device for it."""
+    """The kept, peak and reserved bytes of a step.
+
+    Kept bytes are those kept for backward, and the output, which the next layer keeps.  The peak is the most that the
+    allocator had handed out; reserved is, on CUDA, the most that it had taken from the device.
+    """
     with SavedBytes(job.owned()) as saved:
         out = job.forward(job.prepare())
     saved.add(out)
@@ -240,18 +246,18 @@ def compete(
     ahead: bool = False,
     host_calls: int = 0,
 ) -> dict[str, Result]:
-    """Checks, counts and times; in a rehearsal, only takes every contender's first step.
+    """Checks, counts and times all contenders.  In a rehearsal it only takes the first step of each.
 
     Args:
-        contenders: name to what builds its job; it may raise ``Missing``.  The baseline comes first.
-        references: contender to its float64 results, "" for all contenders not named.
-        tolerance: relative error allowed for each result, or twice that of the baseline where that is larger.
-        device: where it runs.
-        seconds: about how long the timing takes.
-        probes: jobs to time beside the contenders, neither checked nor counted.
-        baseline: whose own errors the others may double.
-        ahead: time kernels alone, without the latency of their launches.
-        host_calls: time the host instead, over so many calls in a row; 0 for the device.
+        contenders: name -> a function that builds the job, and may raise ``Missing``.  The baseline comes first.
+        references: contender -> a function that computes its float64 results; "" stands for all other contenders.
+        tolerance: the relative error allowed for each result; twice the baseline's error is allowed too.
+        device: the device of the jobs.
+        seconds: the approximate duration of the timing.
+        probes: jobs that are timed too, but neither checked nor counted.
+        baseline: the name of the contender whose errors the others may double.
+        ahead: whether kernels are timed without the latency of their launches.
+        host_calls: the number of calls in a row over which the host is timed; 0 times the device.
     """
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}

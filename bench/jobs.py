@@ -1,4 +1,4 @@
-"""What the contenders do in a round: a layer, or one network."""
+"""The jobs of the contenders in a round: a layer, or a network."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ def as_it_is(module: nn.Module) -> nn.Module:
 
 
 class LayerJob:
-    """Norm and activation as a layer inside a network: x is not a leaf, dz is given.
+    """Norm and activation as a layer inside a network: x is no leaf, and dz is given.
 
-    The layer's parameters are set to ``data``; then ``treat`` makes of it what runs.
+    The layer's parameters are set to ``data``; then ``treat`` returns the module that runs.
     """
 
-    # of the parameters, in order
+    # The names of the parameters, in their order.
     names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
@@ -31,7 +31,7 @@ class LayerJob:
         self.layer = treat(layer)
 
     def prepare(self) -> Tensor:
-        # a copy for everybody, since some contenders overwrite it
+        # Every contender gets a copy, because some overwrite it.
         return self.x.clone()
 
     def forward(self, prepared: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ class LayerJob:
 
 
 class ConvJob(LayerJob):
-    """Convolution, norm and activation.  x counts as owned: the layer before keeps it, as its output."""
+    """Convolution, norm and activation.  x counts as owned, because the layer before keeps it as its output."""
 
     names = ("conv_weight", "weight", "bias")
 
     def prepare(self) -> Tensor:
-        # nobody overwrites the input of a convolution
+        # No contender overwrites the input of a convolution.
         return self.x
 
     def owned(self) -> list[Tensor]:
@@ -61,7 +61,7 @@ class ConvJob(LayerJob):
 
 
 class InferenceJob(ConvJob):
-    """The same with the running statistics of ``data``: forward alone."""
+    """``ConvJob`` with the running statistics of ``data``, and forward only."""
 
     def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
         for name, buffer in layer.named_buffers():
@@ -83,9 +83,9 @@ class InferenceJob(ConvJob):
 
 
 class NetJob:
-    """A step of a network without its optimizer, which is the same for all; autocast is to bf16.
+    """A step of a network without the optimizer, which is the same for all contenders.  Autocast is to bf16.
 
-    forward ends with the logits; the loss counts in backward.
+    forward ends with the logits; the time of the loss counts in backward.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Norms and their activations as layers by themselves: cases, data, references and the report of all their benches."""
+"""Cases, data, references and report for the benches of a norm and its activation as a single layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from .replay import report_step
 from .results import COPY, Report, Section
 
 GROUPS = 8
-# wider than what fp32 statistics do to y
+# Wider than the errors that fp32 statistics cause in y.
 KINK = 1e-4
 
 
@@ -50,17 +50,17 @@ def stock_norm(case: NormCase) -> nn.Module:
 
 def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
     source, channels = Source(device), case.shape[1]
-    # above zero: inplace_abn takes the absolute value
+    # The weight is positive, because inplace_abn takes its absolute value.
     weight, bias = source.uniform(channels, 0.5, 1.5), source.uniform(channels, -0.5, 0.5)
     x, dz = source.normal(*case[1:]), source.normal(*case[1:])
-    # a y within rounding of the kink has one slope here and another there, and its dz would count against either
+    # Rounding may move a y near the kink to the other slope, which would count as an error; its dz is 0.
     y = norm_act(x, weight, bias, activation="identity", groups=case.groups).out
     dz.masked_fill_(y.abs() < KINK, 0)
     return {"x": x.requires_grad_(), "dz": dz, "weight": weight, "bias": bias}
 
 
 def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
-    """Of the norm and leaky_relu with that slope; 0 is relu."""
+    """The float64 results of the norm and leaky_relu with that slope; a slope of 0 is relu."""
     x, weight, bias, dz = (data[name].detach() for name in ("x", "weight", "bias", "dz"))
     grads = gradients(dz, x, weight, bias, param=slope, groups=case.groups)
     assert grads.dweight is not None
@@ -92,7 +92,7 @@ def compete_norms(
         device,
         seconds,
         probes=None if host_calls else {COPY: Copy(data["x"])},
-        # what a launch costs the host is measured apart
+        # `bench/test_launch.py` measures the host's time of a launch.
         ahead=device.type == "cuda",
         host_calls=host_calls,
     )

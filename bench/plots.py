@@ -1,6 +1,6 @@
-"""Pictures of a run's results: time of ours beside each rival's, and bytes kept by each contender.
+"""Draws the results of a run: our time beside each rival's, and the bytes that each contender keeps.
 
-The one module of the benches that imports matplotlib; nobody imports it before it is needed.
+Only this module of the benches imports matplotlib, so ``report.py`` imports it only when it draws.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ ROW_INCHES = 0.3
 
 
 class Row(NamedTuple):
-    """One case: its name, and the figure of each contender that has one."""
+    """A case: its name, and the figure of each contender that has one."""
 
     name: str
     values: Mapping[str, float]
 
 
 def rows_of(files: Files, key: str) -> dict[str, list[Row]]:
-    """By the title of a bench: cases where ours and eager have that figure."""
+    """The cases in which ours and eager have a figure, by the title of the bench."""
     found: dict[str, list[Row]] = {}
     for _, title, cases in sections(files):
         for name, case in cases.items():
@@ -42,7 +42,7 @@ def rows_of(files: Files, key: str) -> dict[str, list[Row]]:
 
 
 def draw(files: Files, folder: Path) -> list[Path]:
-    """Writes the pictures, and returns their paths."""
+    """Writes two pictures, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     gpu = next((of["machine"]["gpu"] for of in files.values() if "gpu" in of["machine"]), "a CPU")
     pictures = {
@@ -70,7 +70,7 @@ def draw(files: Files, folder: Path) -> list[Path]:
 
 
 def draw_times(ax: Axes, rows: Sequence[Row]) -> None:
-    """A mark left of 1: ours is faster."""
+    """Draws ratios of times; a mark left of 1 means that ours is faster."""
     ax.axvline(1.0, color="black", linewidth=1)
     for rival, marker in MARKERS.items():
         points = [(row.values["ours"] / row.values[rival], y) for y, row in enumerate(rows) if rival in row.values]

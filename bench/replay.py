@@ -1,8 +1,8 @@
-"""Hands times that were taken in turn with those of other contenders to pytest-benchmark.
+"""Hands the times of the harness to pytest-benchmark.
 
-pytest-benchmark times one test after the other, so that whatever else the machine does meanwhile falls on one
-contender.  The harness times them round by round instead; ``report_step`` then lets pytest-benchmark read these times
-off its clock, and they appear in its table, its JSON and its comparisons as if it had taken them.
+pytest-benchmark times one test after the other, so that a disturbance of the machine affects a single contender.  The
+harness times the contenders round by round instead.  ``report_step`` then lets pytest-benchmark read these times from
+its clock, and they appear in its table, its JSON and its comparisons.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .harness import Result
 
 
 class Clock:
-    """A timer whose readings lie as far apart as the samples it was given."""
+    """A timer whose readings differ by the loaded samples."""
 
     def __init__(self) -> None:
         self._readings: Iterator[float] = iter(())
@@ -30,7 +30,7 @@ CLOCK = Clock()
 
 
 def report_step(benchmark: Any, group: str, contender: str, result: Result) -> None:
-    """Reports a contender's steps: skips the one that cannot run here and fails the one whose results are wrong.
+    """Reports a contender's steps.  It skips a contender that cannot run here, and fails one with wrong results.
 
     The test must be marked ``benchmark(timer=CLOCK)``.
     """

@@ -1,4 +1,4 @@
-"""Reads results that the benches have written: their table and goals in Markdown, plots, and what changed between two.
+"""Reports the results of benches: goals and tables in Markdown, plots, and changes between two runs.
 
 python -m bench.report bench/results/nvidia-h200                     # goals and tables
 python -m bench.report bench/results/nvidia-h200 --plot bench/results/nvidia-h200
@@ -20,7 +20,7 @@ from .results import COPY, two_digits
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PARTS = ("forward", "backward", "step")
 BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
-# a median that lies within the other's 20 to 80 % has not changed; nor one that differs by less than that
+# A median has not changed if it lies within the old 20th to 80th percentile, or differs by less than this share.
 NOISE = 0.02
 
 
@@ -29,7 +29,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def machine_lines(files: Files) -> list[str]:
-    """What the figures were taken on; more than one machine or commit is said."""
+    """The machine and the commit of the figures; all of them if there are several."""
     machines = [content["machine"] for content in files.values()]
     known = {key: [] for about in machines for key in about if key != "load"}
     for about in machines:
@@ -52,7 +52,7 @@ def goal_lines(verdicts: Sequence[goals.Verdict]) -> list[str]:
 
 
 class Column(NamedTuple):
-    """Ratio of ours to a contender: of a part's time, or of bytes."""
+    """A column of the table: the ratio of ours to a rival, of the time of a part or of bytes."""
 
     head: str
     rival: str
@@ -76,7 +76,7 @@ def ratio(case: CaseResults, column: Column) -> float | None:
 
 
 def table_lines(files: Files) -> list[str]:
-    """A table of each bench: ours beside the others; below 1, ours is faster or smaller."""
+    """A table for each bench with ratios of ours to the rivals; below 1, ours is faster or smaller."""
     lines: list[str] = []
     for _, title, cases in sections(files):
         judged = {name: case for name, case in cases.items() if figure(case, "ours", "step") is not None}
@@ -97,7 +97,7 @@ def table_lines(files: Files) -> list[str]:
 
 
 def share_of_copy(case: CaseResults) -> float | None:
-    """Bandwidth of a step, on the fewest passes, of that of a copy."""
+    """The bandwidth of a step, counted on the fewest passes, as a share of a copy's; None if it was not measured."""
     try:
         ours, copy = (
             case["contenders"][name][part]["gb_per_s"] for name, part in (("ours", "step"), (COPY, "forward"))
@@ -109,17 +109,17 @@ def share_of_copy(case: CaseResults) -> float | None:
 
 def report_lines(files: Files) -> list[str]:
     lines = [*machine_lines(files), ""]
-    # the goals are of that GPU
+    # The goals are for this GPU.
     if any("H200" in content["machine"].get("gpu", "") for content in files.values()):
         lines += [*goal_lines(goals.judge(files)), ""]
     return [*lines, *table_lines(files)]
 
 
 def write_into(path: Path, lines: Sequence[str]) -> None:
-    """Puts lines between the marks of a file.
+    """Replaces the lines between the marks of a file.
 
     Raises:
-        ReportError: it has not one of each, in order; it is left as it was.
+        ReportError: the file does not have one of each mark in this order; it stays unchanged.
     """
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
@@ -130,7 +130,7 @@ def write_into(path: Path, lines: Sequence[str]) -> None:
 
 
 def changes(old: Files, new: Files) -> list[str]:
-    """Medians of every contender that moved by more than their spread, bytes that differ, and what only one has."""
+    """The medians that changed by more than their spread, the bytes that differ, and the cases in only one run."""
     rows: list[list[str]] = []
     before, after = ({stem: cases for stem, _, cases in sections(files)} for files in (old, new))
     only = [
@@ -151,7 +151,7 @@ def changes(old: Files, new: Files) -> list[str]:
 
 
 def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[list[str]]:
-    """(figure, old, new, ratio) of one contender in one case."""
+    """Yields (figure, old, new, ratio) for each change of a contender in a case."""
     for part in PARTS:
         if part in old and part in new:
             a, b = old[part], new[part]

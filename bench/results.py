@@ -1,4 +1,4 @@
-"""Gathers results, prints the closing tables, and writes JSON; ``report.py`` reads it."""
+"""Gathers results, prints the closing tables, and writes JSON files, which ``report.py`` reads."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ import torch
 
 from .harness import Result
 
-# contender: its name in the head of the closing table
+# contender: its name in the head of the closing table.
 RIVALS = {
     "relu": "BN+ReLU",
     "compiled": "compile",
@@ -26,11 +26,11 @@ RIVALS = {
     "ours-aten": "aten",
     "ours-exact": "BatchNormAct",
 }
-# the probe that copies a case's tensor
+# The probe that copies the tensor of a case.
 COPY = "copy"
-# whose bytes the closing table shows
+# The contenders whose bytes the closing table shows.
 SHOWN = ("eager", "compiled", "aggressive", "checkpoint", "ours")
-# passes over the tensor that a fused norm of a large tensor needs; a copy reads and writes
+# The passes over the tensor that a fused norm of a large tensor needs.  A copy makes two.
 PASSES = {"forward": 3, "backward": 5, "step": 8}
 COPY_PASSES = 2
 
@@ -40,7 +40,7 @@ AnySection = TypeVar("AnySection", bound="Section")
 
 @functools.cache
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """A description of the machine and the versions."""
     about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
     try:
         import triton
@@ -56,12 +56,12 @@ def machine(device: torch.device) -> dict[str, Any]:
         about["driver"] = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         about["cuda"] = torch.version.cuda
         about["cudnn"] = torch.backends.cudnn.version()
-        # whether the vendor's convolution is chosen by trial
+        # Whether cuDNN chooses its convolution by trial.
         about["cudnn_benchmark"] = torch.backends.cudnn.benchmark
     else:
         about["cpu"] = platform.processor() or platform.machine()
         about["threads"] = torch.get_num_threads()
-        # processes that want a core; well above the threads, the times are those of a busy machine
+        # The number of processes that want a core.  If it is far above the threads, the machine was busy.
         about["load"] = round(os.getloadavg()[0], 1)
     return about
 
@@ -76,7 +76,7 @@ def run(*command: str) -> str:
 
 
 def commit() -> str:
-    """What was measured; of a copy without its history, what ``BENCH_COMMIT`` says."""
+    """The measured commit; in a copy without git history, the value of ``BENCH_COMMIT``."""
     head = run("git", "rev-parse", "--short", "HEAD")
     if head == "unknown":
         return os.environ.get("BENCH_COMMIT", head)
@@ -84,7 +84,7 @@ def commit() -> str:
 
 
 def default_directory(device: torch.device) -> Path:
-    """Results of a GPU are kept in the repository; those of a CPU are not."""
+    """The folder for results.  Those of a GPU belong to the repository; those of a CPU are ignored by git."""
     bench = Path(__file__).parent
     if device.type == "cuda":
         return bench / "results" / torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -97,7 +97,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...], moved: dict[str, int]) -> dict[str, Any]:
-    """moved: bytes that each part moves at least."""
+    """The result for JSON.  ``moved`` has the least bytes that each part moves."""
     if result.missing or result.refused:
         return {"missing": result.missing, "refused": result.refused, "errors": result.errors}
     times = {part: spread(getattr(result, part)) for part in parts}
@@ -108,9 +108,9 @@ def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...], mov
 
 @dataclass
 class Section:
-    """One bench: what it measures, and for each case the contenders' results and the bytes of its tensor, if any.
+    """The results of one bench: for each case those of the contenders, and the bytes of the case's tensor, if any.
 
-    ``parts`` of a step are timed, the whole last, and ``counts`` of bytes reported.
+    ``parts`` are the timed parts of a step, the whole step last.  ``counts`` are the kinds of bytes that are reported.
     """
 
     title: str
@@ -123,13 +123,13 @@ class Section:
         return {case: self.case_to_json(case) for case in self.cases}
 
     def case_to_json(self, case: str) -> dict[str, Any]:
-        """Its contenders, and what else is known of it."""
+        """The contenders of a case, and its other figures."""
         results, nbytes = self.cases[case], self.tensor_bytes.get(case)
         content: dict[str, Any] = {} if nbytes is None else {"tensor_bytes": nbytes}
         counts = (*self.counts, "reserved") if any(r.reserved for r in results.values()) else self.counts
         content["contenders"] = contenders = {}
         for name, result in results.items():
-            # a probe runs forward alone
+            # A probe runs forward only.
             parts, kinds, passes = (
                 (("forward",), (), {"forward": COPY_PASSES}) if name == COPY else (self.parts, counts, PASSES)
             )
@@ -157,7 +157,7 @@ class Section:
         ]
 
     def whole(self, result: Result) -> float:
-        """Its median, in seconds."""
+        """The median of the whole step, in seconds."""
         return median(getattr(result, self.parts[-1]))
 
     def time_rows(self, judged: dict[str, dict[str, Result]]) -> list[list[str]]:
@@ -197,7 +197,7 @@ def byte_rows(judged: dict[str, dict[str, Result]], counts: tuple[str, ...]) -> 
         rows.append(row)
     header = ["MiB"]
     for what in counts:
-        # the first is eager, without which nothing is judged
+        # The first contender is eager, without which no case is judged.
         header += [f"{what}: {names[0]}", *names[1:], "ours/eager"] if names else [what]
     last = []
     for label, *reduced in summary(ratios, before=0, after=0):
@@ -208,7 +208,7 @@ def byte_rows(judged: dict[str, dict[str, Result]], counts: tuple[str, ...]) -> 
 
 
 def summary(ratios: list[list[float | None]], before: int, after: int) -> list[list[str]]:
-    """Geometric mean and worst of each column of ratios, as two rows."""
+    """Two rows: the geometric mean and the worst value of each column of ratios."""
     columns = [[value for value in column if value is not None] for column in zip(*ratios, strict=True)]
     return [
         [label, *[""] * before, *(two_digits(reduce(column)) for column in columns), *[""] * after]
@@ -238,7 +238,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 class Report:
-    """All sections of a session."""
+    """The sections of all benches of a session."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
         self.device = device
@@ -247,12 +247,12 @@ class Report:
         self.notes: list[str] = []
 
     def section(self, stem: str, empty: AnySection) -> AnySection:
-        """The section of that stem: ``empty`` at the first call, and what has been filled in since at later ones."""
-        # a stem has sections of one class
+        """The section of a stem: ``empty`` at the first call, and the same object later."""
+        # All sections of a stem have one class.
         return self.sections.setdefault(stem, empty)  # type: ignore[return-value]
 
     def write_sections(self) -> None:
-        """What is known so far, so that it is there also where the session is cut short."""
+        """Writes the results so far, so that they exist even if the session is cut short."""
         for stem, section in self.sections.items():
             self.write(stem, section.to_json(), section.title)
 

@@ -22,15 +22,15 @@ from .replay import CLOCK, report_step
 from .results import Section
 
 SECONDS = {"cpu": 1.5, "cuda": 1.0}
-# wider than what rounding of the convolution's output, and TF32 in fp32 on a GPU, do to y
+# Wider than the errors of y from rounding the convolution's output, and from TF32 in fp32 on a GPU.
 KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
-# TF32 keeps as many bits of what is multiplied as fp16 does; some hardware cuts the others off
+# TF32 keeps as many bits of the factors as fp16 does, and some hardware cuts off the rest without rounding.
 TF32_FORWARD, TF32_GRADIENT = 1e-3, 2e-3
 PARAMETERS = ("conv_weight", "weight", "bias")
 
 
 class Case(NamedTuple):
-    """A convolution of odd kernel size, padded to keep the spatial size; without bias, as in front of every norm."""
+    """A convolution of odd kernel size, padded to keep the spatial size, without bias, as before every norm."""
 
     shape: tuple[int, ...]
     out_channels: int
@@ -70,14 +70,14 @@ CASES = {
 }
 MORE = {
     "cuda": [
-        # the levels of the 2D U-Net
+        # The levels of the 2D U-Net.
         *(
             Case((8, channels, size, size), channels, 3, "bf16", channels_last)
             for channels, size in ((32, 512), (64, 512), (128, 256), (256, 128), (512, 64))
             for channels_last in (True, False)
             if not channels_last or channels not in (64, 128)
         ),
-        # the decoder's top
+        # The top of the decoder.
         Case((8, 128, 512, 512), 64, 3, "bf16", True),
         Case((8, 64, 512, 512), 64, 3, "fp16", True),
         Case((8, 64, 512, 512), 64, 3, "fp32", True),
@@ -87,7 +87,7 @@ MORE = {
             for channels_last in (True, False)
             if not channels_last or channels != 512
         ),
-        # the levels of the large 3D U-Net
+        # The levels of the large 3D U-Net.
         *(
             Case((2, channels, *size), channels, 3, "fp16", True)
             for channels, size in (
@@ -120,7 +120,7 @@ def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
         "running_mean": source.uniform(channels, -0.5, 0.5),
         "running_var": source.uniform(channels, 0.5, 1.5),
     }
-    # a y within rounding of the kink has one slope here and another there, and its dz would count against either
+    # Rounding may move a y near the kink to the other slope, which would count as an error; its dz is 0.
     y = norm_act(exact_conv(case, data), data["weight"], data["bias"], activation="identity").out
     data["dz"].masked_fill_(y.abs() < KINK[case.dtype], 0)
     data["x"].requires_grad_()
@@ -145,20 +145,20 @@ def expected_in_inference(case: Case, data: dict[str, Tensor], slope: float) -> 
 
 
 def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
-    """Of outputs, and of gradients."""
+    """The tolerances of outputs and of gradients."""
     if case.dtype == "fp32" and device.type == "cuda" and tf32_allowed():
         return TF32_FORWARD, TF32_GRADIENT
     return FORWARD_TOLERANCE[DTYPES[case.dtype]], GRADIENT_TOLERANCE[DTYPES[case.dtype]]
 
 
 def module(name: str, case: Case, device: torch.device, data: dict[str, Tensor]) -> nn.Module:
-    """As under autocast: parameters of the norm in fp32, the convolution's in the dtype of x."""
+    """The module of a contender as under autocast: the norm in fp32, the convolution in the dtype of x."""
     made = CONV_CONTENDERS[name][0](
         len(case.shape) - 2, case.shape[1], case.out_channels, case.kernel, padding=case.kernel // 2, bias=False
     ).to(device)
     for child in made.modules():
         if isinstance(child, tuple(CONV.values())):
-            # of the memory format of the data, which copies of values do not bring along
+            # The weight gets the memory format of the data; copying values would not change its format.
             child.weight = nn.Parameter(torch.empty_like(data["conv_weight"]))
     return made
 

@@ -1,4 +1,4 @@
-"""Growing layers: k convolutions of one input, summed by ``torch.stack(...).sum(0)`` and as a ``ConvBank2d``."""
+"""Growing layers: k convolutions of one input, summed by ``torch.stack(...).sum(0)`` or by a ``ConvBank2d``."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -22,7 +22,7 @@ TITLE = "k convolutions of one input, summed: stacked, and as a ConvBank2d"
 BRANCHES = (1, 4, 16, 64)
 SECONDS = {"cpu": 0.2, "cuda": 1.0}
 FLAT_SECONDS = {"cpu": 2.0, "cuda": 2.0}
-# compiling takes a CPU longer than all else here
+# Compiling takes longer on a CPU than the rest of this bench.
 TREATMENTS = {
     "cpu": {"eager": as_it_is, "ours": as_it_is},
     "cuda": {"eager": as_it_is, "compiled": compiled, "aggressive": aggressive, "ours": as_it_is},
@@ -37,7 +37,7 @@ class Case(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} fp32, {self.branches} branches"
 
 
-# the stack of 64 takes 64 times one convolution, 10 times over
+# On a CPU x is small, because the stack of 64 branches runs 64 convolutions about ten times.
 SHAPES = {"cpu": (1, 16, 64, 64), "cuda": (8, 64, 256, 256)}
 FLAT_SHAPES = {"cpu": (2, 32, 128, 128), "cuda": (8, 64, 256, 256)}
 CASES = {kind: [Case(shape, k) for k in BRANCHES] for kind, shape in SHAPES.items()}
@@ -55,7 +55,7 @@ class Stack(nn.Module):
 
 
 class BankJob:
-    """The layer inside a network: x needs a gradient, dy is given."""
+    """The layer inside a network: x needs a gradient, and dy is given."""
 
     def __init__(self, layer: nn.Module, x: Tensor, dy: Tensor) -> None:
         self.layer, self.x, self.dy = layer, x, dy
@@ -127,7 +127,7 @@ def test_step(case, contender, device, report, benchmark):
 
 
 def test_time_does_not_depend_on_the_number_of_branches(device, report):
-    """Banks of all sizes against each other in the same rounds, each lap beside one of a single branch."""
+    """Times banks of all sizes in the same rounds, and compares each lap with that of a single branch."""
     shape = FLAT_SHAPES[device.type]
     x, dy = make_data(shape, device)
     jobs = {f"{k:2}": BankJob(bank_of(shape[1], k, device), x, dy) for k in BRANCHES}

@@ -1,6 +1,6 @@
-"""One training step of stock networks: as they are, under ``fusedseg.recompute()`` alone, and converted (ours).
+"""One training step of stock networks: unchanged, under ``fusedseg.recompute()`` only, and converted (ours).
 
-Small stand-ins of what libraries hold; ``tests/conversion/test_packages.py`` has the real ones.
+The networks are small copies of those in libraries; ``tests/conversion/test_packages.py`` has the real ones.
 """
 
 from functools import partial
@@ -25,20 +25,20 @@ from .test_recompute import CLASSES, Scoped, Segments
 TREATMENTS = {"scope": Scoped, "compiled": compiled}
 CONTENDERS = ("eager", "scope", "compiled", "ours", "leaky")
 SECONDS = {"cpu": 4.0, "cuda": 6.0}
-# as in test_unet.py: rounding adds up, and may swap the maximum of a pooling window
+# As in test_unet.py, rounding adds up, and may swap the maximum of a pooling window.
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
 
 
 class Case(NamedTuple):
     make: partial
     shape: tuple[int, ...]
-    # whether mode "leaky" is another function than the others'
+    # Whether mode "leaky" gives another function than the other contenders.
     relu: bool = False
     amp: bool = False
     channels_last: bool = False
-    # a class for each position, not for each sample
+    # Whether there is a class for each position instead of one for each sample.
     dense: bool = True
-    # Inductor takes minutes for some networks on a CPU
+    # Inductor takes minutes for some networks on a CPU.
     compile: bool = False
 
     def contenders(self) -> list[str]:
@@ -75,7 +75,7 @@ MORE = {
 
 
 class Steps(Section):
-    """A row for each network: its treatments beside stock."""
+    """A table with a row for each network, which compares its treatments with the stock network."""
 
     def lines(self) -> list[str]:
         names = [name for name in CONTENDERS[1:] if any(timed(results, name) for results in self.cases.values())]
@@ -102,14 +102,14 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     def network(name: str) -> nn.Module:
         net = case.make()
         net.load_state_dict(state)
-        # torch declares Module.to without memory_format
+        # PyTorch's type stubs declare Module.to without memory_format.
         net.to(device).to(memory_format=memory_format)  # type: ignore[call-overload]
         if name in ("ours", "leaky"):
             fusedseg.convert(net, example_inputs=x, mode="leaky" if name == "leaky" else "exact")
         return TREATMENTS.get(name, as_it_is)(net)
 
     def expected(name: str) -> dict[str, Tensor]:
-        # mode "leaky" is compared with the network of LeakyReLU that it gives back
+        # Mode "leaky" is compared with the LeakyReLU network that `revert` returns.
         net = fusedseg.revert(network("leaky")) if name == "leaky" else network("eager")
         exact = NetJob(net.double(), x.double(), target)
         out = exact.forward(exact.prepare())

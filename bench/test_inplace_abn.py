@@ -1,4 +1,4 @@
-"""BatchNorm and its activation alone, on tensors from the stages of real U-Nets."""
+"""Times BatchNorm and its activation alone, on tensors from the stages of real U-Nets."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ CASES = {
         NormCase("batch", (1, 64, 32, 48, 48), "bf16", True),
     ],
     "cuda": [
-        # large; what fits in L2, or in the registers of a multiprocessor
+        # Large tensors, and tensors that fit in L2 or in the registers of a multiprocessor.
         NormCase("batch", (8, 64, 512, 512), "bf16"),
         NormCase("batch", (8, 64, 512, 512), "bf16", True),
         NormCase("batch", (8, 64, 512, 512), "fp16"),
@@ -48,7 +48,7 @@ MORE = {
         ),
         NormCase("batch", (8, 64, 512, 512), "fp32"),
         NormCase("batch", (8, 64, 512, 512), "fp32", True),
-        # the first convolution of a ResNet-18 at batch 128, and both ends of the large 3D U-Net
+        # The first convolution of a ResNet-18 at batch 128, and both ends of the large 3D U-Net.
         NormCase("batch", (128, 64, 112, 112), "fp16", True),
         NormCase("batch", (2, 64, 320, 150, 26), "fp16"),
         NormCase("batch", (2, 64, 320, 150, 26), "fp16", True),

@@ -1,4 +1,4 @@
-"""InstanceNorm and GroupNorm with their activation, alone, on tensors from the stages of real U-Nets."""
+"""Times InstanceNorm and GroupNorm with their activation alone, on tensors from the stages of real U-Nets."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from .replay import CLOCK
 SECONDS = {"cpu": 2.0, "cuda": 1.0}
 CASES = {
     "cpu": [
-        # both ends of an nnU-Net of patches of 48, and a stage of a U-Net
+        # Both ends of an nnU-Net for patches of 48, and a stage of a U-Net.
         NormCase("instance", (2, 32, 48, 48, 48), "fp32"),
         NormCase("instance", (2, 32, 48, 48, 48), "fp32", True),
         NormCase("instance", (2, 32, 48, 48, 48), "bf16", True),

@@ -1,7 +1,7 @@
-"""What a call costs the host, where kernels take less than that: planes of 16 x 16.
+"""Measures the host's time of a call on planes of 16 x 16, for which the kernels take less time than the host.
 
-On CUDA: from the call of a module to the driver's last launch, without waiting for the device.  On a CPU nothing is
-launched: a tensor of 16 values, so that all but the dispatch of aten's ops is next to nothing.
+On CUDA the time ends with the last launch of the driver, without waiting for the device.  A CPU launches nothing; there
+the tensor has 16 values, so that almost all of the time is dispatch.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .replay import CLOCK, report_step
 from .results import Section
 
 SECONDS = {"cpu": 3.0, "cuda": 3.0}
-# a round's: at most five launches each, and a queue of a GPU holds about a thousand
+# The calls of a round.  Each makes at most five launches, and the queue of a GPU holds about a thousand.
 CALLS = 100
 CASES = {
     "cpu": [NormCase("batch", (1, 4, 2, 2), "fp32")],

@@ -1,4 +1,4 @@
-"""Max-pooling alone: between the stages of U-Nets, and with windows that overlap, as a ResNet begins."""
+"""Times max-pooling alone: that between the stages of U-Nets, and the overlapping windows of a ResNet."""
 
 from functools import partial
 from typing import NamedTuple
@@ -58,7 +58,7 @@ MORE = {
 
 
 def contenders(kind: str) -> list[str]:
-    """Compiling takes a CPU longer than all else here."""
+    """The names of the contenders.  Compiling takes longer on a CPU than the rest, so it is left out there."""
     return [name for name in CONTENDERS if kind == "cuda" or name != "compiled"]
 
 
@@ -86,7 +86,7 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
     return compete(
         {name: partial(build, name) for name in contenders(device.type)},
         {"": expected},
-        # a maximum is exact
+        # A maximum is exact.
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         device,
         SECONDS[device.type],

@@ -1,8 +1,8 @@
-"""Ways to train in less memory, one step of each: autocast, checkpoints, fusedseg, and their combinations.
+"""Times one step of each way to train in less memory: autocast, checkpoints, fusedseg, and combinations.
 
-Of networks of stock modules with ReLU fusedseg is ``fusedseg.convert``, which leaves the function as it is; of the
-U-Net with LeakyReLU it is the network of fused blocks.  Bytes of the full sizes need no machine:
-``python -m fusedseg profile MODEL --compare ...``.
+For networks of stock modules with ReLU, "fusedseg" means ``fusedseg.convert``, which keeps the function.  For the U-Net
+with LeakyReLU it means the network of fused blocks.  ``python -m fusedseg profile MODEL --compare ...`` counts the
+bytes of full sizes on any machine.
 """
 
 from functools import partial
@@ -28,13 +28,13 @@ SLOW_ON = "cuda"
 OURS = "fusedseg"
 WAYS = [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", OURS, f"{OURS}+{AMP}", f"{OURS}+{AMP}+{CHECKPOINT}"]
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
-# half of the ways compute in bf16: rounding adds up over the layers, and may swap the maximum of a pooling window; or
-# twice what autocast alone is off by
+# Half of the ways compute in bf16.  Rounding adds up over the layers, and may swap the maximum of a pooling window.
+# Twice the error of autocast alone is allowed as well.
 TOLERANCE = {"logits": 5e-2, "gradients": 3e-1}
 
 
 class Case(NamedTuple):
-    """fused: of what fusedseg has in the model's place; without it, the model is converted."""
+    """A network.  ``fused`` builds fusedseg's network for it; without ``fused``, the network is converted."""
 
     make: partial
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ CASES = {
 
 
 class Ways(Section):
-    """Rows are ways instead of cases."""
+    """A table whose rows are ways instead of cases."""
 
     def lines(self) -> list[str]:
         lines = [self.title]

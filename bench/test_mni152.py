@@ -1,4 +1,4 @@
-"""Trains a U-Net on real data twice from the same initial weights, of stock modules and ours: the demo of slices."""
+"""Trains the demo of slices: a U-Net of stock modules and one of ours, from the same weights on real data."""
 
 from statistics import mean
 
@@ -11,18 +11,18 @@ from .harness import Result
 from .replay import CLOCK, report_step
 
 SLOW_ON = "cuda"
-# contender -> network of the demo
+# contender -> network of the demo.
 NAMES = {"eager": "eager", "ours": "fusedseg"}
-# half the demo's
+# Half of the steps of the demo.
 STEPS = 100
 
 
 @pytest.fixture(scope="module")
 def outcome(device, report, pytestconfig):
-    """Results of both, after training; the picture and the closing note on the way."""
+    """The results of both networks after training.  It also writes the picture and the closing note."""
     problem = slices.problem(device)
     networks = training.build(problem, device, seed=0)
-    # the progress bar is for whoever waits
+    # The progress bar goes to the terminal.
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print()
         trainings = training.train(problem, networks, STEPS)
@@ -68,12 +68,12 @@ def test_step(outcome, contender, benchmark):
 
 def test_both_start_from_the_same_loss(outcome, device):
     eager, ours = (of.losses[0] for of in outcome[0].figures.values())
-    # one forward in fp32 on a CPU, in bf16 on a GPU
+    # The tolerance of one forward, in fp32 on a CPU and in bf16 on a GPU.
     assert ours == pytest.approx(eager, rel=1e-2 if device.type == "cuda" else 1e-4)
 
 
 def test_both_segment_the_held_out_part(outcome):
     eager, ours = (mean(of.iou.values()) for of in outcome[0].figures.values())
-    # the two drift apart by rounding over the steps, as two runs of eager with other seeds do
+    # Rounding makes the two trainings drift apart, as two eager runs with different seeds do.
     assert min(eager, ours) > 0.6
     assert abs(ours - eager) < 0.05

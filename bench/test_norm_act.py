@@ -1,4 +1,4 @@
-"""The exact twins alone, norm and ReLU that store their input, beside the stock modules that they equal to the bit."""
+"""Times the exact fused modules of norm and ReLU beside the stock modules, which they equal bit for bit."""
 
 import pytest
 import torch

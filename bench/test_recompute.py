@@ -1,6 +1,7 @@
-"""One training step of a network of stock modules with ReLU: as it is, under ``fusedseg.recompute()`` (ours), with its
-blocks checkpointed, and compiled.  Nothing but the treatment differs; in the cases named so, ours has the exact twins
-of norm and ReLU instead of the stock pair."""
+"""Times one training step of a network of stock modules with ReLU.
+
+The contenders differ only in the treatment: none, ``fusedseg.recompute()`` (ours), checkpointed blocks, and compiled.
+In the cases "of twins" ours has the exact fused modules instead of norm and ReLU."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,12 +26,12 @@ from .results import Section
 SLOW_ON = "cuda"
 CLASSES = 4
 SECONDS = {"cpu": 6.0, "cuda": 15.0}
-# as in test_unet.py: rounding adds up, and may swap the maximum of a pooling window
+# As in test_unet.py, rounding adds up, and may swap the maximum of a pooling window.
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
 
 
 class Scoped(nn.Module):
-    """A module under the scope."""
+    """A module whose forward runs under the recompute scope."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Scoped(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps its input alone, and is computed again in backward."""
+    """A block that keeps only its input, and runs again in backward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Checkpointed(nn.Module):
 
 
 def checkpointed(net: nn.Module) -> nn.Module:
-    """Every DoubleConv of a U-Net, every block of a ResNet."""
+    """Checkpoints every DoubleConv of a U-Net, or every block of a ResNet."""
     blocks = [
         (parent, name)
         for parent in net.modules()
@@ -66,7 +67,7 @@ def checkpointed(net: nn.Module) -> nn.Module:
 
 
 def twins(net: nn.Module) -> nn.Module:
-    """Every pair of a BatchNorm and a ReLU as one module, with the same parameters."""
+    """Replaces every pair of a BatchNorm and a ReLU by one module with the same parameters."""
     pairs = [
         (parent, name, child)
         for parent in net.modules()
@@ -106,7 +107,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     shape: tuple[int, ...]
     dtype: str = "fp32"
-    # Inductor takes minutes for some networks on a CPU
+    # Inductor takes minutes for some networks on a CPU.
     compile: bool = True
     twins: bool = False
 

@@ -1,5 +1,6 @@
-"""One training step of a whole network: forward, cross entropy and backward.  Ours is that of ``fusedseg.unet`` as it
-is by default; the others are its plain twin, of stock modules, with their norm.
+"""Times one training step of a whole network: forward, cross entropy and backward.
+
+Ours is the default network of ``fusedseg.unet``.  The others are the same network of stock modules, with their norm.
 
 The table of four networks in the README comes from this bench; ``python -m bench.report bench/out`` prints it in
 Markdown::
@@ -28,24 +29,25 @@ from .results import Section
 CLASSES = 4
 CHECKPOINT = "checkpoint"
 SECONDS = {"cpu": 5.0, "cuda": 6.0}
-# relative error of the logits and of all gradients together (2-norms), or twice eager's own.  Rounding adds up over the
-# layers, and where it crosses a kink or swaps the maximum of a pooling window, a gradient changes by more than that
+# The allowed relative error of the logits and of all gradients together (2-norms); twice eager's error is allowed too.
+# Rounding adds up over the layers.  If it crosses a kink or swaps the maximum of a pooling window, a gradient changes
+# by more than a rounding error.
 TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
 
 
 def checkpointed(net: nn.Module) -> nn.Module:
-    """The stock network whose blocks keep their inputs alone and run a second time in backward."""
+    """The stock network with blocks that keep only their inputs, and run again in backward."""
     checkpoint_blocks(net)
     return net
 
 
-# name: whose modules the network has, and what is done to it
+# name: (the contender whose modules the network has, how the network is treated)
 WAYS: dict[str, tuple[str, Treat]] = {name: (name, treat) for name, (_, treat) in CONTENDERS.items()}
 WAYS[CHECKPOINT] = ("eager", checkpointed)
 
 
 class Images(nn.Module):
-    """A network of several images, called with one tensor of all their channels."""
+    """A network of several images that is called with one tensor of all their channels."""
 
     def __init__(self, net: nn.Module, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Images(nn.Module):
 
 
 class Case(NamedTuple):
-    """A network and its input; several images are one tensor, split by their channels."""
+    """A network and its input.  Several images are one tensor, which is split by channels."""
 
     title: str
     channels: tuple[int, ...]
@@ -66,9 +68,9 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     channels_last: bool = False
     make: Callable[..., nn.Module] = MultiEncoderUNet
-    # instead of BatchNorm
+    # The norm, if it is not BatchNorm.
     instance: bool = False
-    # all benches together are to end within minutes
+    # All benches together must end within minutes.
     slow: bool = False
 
     def __str__(self) -> str:
@@ -76,7 +78,7 @@ class Case(NamedTuple):
         return f"{self.title}, {shape} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
 
     def network(self, name: str) -> nn.Module:
-        """That of a contender, untreated."""
+        """The network of a contender before its treatment."""
         one = self.make in (unet3d_large, unet3d_small)
         channels: Any = self.channels[0] if one else self.channels
         norm = "instance" if self.instance else "batch"
@@ -93,10 +95,10 @@ class Case(NamedTuple):
 
 
 WIDTHS = (64, 128, 256, 512, 1024)
-# of nnU-Net's plain networks for patches of 128
+# The widths of nnU-Net's plain networks for patches of 128.
 NNUNET = (32, 64, 128, 256, 320)
 UNET3D = partial(MultiEncoderUNet, dims=3)
-# reduced sizes of the presets, with their structure
+# The presets with their structure, at reduced sizes.
 LIDAR_OPTICAL = {"widths": (16, 32, 64)}
 LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
 SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
@@ -104,7 +106,7 @@ CASES = {
     "cpu": [
         Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
         Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
-        # two volumes: of one small volume torch computes the convolutions in a slow loop, which would flatter ours
+        # Two volumes, because torch convolves one small volume in a slow loop, which would flatter ours.
         Case("3D large", (1,), (32, 32, 32), 2, LARGE, make=unet3d_large, slow=True),
         Case("3D small", (1,), (32, 32, 32), 2, SMALL, make=unet3d_small),
     ],
@@ -138,7 +140,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     def build(name: str) -> NetJob:
         net = case.network(name)
         net.load_state_dict(dict(zip(net.state_dict(), weights, strict=True)))
-        # torch declares Module.to without memory_format
+        # PyTorch's type stubs declare Module.to without memory_format.
         net = net.to(device).to(memory_format=case.memory_format())  # type: ignore[call-overload]
         return NetJob(WAYS[name][1](net), x, target, case.dtype == "amp")
 

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers, imported as ``fusedseg.kernels``: no autograd, no ``nn``, no validation."""
+"""Triton kernels and their launchers, imported as ``fusedseg.kernels``.  They have no autograd and no validation."""

@@ -1,4 +1,4 @@
-"""Geometry and blocks of the implicit-GEMM convolution: shape and device alone decide, nothing is tuned per call."""
+"""Geometry and blocks of the implicit-GEMM convolution.  Only shape and device decide; no call is tuned."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,17 @@ import triton
 
 from .launch import multiprocessors
 
-# programs a multiprocessor: several waves even out their ends, few leave few partial statistics
+# Programs per multiprocessor.  Several waves even out the ends of programs; few programs leave few partial statistics.
 PROGRAMS_PER_SM = 8
-# positions of the output (rows of the product) a tile
+# Positions of the output (rows of the matrix product) in a tile.
 TILE_ROWS = 128
-# tl.dot takes 16 or more of the reduced dimension
+# tl.dot needs at least 16 entries along the reduced dimension.
 MIN_REDUCED = 16
 STAGES = 3
 
 
 class Geometry(NamedTuple):
-    """Stride, padding (zeros, as many on both sides) and dilation per spatial dimension; and groups."""
+    """Stride, padding and dilation for each spatial dimension, and groups.  Zeros pad both sides equally."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -25,13 +25,16 @@ class Geometry(NamedTuple):
     groups: int
 
     def pointwise(self, kernel: tuple[int, ...]) -> bool:
-        """One tap that reads the position it writes."""
+        """Whether the kernel has one tap, which reads the position that it writes."""
         return set(kernel) == {1} and set(self.stride) == {1} and set(self.padding) == {0}
 
 
 class ConvBlocks(NamedTuple):
-    """Grid and block sizes of a launch: runs of ``tiles_per_split`` tiles of rows, times tiles of output channels; and
-    the steps in which a tap's input channels are summed."""
+    """Grid and block sizes of a launch.
+
+    The grid has ``channel_tiles`` tiles of output channels, times ``splits`` runs of ``tiles_per_split`` tiles of rows.
+    ``steps`` is the number of steps in which the input channels of a tap are summed.
+    """
 
     channel_tiles: int
     steps: int
@@ -50,24 +53,27 @@ def conv_blocks(
     device: torch.device,
     affine: bool = False,
 ) -> ConvBlocks:
-    """For M output positions, and C input and K output channels a group.  ``affine``: with scale and shift."""
-    # 128 bytes of channels a row: what one swizzled row of shared memory holds
-    # without tensor cores both operands lie in registers, and those of 32 channels spill
+    """The blocks for M output positions, and C input and K output channels in a group.
+
+    ``affine`` says that the epilogue has a scale and a shift.
+    """
+    # A swizzled row of shared memory holds 128 bytes of channels.  Without tensor cores both operands are in registers,
+    # and operands of 32 channels would spill.
     block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize if tensor_cores else MIN_REDUCED)
-    # the tile that wastes the fewest channels, the larger one of equals
-    # scale and shift of 128 channels take 128 registers a thread beside the product on sm_100: hundreds of bytes spill
+    # Takes the tile that wastes the fewest channels; between equals, the larger one.  Scale and shift of 128 channels
+    # would take 128 registers a thread beside the product on sm_100, and hundreds of bytes would spill.
     candidates = (128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16)
     block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
     tiles = triton.cdiv(M, TILE_ROWS) * triton.cdiv(K, block_k) * groups
     block_m = TILE_ROWS if tiles >= multiprocessors(device) else TILE_ROWS // 2
-    # with 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and in fp32 that of 128 x 16
+    # With 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, as does that of 128 x 16 in fp32.
     num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
     meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
     return dealt(M, C, K, groups, device, meta)
 
 
 def dealt(M: int, C: int, K: int, groups: int, device: torch.device, meta: dict) -> ConvBlocks:
-    """Tiles of ``meta``, dealt to as many programs as fill the device."""
+    """Deals tiles of the sizes in ``meta`` to as many programs as fill the device."""
     tiles, channel_tiles = triton.cdiv(M, meta["BLOCK_M"]), triton.cdiv(K, meta["BLOCK_K"]) * groups
     splits = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // channel_tiles))
     tiles_per_split = triton.cdiv(tiles, splits)

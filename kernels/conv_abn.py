@@ -1,20 +1,20 @@
 """z = phi(weight * xhat + bias), xhat = (y - mean) * rstd, y = conv(x, w): a convolution that ends in BatchNorm.
 
-An implicit matrix product of M = N OD OH OW rows (output positions) and K columns (output channels), reduced over the
-taps of the kernel and the input's channels; the epilogue works on the fp32 accumulator:
+It is an implicit matrix product with M = N OD OH OW rows (output positions) and K columns (output channels), reduced
+over the taps of the kernel and the input's channels.  The epilogue works on the fp32 accumulator:
 
-    "stats"   y is stored, and (count, mean, M2) of the stored values left per program; ``norm_act`` merges them in a
-              fixed order, normalises and activates in one more pass.  A program keeps them per lane (pair of rows) and
-              merges lanes once, at its end: a tile costs no exchange between threads
-    "norm"    running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale,
-              z = phi(scale y + shift); nothing else touches memory
-    "none"    y + conv_bias is stored
+    "stats"   stores y, and leaves (count, mean, M2) of the stored values for each program.  ``norm_act`` merges them
+              in a fixed order, then normalises and activates in one more pass.  A program keeps them for each lane
+              (pair of rows) and merges lanes once at its end, so that a tile needs no exchange between threads
+    "norm"    uses running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale.  It stores only
+              z = phi(scale y + shift)
+    "none"    stores y + conv_bias
 
-Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward is ``norm_act_bwd``, which
-gives dy, and then the vendor's convolution backward.
+Kept for backward: x, w, z, rstd, weight, bias, and xhat of the kept channels.  Backward first runs ``norm_act_bwd``,
+which computes dy, and then the vendor's convolution backward.
 
-Tensors are (N, C, D, H, W), with D = 1 for two dimensions, of any strides; channels_last loads and stores rows of
-channels.
+Tensors are (N, C, D, H, W) with any strides; D = 1 in two dimensions.  channels_last tensors are loaded and stored as
+rows of channels.
 """
 
 import math
@@ -35,8 +35,8 @@ from .tile import chan_merge
 @triton.jit
 def taps_inside(d0, h0, w0, D, H, W, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr,
                 DH: tl.constexpr, DW: tl.constexpr):  # fmt: skip
-    """Bit t of a row: whether tap t, of at most 32, reads a value and no padding."""
-    # what lies before the first position is large without a sign
+    """A mask for each row: bit t says whether tap t (of at most 32) reads a value of x and not padding."""
+    # As an unsigned number, a position before the first one is large.
     d0, h0, w0 = d0.to(tl.uint32), h0.to(tl.uint32), w0.to(tl.uint32)
     along_w = tl.zeros_like(w0)
     for kw in tl.static_range(KW):
@@ -51,8 +51,10 @@ def taps_inside(d0, h0, w0, D, H, W, KD: tl.constexpr, KH: tl.constexpr, KW: tl.
 
 @triton.jit
 def halves(v, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
-    """(BLOCK_M, LANES) as two of half as many rows: rows that are 8 apart, as one thread holds them that multiplied on
-    tensor cores."""
+    """Splits (BLOCK_M, LANES) into two blocks of half as many rows.
+
+    Paired rows are 8 apart: one thread holds both of them after a product on tensor cores.
+    """
     v = tl.permute(tl.reshape(v, (BLOCK_M // 16, 2, 8, LANES)), (0, 2, 3, 1))
     a, b = tl.split(v)
     return tl.reshape(a, (BLOCK_M // 2, LANES)), tl.reshape(b, (BLOCK_M // 2, LANES))
@@ -69,14 +71,17 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                         PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
                         ORDER: tl.constexpr, X_CACHE: tl.constexpr, X_VECTOR: tl.constexpr):  # fmt: skip
-    """C and K count the channels of one group.  INDEX: int64 where positions, or offsets in one sample, pass 2**31.
-    ALIGNED: 16 adjacent positions lie in one sample, and in memory side by side, in x and in out.  X_ROWS, OUT_ROWS:
-    they hold rows of channels, so that positions of all samples are evenly spaced.
+    """The convolution of the module's docstring.
 
-    ORDER, of a program's tiles: "runs", adjacent ones; "strided", so that programs of one time share an image's rows;
-    "down", adjacent ones that lie below each other (OW is a multiple of BLOCK_M).  X_CACHE and X_VECTOR: cache modifier
-    of loads of x, and how many elements each takes at most (0: as many as can be)."""
-    # neighbours in the grid share rows of x, and differ in the channels that they make of them
+    C and K count the channels of one group.  INDEX is int64 if positions, or offsets in one sample, exceed 2**31.
+    ALIGNED says that 16 adjacent positions are in one sample and adjacent in memory, in x and in out.  X_ROWS and
+    OUT_ROWS say that x and out hold rows of channels, so that positions of all samples are evenly spaced.
+
+    ORDER is the order of a program's tiles: "runs" of adjacent tiles; "strided", so that programs that run at the same
+    time share rows of an image; "down", tiles that are adjacent vertically (OW is a multiple of BLOCK_M).  X_CACHE is
+    the cache modifier of loads of x, and X_VECTOR the largest number of elements in each (0 sets no limit).
+    """
+    # Neighbours in the grid read the same rows of x, and compute different output channels.
     column = tl.program_id(0)
     split = tl.program_id(1)
     tiles_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -85,7 +90,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
     in_k = k < K
     channel = group * K + k
     c = tl.arange(0, BLOCK_C)
-    # w lies as (K of all groups, taps, C)
+    # w has the layout (K of all groups, taps, C).
     w_row = channel * (KD * KH * KW * C)
 
     if EPILOGUE == "norm":
@@ -107,7 +112,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
     blocks_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     b_ptrs = w_ptr + (w_row[:, None] + c[None, :])
     if taps * blocks_c == 1:
-        # the only step's: loaded once
+        # There is only one step, so its weights are loaded once.
         b = tl.load(b_ptrs, mask=in_k[:, None] & (c < C)[None, :], other=0.0)
     first, last, stride = split * tiles_per_split, (M - 1) // BLOCK_M + 1, 1
     if ORDER == "strided":
@@ -116,7 +121,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         last = tl.minimum(first + tiles_per_split, last)
     for tile in range(first, last, stride):
         if ORDER == "down":
-            # OW is a multiple of BLOCK_M
+            # Here OW is a multiple of BLOCK_M.
             along_w, image = OW // BLOCK_M, tile // (OH * (OW // BLOCK_M))
             within = tile % (OH * along_w)
             m = (tl.cast(image, INDEX) * OH + within % OH) * OW + within // OH * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -129,7 +134,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         if ALIGNED:
             s = tl.max_contiguous(tl.multiple_of(s, 16), 16)
         if taps == 1 and SD * SH * SW == 1 and not padded:
-            # positions of the input are those of the output, and evenly spaced
+            # Positions of the input are those of the output, and evenly spaced in memory.
             if X_ROWS:
                 x_row = m.to(tl.int64) * stride_xw
             else:
@@ -151,8 +156,8 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             inside = tl.where(in_m, taps_inside(d0, h0, w0, D, H, W, KD, KH, KW, DD, DH, DW), 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        # one loop over taps and channels: a nest would drain its pipeline of loads at every tap; and of a length that
-        # compilers do not know, or they unroll nine taps and run out of registers
+        # One loop runs over taps and channels, because a nested loop would drain its pipeline of loads at every tap.
+        # The compiler does not know its length; otherwise it would unroll nine taps and run out of registers.
         for i in range(steps):
             tap = i // blocks_c
             first_c = (i % blocks_c) * BLOCK_C
@@ -174,7 +179,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             if X_ROWS:
                 a = tl.load(a_ptrs + shift, mask=mask_a, other=0.0, cache_modifier=X_CACHE)
             else:
-                # an address for every value, which are too many to keep
+                # Every value needs its own address here, and they are too many to keep in registers.
                 a = tl.load(x_ptr + ((x_row + shift)[:, None] + offs_c), mask=mask_a, other=0.0)
             if taps * blocks_c > 1:
                 b = tl.load(b_ptrs + (tap * C + first_c), mask=mask_b, other=0.0)
@@ -193,10 +198,10 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         y = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs, y, mask=mask_out)
         if EPILOGUE == "stats":
-            # of what was stored; rows beyond the last, for which nothing was loaded, count 0
+            # Statistics are those of the stored values.  Rows beyond the last one count 0.
             y0, y1 = halves(y.to(tl.float32), BLOCK_M, BLOCK_K)
             in0, in1 = halves(in_m.to(tl.float32)[:, None], BLOCK_M, 1)
-            # Chan's formula for two, of which one is a pair
+            # Chan's formula merges the running statistics with those of a pair of rows.
             n_pair = in0 + in1
             n_both = n_run + n_pair
             share = n_pair / tl.maximum(n_both, 1.0)
@@ -215,13 +220,13 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
 
 
 def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
-    """Spatial values of two or three dimensions in three."""
+    """The values of two or three spatial dimensions as three; ``first`` fills the missing one."""
     d, h, w = values if len(values) == 3 else (first, *values)
     return d, h, w
 
 
 def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Of N, C, D, H and W of a dense tensor; its own may be anything where a size is 1."""
+    """The strides of N, C, D, H and W of a dense tensor.  Its own strides may have any value where a size is 1."""
     D, H, W = size
     along = layout.C if layout.rows else 1
     return layout.C * D * H * W, 1 if layout.rows else D * H * W, H * W * along, W * along, along
@@ -229,7 +234,7 @@ def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
 
 @plan
 def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
-    """The launch, and in how many parts it leaves statistics."""
+    """The launch, and the number of parts in which it leaves statistics."""
     geometry, x_layout, layout = Geometry(*geometry), Layout(*x_layout), Layout(*layout)
     kernel, C = w_shape[2:], w_shape[1]
     N, K = out_shape[:2]
@@ -262,23 +267,26 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
 
 def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias=None, norm=(None,) * 5, eps=0.0,
                 act=("identity", 0.0)):  # fmt: skip
-    """Writes ``out``; ``norm`` is weight, bias, mean, var and where rstd goes.  Returns partial statistics, or None."""
+    """Writes ``out``, and returns partial statistics or None.
+
+    ``norm`` holds weight, bias, mean, var and the tensor that rstd is written to.
+    """
     launch, splits = conv_plan(tuple(x.shape), tuple(w.shape), tuple(out.shape), x_layout, layout, geometry, epilogue,
                                tf32, x.dtype, x.device, eps, act)  # fmt: skip
     partial = None
     if epilogue == "stats":
         partial = torch.empty(3, splits, out.shape[1], dtype=torch.float32, device=x.device)
-    # as (K, taps, C): nothing is copied where the weight is channels_last or has one tap
+    # The weight as (K, taps, C).  Nothing is copied if it is channels_last or has one tap.
     launch((x, w.movedim(1, -1).contiguous(), out, partial, conv_bias, *norm))
     return partial
 
 
 def conv_abn_fwd(x, w, out, x_layout, layout, geometry, conv_bias, weight, bias, running_mean, running_var, training,
                  momentum, eps, act, kept, tf32):  # fmt: skip
-    """Writes z into ``out``, which is dense, as ``x`` is; ``w`` is (K, C / groups, *kernel).
+    """Writes z into ``out``.  ``x`` and ``out`` are dense; ``w`` is (K, C / groups, *kernel).
 
-    ``conv_bias`` is left out of what is normalised in training, where the mean takes it along.  The rest, and what is
-    returned, is that of ``norm_act_fwd``.
+    In training ``conv_bias`` is left out of the convolution, because the norm subtracts the mean, which contains it.
+    The other arguments and the results are those of ``norm_act_fwd``.
     """
     norm = (weight, bias, running_mean, running_var)
     if not training and kept is None:

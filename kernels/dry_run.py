@@ -1,12 +1,12 @@
-"""Compiles every launch for a GPU that need not be there, with the arguments it would have: nothing runs.
+"""Compiles every launch for a GPU, with its true arguments, and runs nothing.  The GPU need not be present.
 
     with dry_run("sm_90") as launches:
         norm_act_fwd(cpu_tensor, ...)        # outputs stay as ``torch.empty`` left them
     for launch in launches:
         print(launch.name, launch.grid, launch.compiled.asm["ptx"])
 
-The launchers decide as they do for a real tensor of that shape and dtype; only the number of multiprocessors is assumed
-(``launch.DEFAULT_SMS``).  Large tensors cost nothing, since memory that nobody touches is never committed.
+The launchers decide as for a real tensor of that shape and dtype; only the number of multiprocessors is assumed
+(``launch.DEFAULT_SMS``).  Large tensors cost nothing, because the system never commits untouched memory.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .launcher import forget_plans, fp_fusion
 
 
 class Launch(NamedTuple):
-    """A kernel that a launcher called: its name, what Triton compiled, and the grid it asked for."""
+    """A launch of a kernel: its name, the compiled kernel, and its grid."""
 
     name: str
     compiled: Any
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 
 def parse_target(name: str) -> GPUTarget:
-    """``sm_90`` or ``gfx942`` as Triton names a target."""
+    """Triton's target for a name such as ``sm_90`` or ``gfx942``."""
     if found := re.fullmatch(r"sm_(\d+)", name):
         return GPUTarget("cuda", int(found[1]), 32)
     if re.fullmatch(r"gfx9\w+", name):
@@ -41,7 +41,7 @@ def parse_target(name: str) -> GPUTarget:
 
 
 class _AbsentDevice:
-    """What compiling asks of a driver."""
+    """Stands in for a driver while Triton compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -50,7 +50,7 @@ class _AbsentDevice:
         return self.target
 
     def get_current_device(self) -> str:
-        # compiled kernels are cached by device: a name that no real one has
+        # Compiled kernels are cached by device, so this name must differ from that of any real device.
         return f"dry run of {self.target.arch}"
 
     def get_current_stream(self, device: str) -> int:
@@ -62,10 +62,10 @@ class _AbsentDevice:
 
 @contextlib.contextmanager
 def dry_run(target: str) -> Iterator[list[Launch]]:
-    """Every launch inside is compiled for ``target`` and listed instead of run.
+    """A context in which every launch is compiled for ``target`` and listed, and does not run.
 
     Raises:
-        RuntimeError: kernels were imported for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
+        RuntimeError: the kernels were imported for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("fusedseg.kernels.dry_run: TRITON_INTERPRET=1 makes Triton interpret kernels; unset it")
@@ -81,7 +81,7 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
 
     driver.set_active(_AbsentDevice(parse_target(target)))
     JITFunction.run = compile_only
-    # what is decided for a GPU may not fit another
+    # Plans for one GPU may not fit another.
     forget_plans()
     try:
         yield launches

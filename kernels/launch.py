@@ -1,4 +1,4 @@
-"""Blocks, splits and warps of a normalisation kernel, from shape and device alone: nothing is tuned per call."""
+"""Blocks, splits and warps of a normalisation kernel.  Only shape and device decide; no call is tuned."""
 
 import functools
 from typing import NamedTuple
@@ -7,35 +7,35 @@ import torch
 import triton
 import triton.language as tl
 
-# a tile of the split kernels, of each tensor that they read: for THREADS two 16-byte loads each, in any dtype;
-# statistics, which read one tensor alone, have four under way where no tile is cut short
+# Bytes of a tile of the split kernels, for each tensor that they read: two 16-byte loads for each of THREADS threads in
+# any dtype.  Statistics read one tensor only, and have four loads under way if no tile is cut short.
 TILE_BYTES, STATS_TILE_BYTES, THREADS = 8192, 16384, 256
-# largest slab that one program keeps in registers, in bytes of the tensor: x alone (forward), z beside dz (backward);
-# and values a thread
+# The largest slab that one program keeps in registers, in bytes of one tensor: forward holds x; backward, z and dz.
+# PER_THREAD is the number of values a thread.
 ONCHIP_FWD, ONCHIP_BWD, PER_THREAD = 65536, 32768, 16
-# thread blocks a multiprocessor, so that loads of one overlap with the arithmetic of another: no more than registers
-# allow at once, since the rest would run alone.  In rows a thread holds parameters for every channel of its vector
+# Programs per multiprocessor: the loads of one overlap with the arithmetic of another.  More programs than registers
+# allow at once would run alone at the end.  In rows a thread holds parameters for every channel of its vector.
 PROGRAMS_PER_SM, ROWS_PER_SM = 4, 3
-# partial results a channel that every program of the second launch still merges for itself; a channel group of up to so
-# many bytes is dealt to no more programs than that, rather than another launch made to merge
+# The largest number of partial results of a channel that every program of the second launch merges for itself.  A
+# channel group of up to FEW_BYTES is dealt to no more programs than that, so that no launch is needed to merge.
 MAX_PARTIALS, FEW_BYTES = 16, 2**20
-# partial results a channel, as many as one tile of the merging kernel takes
+# The largest number of partial results of a channel, which one tile of the merging kernel takes.
 MAX_SPLITS = 512
-# bytes of adjacent channels that a program of rows walks
+# The bytes of adjacent channels that a program of rows reads in each row.
 ROW_BYTES = 128
-# tiles that are loaded ahead, by way of shared memory; None: into registers, none ahead
+# The number of tiles that are loaded ahead into shared memory; None loads into registers, and none ahead.
 STAGES = None
-# what L2 is told of the input of a first pass, and of the output of the second
+# The eviction policies for the input of the first pass and for the output of the second.
 FIRST_PASS_EVICTION, OUTPUT_EVICTION = "", ""
-# stands in for a GPU's where kernels are compiled or interpreted without one
+# The number of multiprocessors if kernels are compiled or interpreted without a GPU.
 DEFAULT_SMS = 132
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory, and which of its values share statistics: see ``kernels/tile.py``.
+    """The memory layout of a tensor, and which of its values share statistics; see ``kernels/tile.py``.
 
-    Statistics of the batch: for rows, N counts samples times positions and S is 1.  Of each of I samples: N is 1
-    (planes) or counts positions (rows), and D adjacent channels share them.
+    With statistics of the batch, rows have S = 1, and N counts samples times positions.  With statistics of each of I
+    samples, N is 1 (planes) or counts positions (rows), and D adjacent channels share statistics.
     """
 
     rows: bool
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def stat(self) -> str:
-        """STAT of kernels: one sample's own statistics are those of a batch of one."""
+        """The constexpr STAT.  A single sample counts as a batch of one."""
         return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
 
 
@@ -76,7 +76,7 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_lanes(C: int, at_most: int) -> int:
-    """Channels a program: the power of two that leaves the fewest lanes idle, the larger one of equals."""
+    """The channels of a program: the power of two that leaves the fewest lanes idle; between equals, the larger one."""
     candidates = [at_most]
     while candidates[-1] > 16:
         candidates.append(candidates[-1] // 2)
@@ -89,20 +89,20 @@ def warps(elements: int, per_thread: int) -> int:
 
 
 def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
-    """Programs that read whole statistics groups at once, or None where such a slab exceeds the capacity.
+    """Blocks for programs that read whole statistics groups at once; None if such a slab exceeds the capacity.
 
-    One channel a program (planes), 32 bytes of channels (rows), or one group of channels; and of small planes of single
-    samples as many as give a warp, of up to 64 threads, 16 bytes a thread.
+    A program reads one channel (planes), 32 bytes of channels (rows), or one group of channels.  It reads several small
+    planes of a sample, so that a warp of up to 64 threads has 16 bytes a thread.
     """
     stat, units = layout.stat, layout.I * layout.C
     vector = 16 // dtype.itemsize
     block_n, block_l = triton.next_power_of_2(layout.N), triton.next_power_of_2(layout.S)
     if layout.rows:
         block_l = triton.next_power_of_2(layout.D if stat == "group" else min(layout.C, 2 * vector))
-        # an address for every vector of 16 bytes leaves fewer registers for values
+        # Every vector of 16 bytes needs an address, which leaves fewer registers for values.
         capacity = min(capacity, ONCHIP_BWD)
         groups = units // layout.D if stat == "group" else layout.I * triton.cdiv(layout.C, block_l)
-        # of what is fetched for fewer channels, most would be thrown away
+        # With fewer channels most of a 16-byte vector would be thrown away.
         if stat == "group" and vector > layout.D:
             return None
     elif stat == "group":
@@ -121,9 +121,9 @@ def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks |
 def split_blocks(
     layout: Layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
 ) -> Blocks:
-    """Tiles, dealt to as many programs as fill the device, in runs of adjacent ones.
+    """Blocks for tiles that are dealt, in runs of adjacent ones, to as many programs as fill the device.
 
-    ``reduces``: every program leaves a partial result.  ``stats``: one tensor is read, and nothing else.
+    ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only.
     """
     tile_bytes = STATS_TILE_BYTES if stats else TILE_BYTES
     programs_per_sm = ROWS_PER_SM if layout.rows and not stats else PROGRAMS_PER_SM
@@ -142,9 +142,9 @@ def split_blocks(
     tiles_per_split = triton.cdiv(tiles, splits)
     meta = {"STAT": layout.stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
     meta |= {"STAGES": STAGES, "EVICT": FIRST_PASS_EVICTION if reduces else OUTPUT_EVICTION}
-    # of what there is: few small planes are less than a tile
+    # The warps follow the true size, because a few small planes are less than a tile.
     num_warps = warps(block_n * block_l, max(1, tile // THREADS))
-    # 16-byte vectors that a thread has of a tile
+    # The number of 16-byte vectors of a tile that a thread holds.
     fold = block_n * block_l * dtype.itemsize // (16 * 32 * num_warps)
     meta |= {"num_warps": num_warps, "FOLD": max(1, min(fold, block_n) if layout.rows else fold)}
     meta["WHOLE"] = layout.N % block_n == 0 and (layout.C if layout.rows else layout.S) % block_l == 0

@@ -1,14 +1,14 @@
-"""Launches kernels over and over without doing again what Triton does for every call.
+"""Launches a kernel again without the work that Triton repeats for every call.
 
-``kernel[grid](...)`` binds its arguments, asks of each what compiled code may depend on, and looks the compiled kernel
-up by all of it.  On tensors of a few thousand elements that takes longer than the kernel.  A ``Launcher`` does so once
-for every kind of call, and then calls what Triton compiled, as ``JITFunction.run`` would.
+``kernel[grid](...)`` binds its arguments, specialises each of them, and looks up the compiled kernel.  On tensors of a
+few thousand elements this takes longer than the kernel.  A ``Launcher`` does it once for each kind of call, and then
+calls the compiled kernel directly, as ``JITFunction.run`` would.
 
-What Triton compiles for, and so what a kind is: the device; of every tensor whether it is there, its dtype, and whether
-its address is a multiple of 16; the sizes and constants themselves, which a launcher holds.  Floats are passed as they
-are.  All other cases take the public way: AMD's GPUs, which look at the bytes of a tensor's storage too; the
-interpreter; a ``JITFunction.run`` that somebody has replaced (as ``dry_run`` does); hooks of profilers and options of
-debuggers; and versions of Triton other than those that were read.
+A kind of call is what Triton compiles for: the device; for every tensor whether it is given, its dtype, and whether its
+address is a multiple of 16; and the sizes and constants, which a launcher holds.  Floats do not matter.  The public
+call is used in all other cases: AMD's GPUs, for which Triton also looks at the bytes of a tensor's storage; the
+interpreter; a replaced ``JITFunction.run``, as in ``dry_run``; hooks of profilers and options of debuggers; and
+versions of Triton that are not in ``VERSIONS``.
 """
 
 import functools
@@ -23,11 +23,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# versions whose JITFunction.run and CompiledKernel.run were read: another may pass other arguments
+# The versions whose JITFunction.run and CompiledKernel.run we have read.  Others may pass other arguments.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 KNOWN = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
 RUN = JITFunction.run
-# layouts of a network are few; shapes that change with every batch should not add up
+# A network has few layouts.  The limit is for shapes that change with every batch.
 MAX_PLANS = 1024
 
 Made = TypeVar("Made")
@@ -35,24 +35,26 @@ _plans: list[Any] = []
 
 
 def plan(make: Callable[..., Made]) -> Callable[..., Made]:
-    """A function of shapes, dtypes and options that is computed once for each."""
+    """Caches a function of shapes, dtypes and options."""
     cached = functools.lru_cache(MAX_PLANS)(make)
     _plans.append(cached)
     return cached
 
 
 def forget_plans() -> None:
-    """To be called after a change of what plans are made of besides their arguments: constants of ``launch.py`` and its
-    like, which tests and benches set to others."""
+    """Clears all cached plans.
+
+    Call it after a change of constants that plans depend on, such as those of ``launch.py``; tests and benches do so.
+    """
     for cached in _plans:
         cached.cache_clear()
 
 
 def is_watched() -> bool:
-    """Somebody wants to see launches, or other code than usual."""
+    """Whether a hook must see launches, or an option changes the compiled code."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        # a chain of them, or as in older versions one or None
+        # A chain of hooks; in older versions a single hook or None.
         if getattr(hook, "calls", hook):
             return True
     return bool(
@@ -70,20 +72,22 @@ def fp_fusion() -> bool:
 
 
 def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> tuple:
-    """What compiled code depends on, beside a launcher's own sizes and constants."""
+    """The kind of a call, without the launcher's own sizes and constants."""
     return *[None if t is None else t.dtype for t in tensors], *[a and a % 16 for a in addresses]
 
 
 class Launcher:
-    """A kernel with its grid, sizes and constants.  Called with what comes before them in its signature: tensors (or
-    None), and then floats."""
+    """A kernel with its grid, sizes and constants.
+
+    It is called with the arguments that come before these in the kernel's signature: tensors (or None), then floats.
+    """
 
     __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_sizes", "_tail", "_whole_grid")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], sizes: tuple[int, ...], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._sizes, self._constants = kernel, grid, sizes, constants
         self._whole_grid = (*grid, 1, 1)[:3]
-        # constexprs come last in a signature; compiled kernels take them too, and ignore them
+        # Constexprs come last in a signature.  Compiled kernels take them too, and ignore them.
         names = kernel.arg_names
         self._tail = (*sizes, *(constants[name] for name in names if name in constants))
         self._compiled: dict[tuple, tuple] = {}
@@ -105,5 +109,5 @@ class Launcher:
         if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             addresses = [None if t is None else t.data_ptr() for t in tensors]
             kind = (driver.active.get_current_device(), *kind_of(tensors, addresses))
-            # the kernel too: without it, its code is unloaded
+            # The compiled kernel is kept as well, because its code is unloaded when it is freed.
             self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata, compiled

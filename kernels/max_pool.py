@@ -1,15 +1,15 @@
 """z = max over windows of x, and codes: which position of its window each z came from, one byte each.
 
-Kept for backward: the codes.  Position t = (td KH + th) KW + tw of window o lies at i = o stride - padding + t dilation
-in every dimension.  Of equal values the first one wins, of NaN the last one, as in PyTorch; padding never does.
+Kept for backward: the codes.  Position t = (td KH + th) KW + tw of window o is at i = o stride - padding + t dilation
+in every dimension.  As in PyTorch, the first of equal values wins, and the last NaN wins; padding never wins.
 
     dx[i] = sum of dz[o] over the windows o that hold i at position t and have codes[o] = t
 
-Backward gathers: no atomics, every dx is written once, in a fixed order of sums.  A program owns a tile of cells, the
-``stride`` adjacent positions of x (per dimension) that as many windows begin in as cells are wide; it reads each window
-that reaches into a cell once: with windows that do not overlap, dz and codes are read once in all.
+Backward gathers: it needs no atomics, and writes every dx once, with a fixed order of sums.  A cell is the block of
+``stride`` adjacent positions of x in each dimension.  A program owns a tile of cells, and reads each window that
+reaches into a cell once; so it reads dz and codes only once if windows do not overlap.
 
-A tile is (rows, lanes), lanes being adjacent in memory:
+A tile is (rows, lanes); lanes are adjacent in memory:
 
     planes (contiguous)       rows count (n, c, d, h), lanes are positions along w
     rows   (channels_last)    rows count (n, d, h, w), lanes are channels
@@ -26,16 +26,18 @@ from .launch import acc_dtype, row_lanes, warps
 from .launcher import Launcher, plan
 from .tile import tiles_of
 
-# of x, in bytes, that a program of forward or backward goes through
+# The bytes of x that a program of forward or backward covers.
 TILE_BYTES = 8192
-# positions of a window that are unrolled, so that their loads are under way together; masks of eight spill on gfx942
+# Positions of a window that are unrolled, so that their loads overlap.  The masks of eight would spill on gfx942.
 MAX_TAPS = tl.constexpr(4)
 
 
 @triton.jit
 def tile_position(D, H, W, L, ROWS: tl.constexpr, INDEX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Of the program's tile in a tensor of D x H x W: row (BLOCK_R, 1) and lane (1, BLOCK_L); and n (or n C + c), d, h
-    and w of them."""
+    """The rows (BLOCK_R, 1) and lanes (1, BLOCK_L) of the program's tile in a tensor of D x H x W.
+
+    It also returns n (or n C + c), d, h and w of each element.
+    """
     tiles_l = tiles_of(L, BLOCK_L)
     pid = tl.program_id(0)
     row = (pid // tiles_l).to(INDEX) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
@@ -53,7 +55,7 @@ def tile_position(D, H, W, L, ROWS: tl.constexpr, INDEX: tl.constexpr, BLOCK_R: 
 
 @triton.jit
 def first_inside(o, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
-    """The first position of window o that is no padding."""
+    """The first position of window o outside the padding."""
     if P > 0:
         first = tl.maximum(P - o * S + (DIL - 1), 0) // DIL
     else:
@@ -63,7 +65,7 @@ def first_inside(o, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
 
 @triton.jit
 def take(best, code, v, t):
-    """Position t with value v, after those before it."""
+    """Updates the maximum and its code with position t, whose value is v.  Positions come in their order."""
     wins = (v > best) | (v != v)
     return tl.where(wins, v, best), tl.where(wins, t, code)
 
@@ -72,14 +74,17 @@ def take(best, code, v, t):
 def take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, in_rows, in_lanes, D, H, W, C, L,
              KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
              PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """Loads position t of every window of the tile and takes it; PAIRS: both columns of row t of 2-wide windows."""
+    """Loads position t of every window of the tile and calls ``take``.
+
+    With PAIRS it loads both columns of row t of windows that are 2 wide.
+    """
     columns: tl.constexpr = 1 if PAIRS else KW
     d = d0 + t // (KH * columns) * DD
     h = h0 + t // columns % KH * DH
     inside = in_rows & (d >= 0) & (d < D) & (h >= 0) & (h < H)
     line = (plane * D + d) * H + h
     if PAIRS:
-        # one wide load, dealt out, in place of two that leave out every other element
+        # One wide load that is split replaces two loads of every other element.
         w = tl.program_id(0) % tiles_of(L, BLOCK_L) * (2 * BLOCK_L) + tl.arange(0, 2 * BLOCK_L)[None, :]
         v = tl.load(x_ptr + line * W + w, mask=inside & (w < W), other=float("-inf")).to(best.dtype)
         left, right = tl.split(tl.reshape(v, (BLOCK_R, BLOCK_L, 2)))
@@ -100,8 +105,10 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
                         DH: tl.constexpr, DW: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
                         ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
                         BLOCK_L: tl.constexpr):  # fmt: skip
-    """M rows of lanes of z.  C is 1 for planes.  ALIGN divides the number of lanes, of which Triton itself sees only
-    whether it is a multiple of 16."""
+    """Computes M rows of lanes of z, and their codes.  C is 1 for planes.
+
+    ALIGN divides the number of lanes.  Triton itself knows only whether that number is a multiple of 16.
+    """
     if ROWS:
         C = C // ALIGN * ALIGN
         L = C
@@ -116,7 +123,7 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
     c = lane if ROWS else 0
 
     best = tl.full((BLOCK_R, BLOCK_L), float("-inf"), ACC)
-    # where all is -inf
+    # The code if all values are -inf.
     first = (first_inside(od, SD, PD, DD) * KH + first_inside(oh, SH, PH, DH)) * KW + first_inside(ow, SW, PW, DW)
     code = tl.zeros((BLOCK_R, BLOCK_L), tl.int32) + first.to(tl.int32)
     if KD * KH * KW <= MAX_TAPS:
@@ -135,7 +142,7 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
 
 @triton.jit
 def tap_of(a, j, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
-    """Which position, 0 to K - 1, of window q + j the a-th one of cell q is; and whether it is one."""
+    """The position in window q + j, 0 to K - 1, of the a-th element of cell q, and whether it is inside the window."""
     steps = a + P - j * S
     return steps // DIL, (steps >= 0) & (steps % DIL == 0) & (steps < K * DIL)
 
@@ -146,7 +153,7 @@ def add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, lane, in_tile, ad, a
                SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr,
                DH: tl.constexpr, DW: tl.constexpr, JD: tl.constexpr, JH: tl.constexpr, JW: tl.constexpr,
                FD: tl.constexpr, FH: tl.constexpr, FW: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Adds the j-th window that reaches into each cell to the position that it took, if that is in the cell."""
+    """Adds dz of the j-th window that reaches into each cell to the position of its maximum, if that is in the cell."""
     jd, jh, jw = FD + j // (JH * JW), FH + j // JW % JH, FW + j % JW
     od, oh, ow = qd + jd, qh + jh, qw + jw
     inside = in_tile & (od >= 0) & (od < OD) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
@@ -158,10 +165,10 @@ def add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, lane, in_tile, ad, a
     tw, is_w = tap_of(aw, jw, KW, SW, PW, DW)
     t = tl.where(is_d & is_h & is_w, (td * KH + th) * KW + tw, -1)
     if ROWS:
-        # (rows, positions of the cell, lanes)
+        # The shape is (rows, positions of the cell, lanes).
         dz, code = dz[:, None, :], code[:, None, :]
     else:
-        # (rows, positions along d and h, lanes, positions along w)
+        # The shape is (rows, positions along d and h, lanes, positions along w).
         dz, code = dz[:, None, :, None], code[:, None, :, None]
     return acc + tl.where(code == t, dz, 0.0)
 
@@ -174,8 +181,11 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
                         FD: tl.constexpr, FH: tl.constexpr, FW: tl.constexpr, CELL: tl.constexpr,
                         CELL_W: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
                         ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """M rows of lanes of cells, QD x QH x QW of them; windows q + F to q + F + J - 1 reach into cell q.  CELL counts
-    a cell's positions (planes: along d and h; CELL_W along w), up to a power of two.  ALIGN divides C, or OW."""
+    """Computes dx for M rows of lanes of QD x QH x QW cells.  Windows q + F to q + F + J - 1 reach into cell q.
+
+    CELL is the number of positions in a cell, rounded up to a power of two; for planes those along d and h, with
+    CELL_W along w.  ALIGN divides C, or OW.
+    """
     if ROWS:
         C = C // ALIGN * ALIGN
         L = C
@@ -195,13 +205,13 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
         acc = tl.zeros((BLOCK_R, CELL, BLOCK_L, CELL_W), ACC)
         ad, ah = (a // SH)[None, :, None, None], (a % SH)[None, :, None, None]
         aw = tl.arange(0, CELL_W)[None, None, None, :]
-    # a loop whose length compilers do not know: unrolled, four windows of a channels_last tile spill on gfx942
+    # The compiler does not know the length of this loop: four unrolled windows of a channels_last tile spill on gfx942.
     for j in range(windows):
         acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
                          KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
                          ROWS)  # fmt: skip
 
-    # the same in three axes: (rows, positions of the cell, lanes), for planes with all positions along w as lanes
+    # The same with three axes (rows, positions of the cell, lanes); in planes all positions along w are lanes.
     if ROWS:
         ad, ah, aw = (a // (SH * SW))[None, :], (a // SW % SH)[None, :], (a % SW)[None, :]
         d, h, w = qd * SD + ad, qh * SH + ah, qw * SW + aw
@@ -229,7 +239,10 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
 
 
 def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
-    """Grid and meta for so many rows and lanes; ``along``: adjacent lanes that are read at once, ``tile``: elements."""
+    """The grid and constants for a number of rows and lanes.
+
+    ``along`` is the number of adjacent lanes that are read at once, ``tile`` the number of elements in a tile.
+    """
     block_l = row_lanes(lanes, along)
     block_r = max(1, min(triton.next_power_of_2(rows), tile // block_l))
     meta = {"BLOCK_R": block_r, "BLOCK_L": block_l}
@@ -237,7 +250,7 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
 
 
 def warps_of(elements: int, per_thread: int) -> int:
-    """So many elements a thread on any GPU: AMD's warps have 64."""
+    """The number of warps for a number of elements a thread on any GPU; AMD's warps have 64 threads."""
     size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
     return max(1, warps(elements, per_thread) * 32 // size)
 
@@ -259,7 +272,7 @@ def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     M = math.prod(out_shape) // L
     named = constants(kernel, geometry)
     pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
-    # 128 bytes of channels or, along w, of x
+    # 128 bytes of adjacent channels, or of x along w.
     along = 128 // dtype.itemsize
     programs, meta = blocks(M, L, along, TILE_BYTES // dtype.itemsize // 2)
     named |= {"PAIRS": pairs, "ROWS": rows, "ALIGN": math.gcd(L, 16), "INDEX": index_of(M, meta),
@@ -269,7 +282,7 @@ def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
 
 
 def max_pool_fwd(x, z, codes, rows, kernel, geometry):
-    """Writes z, and codes unless None.  All lie densely, as ``rows`` says: channels_last, or contiguous."""
+    """Writes z, and the codes unless they are None.  All tensors are dense: channels_last (``rows``) or contiguous."""
     fwd_plan(tuple(x.shape), tuple(z.shape), x.dtype, rows, kernel, geometry)((x, z, codes))
 
 
@@ -282,7 +295,7 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     cells = []
     for axis, n in zip("DHW", size, strict=True):
         K, S, P, D = (named[letter + axis] for letter in "KSPD")
-        # windows q + first to q + last reach into cell q
+        # Windows q + first to q + last reach into cell q.
         first, last = -(((K - 1) * D - P) // S), (S - 1 + P) // S
         named |= {f"F{axis}": first, f"J{axis}": last - first + 1}
         cells.append(triton.cdiv(n, S))
@@ -294,8 +307,8 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     along = max(1, 128 // dtype.itemsize // cell_w)
     programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dtype.itemsize // (cell * cell_w)))
     windows = named["JD"] * named["JH"] * named["JW"]
-    # values of dx a thread that let it read 16 bytes of dz at a time; fewer where it holds many windows, and in rows,
-    # where 64 of them spill under Triton 3.6
+    # The number of values of dx a thread for which it reads 16 bytes of dz at a time.  It is smaller if a thread holds
+    # many windows, and in rows, where 64 values spill under Triton 3.6.
     most = 64 if windows == 1 and not rows else 32
     per_thread = min(most, cell * cell_w * (16 // dtype.itemsize))
     named |= {"CELL": cell, "CELL_W": cell_w, "ROWS": rows, "ALIGN": math.gcd(C if rows else out[2], 16),
@@ -305,7 +318,7 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
 
 
 def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
-    """Writes dx.  All lie densely, as ``rows`` says."""
+    """Writes dx.  All tensors are dense: channels_last (``rows``) or contiguous."""
     bwd_plan(tuple(dx.shape), tuple(dz.shape), dx.dtype, rows, kernel, geometry)((dz, codes, dx))
 
 

@@ -1,12 +1,13 @@
 """z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd: a normalisation and its activation.
 
 Statistics are those of a channel over the batch, of a channel of each sample, or of a group of channels of each sample:
-STAT of ``kernels/tile.py``.  z may be written over x.  Backward is ``kernels/norm_act_bwd.py``.
+see STAT in ``kernels/tile.py``.  z may be written over x.  Backward is in ``kernels/norm_act_bwd.py``.
 
-Large tensors: one launch reduces (``kernels/norm_stats.py``), several programs (`splits`) a channel group, each leaving
-its partial result; a second launch merges the partials in a fixed order, every program for itself, and applies them,
-walking backwards through memory to meet in L2 what the first one left there.  Where whole statistics groups fit in one
-tile, a single launch reads it once.  With mean and rstd given, one launch rebuilds z.
+Large tensors take two launches.  The first one (``kernels/norm_stats.py``) reduces: several programs (``splits``) share
+a channel group, and each leaves a partial result.  In the second one every program merges the partial results for
+itself in a fixed order, and applies them.  It walks backwards through memory, so that it finds in L2 the values that
+the first launch read last.  If whole statistics groups fit in one tile, a single launch reads x once.  If mean and rstd
+are given, one launch rebuilds z.
 """
 
 import torch
@@ -22,7 +23,7 @@ from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offset
 
 @triton.jit
 def load_channel(ptr, c, valid, default, ACC: tl.constexpr):
-    """A parameter of the channels c; the default where there is none."""
+    """A parameter of the channels c; ``default`` if the norm has no such parameter."""
     v = tl.full(c.shape, default, ACC)
     if ptr is not None:
         v = tl.load(ptr + c, mask=valid, other=default).to(ACC)
@@ -31,23 +32,23 @@ def load_channel(ptr, c, valid, default, ACC: tl.constexpr):
 
 @triton.jit
 def load_affine(weight_ptr, bias_ptr, c, valid, ACC: tl.constexpr):
-    """Weight and bias of the channels c; 1 and 0 where there are none."""
+    """Weight and bias of the channels c; 1 and 0 if the norm has none."""
     return load_channel(weight_ptr, c, valid, 1.0, ACC), load_channel(bias_ptr, c, valid, 0.0, ACC)
 
 
 @triton.jit
 def load_slot(slot_ptr, c, valid):
-    """Places in the side buffer of kept channels, -1 of the others."""
+    """The places of the channels in the side buffer of kept channels; -1 for channels that are not kept."""
     slot = c
     if slot_ptr is not None:
-        # a block for planes too, whose masks it meets
+        # Planes need a block as well, because it meets their masks.
         slot = tl.load(slot_ptr + c, mask=valid, other=-1) + tl.zeros((1, 1), tl.int32)
     return slot
 
 
 @triton.jit
 def update_running(running_ptr, running, value, momentum, c, valid):
-    """running += momentum * (value - running), rounded once to the buffer's dtype."""
+    """Computes running += momentum * (value - running), rounded once to the buffer's dtype."""
     value = running + momentum * (value - running)
     tl.store(running_ptr + c, value.to(running_ptr.dtype.element_ty), mask=valid)
 
@@ -57,7 +58,7 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
                    ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                    EVICT: tl.constexpr):  # fmt: skip
-    """z of one tile, and xhat of its kept channels."""
+    """Writes z of one tile, and xhat of its kept channels."""
     xhat = (x - mean) * rstd
     if kept_ptr is not None:
         side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
@@ -77,11 +78,11 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                               WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
                               BLOCK_P: tl.constexpr):  # fmt: skip
-    """SOURCE of the statistics: "batch" (what ``partial_ptr`` holds), "running", or "saved" in mean and rstd."""
+    """Applies statistics from SOURCE: "batch" (the parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
-    # the statistics group
+    # The number of the statistics group.
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     if SOURCE == "batch":
@@ -92,7 +93,7 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
             tl.store(mean_ptr + u, mean, mask=one_of_group)
             tl.store(rstd_ptr + u, rstd, mask=one_of_group)
             if running_mean_ptr is not None:
-                # one after the other: together they take registers from the loop below
+                # They are merged one after the other; together they would take registers from the loop below.
                 running = tl.load(running_mean_ptr + u, mask=one_of_group)
                 update_running(running_mean_ptr, running, mean, momentum, u, one_of_group)
                 running = tl.load(running_var_ptr + u, mask=one_of_group)
@@ -119,7 +120,7 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
 
 @triton.jit
 def slab_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
-    """Sum of a slab per statistics group."""
+    """The sum of a slab for each statistics group."""
     if STAT == "group":
         v = group_sum(v)
     else:
@@ -133,14 +134,14 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
                                K, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                                PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """Whole statistics groups in one tile: read once, two-pass statistics in registers unless they are "saved"."""
+    """Reads whole statistics groups, one tile, once; statistics take two passes in registers unless "saved"."""
     program = tl.program_id(0)
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
     if running_mean_ptr is not None:
-        # here, where they are waited for together with x
+        # Loaded here, so that the program waits for them and x together.
         running_mean = tl.load(running_mean_ptr + u, mask=valid)
         running_var = tl.load(running_var_ptr + u, mask=valid)
     if SOURCE == "batch":
@@ -173,7 +174,7 @@ def constants_of(source, dtype, layout, eps, act):
 
 @plan
 def onchip_plan(source, layout, dtype, eps, act, K):
-    """One launch that reads whole statistics groups, or None where such a slab is too large."""
+    """The launch that reads whole statistics groups; None if such a slab is too large."""
     layout = Layout(*layout)
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
     if blocks is None:
@@ -185,7 +186,7 @@ def onchip_plan(source, layout, dtype, eps, act, K):
 
 @plan
 def apply_plan(source, layout, dtype, device, eps, act, K, partials):
-    """The launch that applies statistics which are at hand, in so many parts or merged."""
+    """The launch that applies given statistics, merged or in a number of parts."""
     layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device)
     constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
@@ -196,11 +197,11 @@ def apply_plan(source, layout, dtype, device, eps, act, K, partials):
 
 def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act, kept,
            partial, residual):  # fmt: skip
-    """Writes ``out``, and returns xhat of the kept channels."""
+    """Launches the kernel, which writes ``out``; returns xhat of the kept channels."""
     slots, K = kept if kept is not None else (None, 0)
     xhat_kept = x.new_empty(layout.I * layout.N * K * layout.S) if K else None
     tensors = weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots
-    # statistics at hand need no slab, but small planes of single samples then share a tile
+    # Given statistics need no slab, but with a slab small planes of a sample share a tile.
     if partial is None and (source == "batch" or (source == "saved" and layout.I * layout.D > 1)):
         onchip = onchip_plan(source, layout, x.dtype, eps, act, K)
         if onchip is not None:
@@ -216,13 +217,15 @@ def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, runni
 
 def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
                  partial=None, residual=None):  # fmt: skip
-    """Writes z into ``out`` (``x`` itself, or as strided as ``x``).
+    """Writes z into ``out``, which is ``x`` itself or has the strides of ``x``.
 
-    ``act`` is (name, parameter); ``kept`` is None or (slots, count): int32 slot of each channel, -1 where not kept.
-    Training moves the running statistics, where given (of the batch alone), by ``momentum``; ``partial`` holds (count,
-    mean, M2) of parts of ``x``, (3, parts, I C), where it is known already.  ``residual`` lies in memory as ``x`` does.
-    Returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64), and xhat of the kept channels, flat,
-    or None.
+    ``act`` is (name, parameter).  ``kept`` is None or (slots, count); slots has the int32 slot of each channel, or -1
+    if it is not kept.  Training moves the running statistics by ``momentum`` if they are given; only a norm of the
+    batch has them.  ``partial`` holds (count, mean, M2) of parts of ``x``, (3, parts, I C), if they are known
+    already.  ``residual`` has the strides of ``x``.
+
+    It returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64 for fp64), and xhat of the kept
+    channels, flat, or None.
     """
     count, dtype = layout.I * layout.C // layout.D, stats_dtype(x.dtype)
     mean = torch.empty(count, dtype=dtype, device=x.device)
@@ -234,6 +237,6 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
 
 
 def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
-    """Writes z into ``out`` again, from x and the statistics that ``norm_act_fwd`` returned: one read, one write."""
+    """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write."""
     args = (x, out, layout, weight, bias, mean, rstd, None, None, 0.0, 0.0, act, None, None, residual)
     launch("saved", *args)

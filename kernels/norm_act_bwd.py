@@ -1,6 +1,6 @@
 """Backward of z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd.
 
-Kept is one tensor of that size, which KEEP names, beside rstd, weight, bias (and the residual, where there is one):
+One tensor of that size is kept, which KEEP names, beside rstd, weight, bias (and the residual, if there is one):
 
     "output"   z, from which y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
     "input"    x and mean, from which xhat and y
@@ -16,10 +16,10 @@ With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.
 and for a group of channels dx = rstd * (weight * g - t1 / m - xhat * t2 / m), where t1 and t2 are the sums of
 weight * s1 and weight * s2 over it.
 
-Launches are those of the forward: sums, then what is made of them, or both at once where a slab fits on chip.  In two
-launches a residual is read in either, and g written in the second; but of the input, x and g are enough for dx, so that
-g is written in the first, and read in the second in the dtype of dresidual.  The sums are left per channel, and may be
-changed before they are used (``sums``), as statistics may.
+The launches are like those of forward: the first computes sums, the second applies them; a single launch does both if a
+slab fits on chip.  With two launches and a residual, KEEP "output" reads the residual in both, and writes g in the
+second.  KEEP "input" needs only x and g for dx, so that the first launch writes g, and the second reads it in the dtype
+of dresidual.  The sums are left per channel, and may be changed before they are applied (``sums``), like statistics.
 """
 
 import torch
@@ -49,7 +49,7 @@ def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b,
                   KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
                   STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                   EVICT: tl.constexpr):  # fmt: skip
-    """g and xhat of one tile; both 0 where masked."""
+    """The g and xhat of one tile; both are 0 where masked."""
     saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     shift = b
@@ -60,7 +60,7 @@ def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b,
         g = act_grad_of_input(dz, xhat * w + shift, ACT, PARAM)
     else:
         g = act_grad(dz, saved, ACT, PARAM)
-        # weight 0 is a kept channel, but for the one step after an optimizer brought it there
+        # A channel of weight 0 is kept, except in the one step after the optimizer has set the weight to 0.
         inverse = tl.where(w == 0.0, 0.0, 1.0 / tl.where(w == 0.0, 1.0, w))
         xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
         if kept_ptr is not None:
@@ -72,7 +72,7 @@ def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b,
 
 @triton.jit
 def grad_of_input(g, xhat, s1, s2, w, rstd, STAT: tl.constexpr):
-    """dx, where s1 and s2 are means over the statistics group."""
+    """The gradient dx; s1 and s2 are means over the statistics group."""
     if STAT == "group":
         dx = (g * w - s1 - xhat * s2) * rstd
     else:
@@ -101,8 +101,10 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                                WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
-    """Leaves sums of g and g * xhat of one split, per channel; with running statistics (dx_ptr given) dx needs neither
-    and is written here."""
+    """Leaves the sums of g and g * xhat of one split, per channel.
+
+    With running statistics (dx_ptr is given) dx needs no sums, and is written here.
+    """
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
@@ -154,7 +156,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
     if split == 0:
         store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
-    # those of a group have been weighted as they were merged
+    # The sums of a group were multiplied by the weight when they were merged.
     m = tl.cast(N, ACC) * S * D
     s1 /= m
     s2 /= m
@@ -196,13 +198,13 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         s2 = group_sum(s2 * w)
     s1 /= m
     s2 /= m
-    # here, where fewer registers are taken
+    # Computed here, where fewer registers are in use.
     rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
 def over_samples(sums, layout, dtype):
-    """dweight and dbias from the sums of g and g * xhat, (2, parts, I C)."""
+    """The gradients dweight and dbias, from the sums of g and g * xhat, (2, parts, I C)."""
     dbias, dweight = (s.sum((0, 1)).to(dtype) for s in sums.view(2, -1, layout.I, layout.C))
     return dweight, dbias
 
@@ -213,14 +215,14 @@ def keep_of(mean):
 
 def constants_of(keep, layout, dtype, act):
     name, param = act
-    # the middle of what rounds to a distance of 0 from -1: a quarter of the spacing of numbers in [0.5, 1)
+    # The middle of the values that round to -1: a quarter of the spacing of numbers in [0.5, 1) away from it.
     clamp = torch.finfo(dtype).eps / 8
     return {"KEEP": keep, "D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(dtype)}
 
 
 @plan
 def onchip_plan(keep, layout, dtype, act, K):
-    """One launch that reads whole statistics groups, or None where such slabs are too large."""
+    """The launch that reads whole statistics groups; None if such slabs are too large."""
     layout = Layout(*layout)
     blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
     if blocks is None:
@@ -232,7 +234,7 @@ def onchip_plan(keep, layout, dtype, act, K):
 
 @plan
 def reduce_plan(keep, layout, dtype, device, act, K):
-    """The launch that leaves sums, and in how many parts."""
+    """The launch that leaves sums, and the number of their parts."""
     layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
@@ -242,7 +244,7 @@ def reduce_plan(keep, layout, dtype, device, act, K):
 
 @plan
 def apply_plan(keep, layout, dtype, device, act, K, partials):
-    """The launch that uses sums, which are in so many parts."""
+    """The launch that applies sums in a number of parts."""
     layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
@@ -253,9 +255,9 @@ def apply_plan(keep, layout, dtype, device, act, K, partials):
 
 def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean=None, residual=None,
                       dx=None, dresidual=None):  # fmt: skip
-    """Sums of g and g * xhat per channel, (2, parts, I C); the arguments are those below.
+    """The sums of g and g * xhat per channel, (2, parts, I C).  The arguments are those of ``norm_act_bwd``.
 
-    ``dx`` given: written as running statistics have it.  ``dresidual`` given: written.
+    If ``dx`` is given, it is written, with the formula for running statistics.  ``dresidual`` is written if given.
     """
     slots, K = kept if kept is not None else (None, 0)
     launch, splits = reduce_plan(keep_of(mean), layout, saved.dtype, saved.device, act, K)
@@ -266,12 +268,12 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
 
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
                  mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
-    """Returns dx, and dweight and dbias in ``dparam_dtype`` (None: neither is wanted, both are None).
+    """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
-    ``saved`` is the input where its ``mean`` is given, else the output.  ``dz``, ``residual``, ``dx`` and ``dresidual``
-    lie in memory as it does; the last two, where given, are written, and ``dx`` may be ``saved``.  ``xhat_kept`` and
-    ``kept`` are what the forward launcher returned and took.  ``sums``: what ``norm_act_bwd_sums`` gives, where that is
-    known already.
+    ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
+    ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
+    The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` are those of ``norm_act_bwd_sums``, if
+    they are known already.
     """
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(saved) if dx is None else dx
@@ -283,7 +285,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     keep = keep_of(mean)
     dweight = dbias = None
     if affine and batch:
-        # two allocations: an op's outputs must not share memory
+        # These are two allocations, because outputs of an op must not share memory.
         dweight = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
         dbias = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
     tensors = saved, dz, residual, dx, dresidual
@@ -297,7 +299,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         if sums is None:
             args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
             if mean is not None and dresidual is not None:
-                # g is written with the sums, and read again in place of dz and the residual: one pass less
+                # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual)
                 tensors = saved, dresidual, None, dx, None
                 act = ("identity", 0.0)
@@ -313,8 +315,11 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
 
 def norm_act_bwd_exchanged(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, dparam_dtype, exchange, dx=None,
                            mean=None, residual=None, dresidual=None):  # fmt: skip
-    """As ``norm_act_bwd`` in training, for a norm of the batch; dx is that of the sums which ``exchange`` makes of
-    those of g and g * xhat, (C,) each.  dweight and dbias stay those of ``saved`` alone."""
+    """``norm_act_bwd`` in training for a norm of the batch, with sums that ``exchange`` adds up over processes.
+
+    ``exchange`` is called with the sums of g and g * xhat, (C,) each; dx follows its result.  dweight and dbias are
+    those of this process's ``saved`` only.
+    """
     args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept
     also = {"mean": mean, "residual": residual}
     s1, s2 = norm_act_bwd_sums(*args, act, **also).sum(1)

@@ -1,9 +1,9 @@
-"""Statistics of an activation tensor, in two steps that something may come between: parts, and their merging.
+"""Statistics of an activation tensor, in two steps: parts, and their merging.  Other work may run between the steps.
 
-Parts are (count, mean, M2) of some of a channel's values, a buffer (3, parts, I C); merging follows Chan's formula in a
-fixed order.  Sums of a backward pass, (2, parts, I C), are merged alike.  Few parts are left for every program of the
-kernel that uses them to merge for itself; more, and those of a group of channels, are merged by a small launch.  Parts
-of other ranks are parts like any other.
+A part is (count, mean, M2) of some of a channel's values; the parts are a buffer (3, parts, I C).  They are merged by
+Chan's formula in a fixed order.  The sums of a backward pass, (2, parts, I C), are merged in the same way.  If there
+are few parts, every program of the kernel that uses them merges them for itself.  A small launch merges more parts, and
+the parts of a group of channels.  Parts of other ranks are merged like any others.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .tile import as_rows, chan_merge, channel_sum, channels_of, cut_period, fol
 
 @triton.jit
 def merge_two(count, mean, m2, n, other_mean, other_m2):
-    """Chan's formula for two; either may be of no values."""
+    """Merges two (count, mean, M2) by Chan's formula; either may have a count of 0."""
     total = count + n
     share = n / tl.maximum(total, 1.0)
     apart = other_mean - mean
@@ -30,8 +30,8 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
                       WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Leaves (count, mean, M2) of one split of a channel group.
 
-    A thread finds mean and M2 of the FOLD values that it has of each lane of a tile, and merges them with the lane's so
-    far; lanes are merged at the end.  Of tiles that are not cut short all lanes have counted the same.
+    A thread computes mean and M2 of the FOLD values that it holds of each lane of a tile, and merges them with those of
+    the lane so far.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.
     """
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
@@ -73,16 +73,16 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
 
 @triton.jit
 def load_partials(partial_ptr, k: tl.constexpr, u, valid, U, partials, BLOCK_P: tl.constexpr):
-    """Entry k of all parts, shape (BLOCK_P, channels); the buffer is (k, partials, U)."""
+    """Entry k of all parts, with shape (BLOCK_P, channels).  The buffer is (k, partials, U)."""
     p = tl.arange(0, BLOCK_P)[:, None]
-    # no conjunction: Triton's interpreter makes integers of the single truth value of planes
+    # This is not written with `and`, because Triton's interpreter makes an integer of the single truth value of planes.
     mask = p < tl.where(valid, partials, 0)
     return tl.load(partial_ptr + (k * partials + p) * U + u, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_moments(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(count, mean, M2) of the channels, or groups, u."""
+    """The (count, mean, M2) of the channels or groups u."""
     return chan_merge(
         load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P),
         load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P),
@@ -93,7 +93,7 @@ def load_moments(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P
 
 @triton.jit
 def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(s1, s2) of the channels, or groups, u."""
+    """The sums (s1, s2) of the channels or groups u."""
     s1 = channel_sum(load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P), "batch", ROWS)
     s2 = channel_sum(load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P), "batch", ROWS)
     return s1, s2
@@ -102,15 +102,15 @@ def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: t
 @triton.jit
 def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS: tl.constexpr, D: tl.constexpr,
                       BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """(k, splits, U) -> (k, chunks, U / D), of moments (k = 3) or of sums, times weight where given (k = 2).
+    """Merges (k, splits, U) to (k, chunks, U / D): moments if k = 3, and sums, times weight if given, if k = 2.
 
-    A chunk is BLOCK_P splits; D adjacent channels become one.
+    BLOCK_P splits become one chunk, and D adjacent channels become one group.
     """
     group = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
     groups = U // D
-    # the rows: splits, and the channels of a group within each
+    # The rows are the splits, and within each the channels of a group.
     row = tl.arange(0, BLOCK_P * BLOCK_D)[:, None]
     p = chunk * BLOCK_P + row // BLOCK_D
     d = row % BLOCK_D
@@ -135,7 +135,7 @@ def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS
 
 @plan
 def merge_plan(k, splits, U, C, D):
-    """The launch, and how many chunks it leaves."""
+    """The launch, and the number of chunks that it leaves."""
     block_d = triton.next_power_of_2(D)
     block_p = min(triton.next_power_of_2(splits), MAX_SPLITS, max(1, 8192 // block_d))
     chunks = triton.cdiv(splits, block_p)
@@ -146,7 +146,7 @@ def merge_plan(k, splits, U, C, D):
 
 
 def merge(partial, C, D=1, weight=None):
-    """One launch of the above: as many splits of each channel, or group of D channels, as a tile takes become one."""
+    """Merges, in one launch, as many splits of each channel or group of D channels as a tile takes."""
     k, splits, U = partial.shape
     launch, chunks = merge_plan(k, splits, U, C, D)
     merged = torch.empty(k, chunks, U // D, dtype=partial.dtype, device=partial.device)
@@ -155,16 +155,16 @@ def merge(partial, C, D=1, weight=None):
 
 
 def few(partial, C):
-    """(k, splits, I C), of splits so few that every program can merge them for itself."""
+    """The parts (k, splits, I C), merged until every program can merge the remaining splits for itself."""
     while partial.shape[1] > MAX_PARTIALS:
         partial = merge(partial, C)
     return partial
 
 
 def merged(partial, layout, weight=None):
-    """(k, splits, I C) as the kernels take them that use them: few splits, of each statistics group.
+    """The parts (k, splits, I C) as the applying kernels need them: few splits for each statistics group.
 
-    Sums of a group of channels are those of weight * g and weight * g * xhat; of a channel, without the weight.
+    The sums of a group of channels are those of weight * g and weight * g * xhat; those of a channel have no weight.
     """
     partial = few(partial, layout.C)
     return merge(partial, layout.C, layout.D, weight) if layout.D > 1 else partial
@@ -172,11 +172,11 @@ def merged(partial, layout, weight=None):
 
 @plan
 def stats_plan(layout, dtype, device):
-    """The launch, and in how many parts."""
+    """The launch, and the number of parts that it leaves."""
     layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device, reduces=True, stats=True)
     if not blocks.meta["WHOLE"]:
-        # counts of every lane take registers as well
+        # The counts of every lane take registers as well.
         blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.N, layout.C, layout.S, layout.I * layout.C, blocks.tiles_per_split, blocks.splits)
     constants = {"ACC": acc_dtype(dtype), **blocks.meta}
@@ -184,7 +184,7 @@ def stats_plan(layout, dtype, device):
 
 
 def norm_stats(x, layout):
-    """(count, mean, M2) of parts of ``x``, (3, parts, I C), in fp32 (fp64)."""
+    """The (count, mean, M2) of parts of ``x``, as (3, parts, I C) in fp32; in fp64 for fp64 input."""
     launch, splits = stats_plan(layout, x.dtype, x.device)
     partial = torch.empty(3, splits, layout.I * layout.C, dtype=stats_dtype(x.dtype), device=x.device)
     launch((x, partial))

@@ -1,22 +1,23 @@
-"""How normalisation kernels walk an activation tensor, and how they merge statistics.
+"""Functions with which normalisation kernels walk an activation tensor and merge statistics.
 
-A tensor of I N samples, C channels and S positions comes in one of two layouts, told apart by the constexpr ROWS:
+A tensor of I N samples, C channels and S positions has one of two layouts; the constexpr ROWS tells them apart:
 
     planes   element (i, n, c, s) at ((i N + n) C + c) S + s     contiguous: positions of a channel are adjacent
     rows     element (i, n, c)    at  (i N + n) C + c            channels_last (n counts samples times positions)
 
-STAT says what shares a mean and a variance, and with that what I, N and D are:
+STAT says which values share a mean and a variance, and therefore what I, N and D are:
 
     "batch"      a channel: I = 1, D = 1                                                      BatchNorm
     "instance"   a channel of a sample: I samples; N = 1 (planes) or their positions (rows); D = 1   InstanceNorm
     "group"      D adjacent channels of a sample: I and N likewise                            GroupNorm
 
-What is found per channel has I C values, c of sample i at i C + c; per statistics group I C / D, at (i C + c) // D.
+A result per channel has I C values, channel c of sample i at i C + c.  A result per statistics group has I C / D
+values, at (i C + c) // D.
 
-A tile is a block (BLOCK_N, BLOCK_L) whose lanes, the last axis, are adjacent in memory: positions of one channel
-(planes) or channels (rows).  Values per channel are a scalar, or have the shape (1, BLOCK_L) or, where a tile holds
-planes of several channels, (BLOCK_N, 1), so that all share one code.  Planes with S > BLOCK_L have BLOCK_N = 1; a tile
-therefore is cut short along one axis only.
+A tile is a block (BLOCK_N, BLOCK_L).  Its lanes, the last axis, are adjacent in memory: positions of one channel
+(planes) or channels (rows).  Values per channel are a scalar, or (1, BLOCK_L), or (BLOCK_N, 1) if a tile holds planes
+of several channels; so the same code serves all layouts.  Planes with S > BLOCK_L have BLOCK_N = 1, so that a tile is
+cut short along one axis only.
 """
 
 import triton
@@ -25,7 +26,7 @@ import triton.language as tl
 
 @triton.jit
 def tiles_of(size, BLOCK: tl.constexpr):
-    """cdiv without passing the size, which may be just below 2**31."""
+    """The number of tiles: cdiv without exceeding the size, which may be just below 2**31."""
     return (size - 1) // BLOCK + 1
 
 
@@ -39,7 +40,7 @@ def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 @triton.jit
 def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Every how many tiles one may be cut short: the last of a plane, or of all; planes that share tiles: each."""
+    """The period of tiles that may be cut short: the last of a plane, or of all; each tile if planes share tiles."""
     if ROWS:
         period = tiles_of(N, BLOCK_N)
     elif BLOCK_N == 1:
@@ -51,7 +52,7 @@ def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 @triton.jit
 def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Of a program that walks tiles: its sample i, and its channel (planes) or BLOCK_L channels (rows)."""
+    """The sample i of a program that walks tiles, and its channel (planes) or BLOCK_L channels (rows)."""
     i = tl.cast(0, tl.int32)
     group = program
     if STAT != "batch":
@@ -69,7 +70,7 @@ def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.
 
 @triton.jit
 def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """First sample and first lane of tile j, in int64: offsets pass 2**31 at 64 x 64 x 1024 x 1024."""
+    """The first sample and first lane of tile j, in int64: offsets exceed 2**31 at 64 x 64 x 1024 x 1024."""
     if ROWS:
         n0 = tl.cast(j, tl.int64) * BLOCK_N
         s0 = tl.cast(0, tl.int64)
@@ -83,12 +84,12 @@ def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 @triton.jit
 def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                  WHOLE: tl.constexpr = False):  # fmt: skip
-    """Offsets and mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L).
+    """The offsets and the mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L).
 
-    WHOLE: no tile of the tensor is cut short, and compilers see that nothing is masked.
+    WHOLE says that no tile of the tensor is cut short, so that the compiler sees that nothing is masked.
     """
     n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
-    # int64 within the tile too: 128 samples of 2**25 elements are one tile where planes are small
+    # Offsets within the tile are int64 too: if planes are small, 128 samples of 2**25 elements are one tile.
     n = tl.arange(0, BLOCK_N)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_L)[None, :]
     group = tl.cast(group, tl.int64)
@@ -110,10 +111,11 @@ def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 @triton.jit
 def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_L: tl.constexpr):  # fmt: skip
-    """Of a program that has whole statistics groups in one tile: sample, channels, which of those exist; and offsets
-    and mask of the tile.
+    """For a program with whole statistics groups in one tile: sample, channels, a mask of existing channels, and the
+    offsets and mask of the tile.
 
-    "batch": as tile 0 above.  Planes of a sample lie one after the other, those of a group or as many as fit.
+    For "batch" they are those of tile 0 in ``tile_offsets``.  Otherwise the rows of a tile are planes of one sample:
+    the planes of a group, or as many as fit.
     """
     n = tl.arange(0, BLOCK_N)[:, None]
     lane = tl.arange(0, BLOCK_L)[None, :]
@@ -144,10 +146,13 @@ def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS:
 @triton.jit
 def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_L: tl.constexpr):  # fmt: skip
-    """Offsets of tile j in the side buffer of kept channels: the tensor's layout, K channels; slot < 0: not kept."""
+    """The offsets of tile j in the side buffer of the K kept channels, which has the tensor's layout.
+
+    A channel with slot < 0 is not kept.
+    """
     n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
     n = tl.cast(i, tl.int64) * N + n0
-    # rows of a tile are samples, but for planes of one sample
+    # The rows of a tile are samples, except for planes of one sample.
     if ROWS or STAT == "batch":
         n += tl.arange(0, BLOCK_N)[:, None]
     if ROWS:
@@ -159,19 +164,19 @@ def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BL
 
 @triton.jit
 def folded(v, FOLD: tl.constexpr):
-    """A tile as FOLD rows, of what adjacent threads hold each: a sum over them stays within a thread."""
+    """The tile as FOLD rows, so that a sum over the rows stays within a thread."""
     return tl.reshape(v, (FOLD, v.shape[0] * v.shape[1] // FOLD))
 
 
 @triton.jit
 def as_rows(v, BLOCK_L: tl.constexpr):
-    """What the rows of a folded tile were merged to, (1, values), with a column for each channel again."""
+    """The merged rows of a folded tile, (1, values), with one column for each channel again."""
     return tl.reshape(v, (v.shape[1] // BLOCK_L, BLOCK_L))
 
 
 @triton.jit
 def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
-    """Sum of a tile per channel."""
+    """The sum of a tile for each channel."""
     if ROWS:
         v = tl.sum(v, axis=0, keep_dims=True)
     elif STAT == "batch":
@@ -183,14 +188,14 @@ def channel_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def group_sum(v):
-    """Sum over all of a tile, or of its channels' values, where what is masked is 0: a scalar."""
-    # which has no layout: of a block of one, Triton 3.6 deals whatever meets it to threads anew, in registers
+    """The sum over a tile, or over the values of its channels, as a scalar.  Masked values must be 0."""
+    # A scalar has no layout.  For a block of one element, Triton 3.6 would redistribute the other operand.
     return tl.sum(v)
 
 
 @triton.jit
 def chan_merge(count, mean, m2, ROWS: tl.constexpr):
-    """Chan's formula over all entries of a channel at once, in a fixed order: (count, mean, M2)."""
+    """Merges all entries of a channel by Chan's formula in a fixed order; returns (count, mean, M2)."""
     n = channel_sum(count, "batch", ROWS)
     safe = tl.maximum(n, 1.0)
     total = channel_sum(count * mean, "batch", ROWS) / safe

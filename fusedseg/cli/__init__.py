@@ -1,7 +1,7 @@
-"""The command line: what is said of a model's memory, which batch fits, and what conversion does to it.
+"""The command line: shows the memory of a model, finds the batch that fits, and shows what conversion replaces.
 
 command.py                          the parser of all commands: their help and their errors
-models.py                           the model that MODEL names, its input, and what fusedseg makes of it
+models.py                           the model that MODEL names, its input, and its fused form
 profile.py, plan.py, convert.py     the commands
 progress.py                         the line that long commands show on a terminal
 """

@@ -1,4 +1,4 @@
-"""The parser of every command: help of 80 columns with an example, and errors of one line."""
+"""The parser of every command.  Its help has at most 80 columns and an example, and its errors have one line."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-# of a terminal; two are left free, as argparse does
+# The width of the help.  Two columns stay free, as argparse leaves them.
 COLUMNS = 80
 NEGATIVE = re.compile(r"-[\d.]")
 
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args=None, namespace=None):
-        # argparse takes "-5GiB" for an option, and then says that --budget has no value
+        # argparse would take "-5GiB" for an option, and report that --budget has no value.
         joined: list[str] = []
         for word in args or ():
             if joined and NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
@@ -43,7 +43,10 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, summary: str, description: str, examples: Sequence[str], run: Callable[..., int]
 ) -> Parser:
-    """Adds a command to those of ``add_subparsers``; ``run`` gets the parsed arguments and returns the exit status."""
+    """Adds a command to the result of ``add_subparsers``.
+
+    ``run`` is called with the parsed arguments, and returns the exit status.
+    """
     lines = "\n".join(f"  {example}" for example in examples)
     title = "example" if len(examples) == 1 else "examples"
     command = commands.add_parser(name, help=summary, description=description, epilog=f"{title}:\n{lines}")
@@ -52,7 +55,7 @@ def add_command(
 
 
 def first_line(error: BaseException) -> str:
-    """The error in one line, without the name of the function of ours that has raised it."""
+    """The first line of an error, without the name of the fusedseg function that has raised it."""
     message = (str(error).strip() or "no message").splitlines()[0]
     own = re.match(r"fusedseg[\w.]*: ", message)
     return message[own.end() :] if own else f"{type(error).__name__}: {message}"

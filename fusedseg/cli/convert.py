@@ -51,7 +51,7 @@ def add_convert(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where it was refused."""
+    """Returns 0, or 2 if the command was refused."""
     dtype = CONVERTED_DTYPES[args.dtype]
     verified = None
     try:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 if args.verify:
                     progress.update("comparing outputs and gradients")
                     verified = report.verify(inputs)
-            # whatever a stranger's model raises
+            # A model may raise any error.
             except Exception as error:
                 raise Refused(f"{first_line(error)}{place_of(error)}") from error
     except Refused as refusal:
@@ -73,6 +73,6 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(report.to_json() if args.json else report)
     if verified is not None:
-        # what reads the JSON gets nothing else
+        # A program that reads the JSON must get nothing else on stdout.
         print(f"\n{verified}", file=sys.stderr if args.json else sys.stdout)
     return 0

@@ -1,4 +1,4 @@
-"""The model that MODEL names on the command line, its input, and what fusedseg makes of it."""
+"""Finds the model that MODEL names on the command line, its input, and its fused form."""
 
 import argparse
 import difflib
@@ -35,10 +35,11 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Spec:
-    """build: makes the model of stock modules.  how: what "fusedseg" stands for.
+    """The model of a command.
 
-    convert: called with the shapes of the inputs, batch included, returns what makes of such a model what fusedseg has
-    to offer.
+    name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
+    shapes of the inputs, batch included, and returns a function from such a model to its fused form.  how: a few words
+    about this conversion, for the user.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Spec:
 
 
 def parse_model(text: str) -> Spec:
-    """The model of a preset's name or of ``package.module:callable``."""
+    """The model that a preset's name or ``package.module:callable`` stands for; raises Refused if there is none."""
     if text in PRESETS:
         make = PRESETS[text]
         return Spec(text, partial(make, plain=True), lambda shapes: partial(_fused, make), "the preset's fused blocks")
@@ -80,14 +81,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _imported(text: str, module: str) -> object:
-    # as with any `python -m`: what lies in the working folder can be imported
+    # Modules in the working folder can be imported, as under `python -m`.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
-    # whatever the file of a user raises
+    # The file of a user may raise any error.
     except Exception as error:
-        # a module that was found, and fails, was not misspelt
+        # The name is misspelt only if the module itself was not found.
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "?")
         hint = did_you_mean(module, (path.stem for path in Path().glob("*.py"))) if missing else place_of(error)
         said = error if isinstance(error, ImportError) else first_line(error)
@@ -95,7 +96,7 @@ def _imported(text: str, module: str) -> object:
 
 
 def place_of(error: BaseException) -> str:
-    """File and line of the user's own code that an error has passed last; "" if there is none."""
+    """The file and line of the user's own code that raised an error or called what raised it; "" if there is none."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     ours = (str(Path(torch.__file__).parent), str(Path(unet.__file__).parents[1]), "<")
@@ -108,7 +109,7 @@ CONVERTED = "fusedseg.convert(model)"
 
 def _converter(shapes: Shapes) -> Convert:
     def converted(model: nn.Module) -> nn.Module:
-        """The model, which nobody else uses, after ``fusedseg.convert``."""
+        """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
         convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
         return model
 
@@ -116,7 +117,7 @@ def _converter(shapes: Shapes) -> Convert:
 
 
 def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
-    """The preset in the plain twin's dtype; built in it, since parameters without values are not converted."""
+    """The fused preset, built in the dtype of the stock one, because PyTorch cannot cast parameters without values."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_dtype(model))
     try:
@@ -135,18 +136,18 @@ def _check_signature(text: str, build: Callable) -> None:
     except TypeError as error:
         raise Refused(f"MODEL {text!r} is called without arguments, and needs some: {error}") from error
     except ValueError:
-        # a builtin without a signature: calling it will tell
+        # A builtin may have no signature; calling it will show whether it needs arguments.
         return
 
 
 def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
-    """The stock model; Refused where its constructor fails, or returns something else."""
+    """The stock model; raises Refused if the constructor fails, or returns no module."""
     try:
         if on_fake_tensors:
             with fake.fake_mode() as mode:
                 return fake.build(spec.build, mode)
         model = spec.build()
-    # whatever a stranger's constructor raises
+    # A constructor may raise any error.
     except Exception as error:
         raise Refused(f"{spec.name} cannot be built: {first_line(error)}{place_of(error)}") from error
     if not isinstance(model, nn.Module):
@@ -157,10 +158,10 @@ def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
 
 
 def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[tuple[int, ...]], int | None]:
-    """The shapes of one sample, and the batch: of ``--batch``, or the first number of the shapes, or None.
+    """The shapes of one sample, and the batch: ``--batch``, or the first number of the shapes, or None.
 
-    A shape holds the batch if it has two numbers more than the model's first convolution has spatial dimensions, and
-    has no batch if it has one more.  Of any other shape ``named`` decides: whether it holds the batch.
+    Let d be the number of spatial dimensions of the model's first convolution.  A shape of d + 2 numbers contains the
+    batch, and a shape of d + 1 numbers does not.  For any other shape ``named`` says whether it contains the batch.
     """
     convs = (module for module in build(spec, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
     dims = next((len(conv.kernel_size) for conv in convs), None)
@@ -175,7 +176,7 @@ def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> t
 
 
 def batched(spec: Spec, args: argparse.Namespace) -> list[tuple[int, ...]]:
-    """The shapes of ``--input`` with their batch, 1 where none is named."""
+    """The shapes of ``--input`` with their batch, which is 1 if the user names none."""
     samples, batch = split_batch(spec, args.input, args.batch, named=True)
     return [(batch or 1, *shape) for shape in samples]
 
@@ -201,7 +202,7 @@ def positive(text: str) -> int:
 
 
 def add_model(command: Parser, batch: str) -> None:
-    """MODEL, --input and --batch, of which ``batch`` is the help."""
+    """Adds MODEL, --input and --batch to a command; ``batch`` is the help of --batch."""
     command.add_argument(
         "model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model"
     )

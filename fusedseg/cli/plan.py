@@ -1,4 +1,4 @@
-"""``fusedseg plan``: the largest batch that fits in a budget, or what it takes to make one fit."""
+"""``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
 import sys
@@ -65,7 +65,7 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where it was refused, as where nothing fits."""
+    """Returns 0, or 2 if the command was refused or nothing fits."""
     try:
         if args.json and Path(args.json).exists() and not args.overwrite:
             raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 )
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
-        # whatever a stranger's model raises
+        # A model may raise any error.
         except Exception as error:
             raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:

@@ -1,4 +1,4 @@
-"""``fusedseg profile``: where the bytes of one training step go."""
+"""``fusedseg profile`` shows where the bytes of one training step go."""
 
 import argparse
 import sys
@@ -80,7 +80,7 @@ def add_profile(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where it was refused."""
+    """Returns 0, or 2 if the command was refused."""
     try:
         strategies = check(args)
         spec = parse_model(args.model)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> list[Strategy]:
-    """What can be refused before anything runs."""
+    """The strategies to compare; raises Refused for everything that can be checked before a step runs."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch sees no GPU")
     paths = [path for path in (getattr(args, name) for name in FILES) if path]
@@ -133,7 +133,7 @@ def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Nam
         return profile(model, *inputs, **options)
     except Refused:
         raise
-    # whatever a stranger's model raises
+    # A model may raise any error.
     except Exception as error:
         raise Refused(
             f"{spec.name} does not run as {label} on {shapes_text(shapes)} {args.dtype}: "

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what a long command is doing, and for how long."""
+"""Shows on the terminal what a long command is doing, and for how long."""
 
 import shutil
 import sys
@@ -6,16 +6,16 @@ import threading
 import time
 from types import TracebackType
 
-# a command that ends earlier writes nothing
+# A command that ends earlier shows no line.
 QUIET_SECONDS = 1.0
 REDRAW_SECONDS = 0.5
 CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows ``text`` and the elapsed seconds on stderr while it is entered, and wipes the line at the end.
+    """A context that shows ``text`` and the elapsed seconds on stderr, and clears the line at its end.
 
-    It writes nothing where stderr is not a terminal, so that logs and pipes stay clean.  A thread redraws the line, so
+    It writes nothing if stderr is no terminal, so that logs and pipes stay clean.  A thread redraws the line, so
     that the seconds go on while PyTorch computes.
 
         with Progress("fusedseg plan") as progress:
@@ -29,7 +29,7 @@ class Progress:
         self._thread = threading.Thread(target=self._redraw, daemon=True) if sys.stderr.isatty() else None
 
     def update(self, text: str) -> None:
-        """What is being done now, beside the text that stays."""
+        """Sets the second part of the line, which says what is being done now."""
         self._now = text
 
     def __enter__(self) -> "Progress":

@@ -1,9 +1,9 @@
-"""``python -m fusedseg demo``: trains networks on real images twice, of stock modules and ours, and compares them.
+"""``python -m fusedseg demo`` trains a network of stock modules and one of fused modules on real images.
 
-slices.py, volume.py, encoders.py   what is learned: images, network, batches
-mni152.py                           the images, which the nilearn wheel carries: nothing is downloaded
-training.py                         both networks from the same weights, on the same batches; scores and bytes
-report.py, picture.py               what is printed and written
+slices.py, volume.py, encoders.py   the problems: images, network, batches
+mni152.py                           the images, which the nilearn wheel contains, so that nothing is downloaded
+training.py                         trains both from the same weights on the same batches; scores and bytes
+report.py, picture.py               the printed figures and the written files
 """
 
 from .run import run

@@ -1,8 +1,8 @@
 """``torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed``: one network, trained by several processes.
 
-Every process draws the same batch and takes its part of it; ``DistributedDataParallel`` averages gradients, and
-``fusedseg.convert_sync`` makes the statistics those of the whole batch.  The first process then trains the same network
-alone, on whole batches: both curves are one, up to rounding.
+Every process draws the same batch and takes its part of it.  ``DistributedDataParallel`` averages gradients, and with
+``fusedseg.convert_sync`` the norms take the statistics of the whole batch.  The first process then trains the same
+network alone on whole batches.  Both curves of losses are equal up to rounding.
 """
 
 import os
@@ -19,19 +19,19 @@ from .problem import Batch, Problem
 from .report import write_json
 from .training import ADAM_EPS, weigh
 
-# largest relative difference of two losses in float64, whose sums are added up in another order
+# The largest allowed relative difference of two losses in float64, whose sums are added up in different orders.
 AGREEMENT = 1e-6
 STEPS = 20
 
 
 def part(batch: Batch, rank: int, world: int) -> Batch:
-    """Of a batch, what one of the processes sees; batches that cannot be divided leave some with less, or nothing."""
+    """The part of a batch that process ``rank`` of ``world`` sees.  It may be empty if there are few samples."""
     (images, labels) = ([t.tensor_split(world)[rank] for t in of] for of in (batch.images, (batch.labels,)))
     return Batch(tuple(images), labels[0])
 
 
 def train(problem: Problem, net: nn.Module, steps: int, seed: int, rank: int, world: int) -> list[float]:
-    """Losses over the whole batches, those of all processes together."""
+    """Trains, and returns the losses over whole batches, added up over all processes."""
     wrapped = DistributedDataParallel(net) if world > 1 else net
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.size.learning_rate, eps=ADAM_EPS)
     class_weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes)).double()
@@ -43,7 +43,7 @@ def train(problem: Problem, net: nn.Module, steps: int, seed: int, rank: int, wo
         logits = wrapped(*(image.double() for image in mine.images))
         share = F.cross_entropy(logits, mine.labels, class_weight, reduction="sum") / class_weight[batch.labels].sum()
         optimizer.zero_grad()
-        # gradients are averaged over the processes: what is to be added up counts so many times
+        # The gradients must be added up, but DistributedDataParallel averages them over the processes.
         (share * world).backward()
         optimizer.step()
         losses.append(_total(share.detach(), world))
@@ -58,7 +58,7 @@ def _total(share: Tensor, world: int) -> float:
 
 def run_distributed(name: str, problem: Problem, device: torch.device, steps: int, seed: int, path: Path,
                     overwrite: bool) -> int:  # fmt: skip
-    """Trains, prints both curves and writes them.  Returns 0 where they are one, else 1."""
+    """Trains, prints both curves and writes them.  Returns 0 if they agree, otherwise 1."""
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -95,6 +95,6 @@ def launched() -> bool:
 
 
 def claim(device: torch.device) -> None:
-    """Makes one GPU this process's own."""
+    """Selects one GPU for this process."""
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,7 +1,7 @@
 """Two encoders for two registered images: the T1 template and a motor activation map, in 2D axial slices.
 
-The classes are those of the template, with grey matter that is active a class of its own: where the map's z-value is
-beyond 3.1 on either side.  T1 alone does not show activation, nor the map tissue.
+The classes are those of the template, and active grey matter, in which the absolute z-value of the map is above 3.1.
+The T1 image alone does not show activation, and the map alone does not show tissue.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ SIZES = {
     "cpu": Size(2, (12, 24, 48, 96), batch=8, steps=200, learning_rate=2e-3, autocast=False),
     "cuda": Size(1, (64, 128, 256, 512), batch=32, steps=200, learning_rate=2e-3, autocast=True),
 }
-# through the motor cortex, so that both parts hold activation
+# The cut goes through the motor cortex, so that both parts contain activation.
 SPLIT = Split(trained_below=-24.0, held_out_above=-16.0)
 CLASSES = (*mni152.CLASSES, "active grey matter")
 COLORS = (*mni152.COLORS, "#e4572e")
-# a common threshold of z-maps
+# A common threshold for z-maps.
 ACTIVE = 3.1
 
 

@@ -1,6 +1,6 @@
-"""The MNI152 brain template and a motor activation map in its space, which the nilearn wheel carries.
+"""The MNI152 brain template and a motor activation map in its space, both from the nilearn wheel.
 
-The classes of the template are the most probable of background, fluid, grey and white matter.
+The class of a voxel is the most probable one of background, fluid, grey matter and white matter.
 
 Sources: Fonov et al., "Unbiased average age-appropriate atlases for pediatric studies", NeuroImage 2011; the map is
 image 10426 of neurovault.org, pressing a button with the left against the right hand.
@@ -15,13 +15,13 @@ from .problem import Scan
 
 CLASSES = ("background", "fluid", "grey matter", "white matter")
 COLORS = ("#1b1b1f", "#4cc9f0", "#9a9a9a", "#f5f1e3")
-# what the network sees and tells apart: fields of a ``Problem``
+# The inputs and classes of a network that sees only the template, as fields of a ``Problem``.
 TISSUES: dict[str, Any] = {"inputs": ("T1 image",), "classes": CLASSES, "colors": COLORS}
 GREY = CLASSES.index("grey matter")
-# the brain's box in the MNI space, in mm, and the axial slices that hold much of it
+# The box of the brain in the MNI space, in mm, and the range of axial slices that contain much of it.
 X_RANGE, Y_RANGE, Z_RANGE = (-84.0, 84.0), (-112.0, 80.0), (-72.0, 84.0)
 SLICES = (-50.0, 70.0)
-# brighter than this is brain: the template is zero around it
+# Voxels above this value are brain; the template is zero around it.
 BRAIN = 0.1
 
 
@@ -30,8 +30,7 @@ def load(
 ) -> Scan:
     """The template at a resolution in mm, cut to the brain's box.
 
-    Images have mean 0 and deviation 1, but for the activation map, the second image where asked for: it stays in the
-    units of its z-values.
+    Images have mean 0 and deviation 1.  With ``activation`` the activation map is the second image, in z-values.
     """
     from nilearn import datasets, image
 
@@ -41,7 +40,7 @@ def load(
         datasets.load_mni152_wm_template(resolution=resolution),
     ]
     if activation:
-        # the map has a grid of 3 mm of its own
+        # The map has its own grid of 3 mm.
         others.append(image.resample_to_img(datasets.load_sample_motor_activation_image(), t1_image))
     t1, grey, white, *maps = (np.asarray(one.get_fdata(), dtype=np.float32) for one in (t1_image, *others))
     brain = (t1 > BRAIN).astype(np.float32)
@@ -49,7 +48,7 @@ def load(
     position = [t1_image.affine[axis, 3] + resolution * np.arange(t1.shape[axis]) for axis in range(3)]
     ranges = (X_RANGE, Y_RANGE, z_range)
     box = np.ix_(*((low <= at) & (at <= high) for at, (low, high) in zip(position, ranges, strict=True)))
-    # (x, y, z) to (z, y, x): a batch of axial slices
+    # (x, y, z) becomes (z, y, x), which is a batch of axial slices.
     t1, labels, *maps = (values[box].T.copy() for values in (t1, labels, *maps))
     images = ((t1 - t1.mean()) / t1.std(), *maps)
     y = torch.from_numpy(position[1][box[1].squeeze()])

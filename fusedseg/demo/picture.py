@@ -1,6 +1,6 @@
-"""The picture of a demo: what was trained on, losses, truth, both predictions, their scores and their memory.
+"""Draws the picture of a demo: the split of the image, losses, truth, both predictions, scores and memory.
 
-The one module that imports matplotlib; nobody imports it before it is needed.
+Only this module of the demo imports matplotlib, so other modules import it only when they draw.
 """
 
 from typing import BinaryIO
@@ -18,7 +18,7 @@ COLORS = {"eager": "#9b9b9b", "fusedseg": "#2a6fdb"}
 NAMES = {"eager": "eager PyTorch", "fusedseg": "fusedseg"}
 SIGNED = ("activation map",)
 TRAINED, HELD_OUT = "#2a6fdb", "#f08a24"
-# steps that the loss is averaged over: that of single batches hides the curve
+# The loss is averaged over this many steps, because the losses of single batches hide the curve.
 SMOOTH = 10
 
 
@@ -59,7 +59,7 @@ def draw_split(ax, problem: Problem) -> None:
 
 
 def draw_losses(ax, outcome: Outcome) -> None:
-    # the wider one below, so that both show where they agree
+    # The wider curve is drawn first, so that both are visible where they agree.
     for (name, of), width in zip(outcome.figures.items(), (4.0, 1.6), strict=True):
         span = min(SMOOTH, len(of.losses))
         smooth = np.convolve(of.losses, np.ones(span) / span, mode="valid")
@@ -82,9 +82,9 @@ def draw_views(figure, problem: Problem, outcome: Outcome) -> None:
     for column, (title, at) in enumerate(problem.views.items()):
         grid[0, column].set_title(title, fontsize=11)
         for ax, name, image in zip(grid[:, column], problem.inputs, problem.held_out.images, strict=False):
-            # of the batch: without the channel
+            # An image of the batch, without its channel.
             values = image[:, 0][at].cpu().numpy()
-            # a map with a sign has its zero in the middle of its colours
+            # A signed map has its zero in the middle of the colours.
             signed = {"cmap": "RdBu_r", "vmin": -abs(values).max(), "vmax": abs(values).max()}
             ax.imshow(values, origin="lower", **(signed if name in SIGNED else {"cmap": "gray"}))
         for ax, classes in zip(grid[len(problem.inputs) :, column], labels.values(), strict=True):

@@ -1,4 +1,4 @@
-"""What a demo learns: images, what is held out of them, a network and batches."""
+"""The problem of a demo: images, their held-out part, a network and batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Batch(NamedTuple):
-    """What the network is called with, each (N, 1, *spatial), and the classes wanted, (N, *spatial)."""
+    """The input images of a network, each (N, 1, *spatial), and the true classes, (N, *spatial)."""
 
     images: tuple[Tensor, ...]
     labels: Tensor
@@ -17,7 +17,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Scan:
-    """Registered images and labels, each (Z, Y, X): upwards, towards the nose, to the right.  y of the rows in mm."""
+    """Registered images and labels, each (Z, Y, X); axes point up, to the nose and to the right.  y is in mm, (Y,)."""
 
     images: tuple[Tensor, ...]
     labels: Tensor
@@ -30,9 +30,9 @@ class Scan:
 
 @dataclass(frozen=True)
 class Split:
-    """Trained on behind one y in mm, held out in front of another: the gap keeps what is near apart.
+    """The trained part lies behind one y in mm, and the held-out part in front of another; the gap separates them.
 
-    Never left and right: the template is mirror symmetric, the halves would leak into each other.
+    The brain is not split into left and right, because the template is symmetric and one half would show the other.
     """
 
     trained_below: float
@@ -47,9 +47,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Size:
-    """resolution in mm, channels of the levels, samples in a batch; steps, unless told otherwise; bf16 autocast.
+    """The size of a demo.
 
-    The learning rate is the first step's; it falls to none.
+    resolution: in mm.  widths: channels of the levels.  batch: samples in a batch.  steps: the default number of steps.
+    learning_rate: that of the first step; it falls to zero.  autocast: whether training runs under bf16 autocast.
     """
 
     resolution: int
@@ -62,15 +63,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that training and the report need to know.
+    """Everything that training and the report need.
 
-    title: of the network and what it sees, as a subject of a sentence.
-    inputs, classes: their names; colors: of the classes, as matplotlib takes them.
-    whole: the scan before it was split.
-    batch: draws a batch from the part that is trained on.
-    held_out: the part that is not, whole.
-    network: called with ``plain``, True for the twin of stock modules; the state dicts have one order.
-    views: title -> index into the held-out labels (and images) that leaves a picture.
+    title: a name for the network, which starts a sentence.
+    inputs, classes: the names of the inputs and classes.  colors: the colours of the classes, for matplotlib.
+    whole: the scan before the split.
+    batch: a function that draws a batch from the trained part.
+    held_out: the whole held-out part.
+    network: a function that is called with ``plain``, which is True for stock modules; both state dicts have one order.
+    views: title -> an index into the held-out labels (and images) that selects a picture.
     """
 
     title: str
@@ -94,7 +95,7 @@ def split_problem(
     as_batch: Callable[[Scan], Batch],
     **rest: Any,
 ) -> Problem:
-    """The problem of a scan: batches are drawn from one part of it, the other is held out.  ``rest``: other fields."""
+    """The problem of a scan that is split into a trained and a held-out part.  ``rest`` has the other fields."""
     seen, held_out = split.trained(whole), split.held_out(whole)
     return Problem(
         split=split,

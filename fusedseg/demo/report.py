@@ -1,4 +1,4 @@
-"""What a demo found: figures, the lines of the terminal and the JSON."""
+"""The results of a demo: figures, the lines on the terminal and the JSON file."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one network: scores of the classes on what was held out, bytes and seconds of a step, losses of all steps."""
+    """The figures of one network: held-out scores by class, bytes and seconds of a step, losses of all steps."""
 
     iou: dict[str, float]
     kept_bytes: int
@@ -28,14 +28,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What eager and fusedseg reached.  predicted: the classes of what was held out, by network."""
+    """The figures of both networks.  ``predicted`` has their predictions for the held-out part."""
 
     figures: dict[str, Figures]
     predicted: dict[str, torch.Tensor]
 
     @property
     def worst(self) -> tuple[float, str]:
-        """Largest difference in IoU between the two, and the class it is of."""
+        """The largest difference in IoU between the networks, and its class."""
         eager, ours = (of.iou for of in self.figures.values())
         return max((abs(ours[name] - eager[name]), name) for name in eager)
 
@@ -45,20 +45,20 @@ class Outcome:
 
 
 def evaluate(problem: Problem, trainings: dict[str, Training], seed: int) -> Outcome:
-    # the same for both
+    # Both networks are measured on the same batch.
     batch = problem.batch(torch.Generator().manual_seed(seed))
     figures, predicted = {}, {}
     for name, training in trainings.items():
         predicted[name] = predict(training.net, problem.held_out.images)
         iou = intersection_over_union(predicted[name], problem.held_out.labels, problem.classes)
-        # after the prediction: its forward moves the running statistics
+        # Bytes are counted after the prediction, because this forward moves the running statistics.
         kept, peak = count_bytes(training.net, batch, problem.size.autocast)
         figures[name] = Figures(iou, kept, peak, training.step_seconds, training.losses)
     return Outcome(figures, predicted)
 
 
 def lines(problem: Problem, outcome: Outcome) -> list[str]:
-    """A table: a row for each figure, a column for each network."""
+    """A table with a row for each figure and a column for each network."""
     eager, ours = outcome.figures.values()
     difference, worst = outcome.worst
     rows = [(f"IoU, {name}", f"{eager.iou[name]:.3f}", f"{ours.iou[name]:.3f}", "") for name in problem.classes]
@@ -79,7 +79,7 @@ def lines(problem: Problem, outcome: Outcome) -> list[str]:
 
 
 def headline(problem: Problem, outcome: Outcome) -> str:
-    """One sentence that the figures bear out, whatever they are."""
+    """A headline with the measured figures."""
     steps = len(outcome.figures["eager"].losses)
     kept, peak = (outcome.ratio(what) for what in ("kept_bytes", "peak_bytes"))
     return (

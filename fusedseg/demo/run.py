@@ -1,4 +1,4 @@
-"""The command: checks what was asked for, trains, prints, and writes a picture and the figures."""
+"""The command: checks the arguments, trains, prints the figures, and writes them with a picture."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ EXTRAS = ("nilearn", "matplotlib", "tqdm")
 
 
 class Refused(Exception):
-    """What was asked for cannot be done here; the message says why and what to do."""
+    """The demo cannot run here as asked; the message says why and what to do."""
 
 
 def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) -> None:
@@ -40,7 +40,7 @@ def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) ->
 def run(
     name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool, distributed: bool = False
 ) -> int:
-    """Runs the demo of that name.  Returns 0; 1 where distributed losses are wrong; 2 where it was refused."""
+    """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
     if distributed:
         json_path = out / f"{name}-distributed.json"
@@ -55,7 +55,7 @@ def run(
         return 2
     if distributed:
         parallel.claim(torch.device(device))
-    # PyTorch's profiler, which counts bytes on a CPU, would log lines about itself, at a level above that of errors
+    # PyTorch's profiler counts bytes on a CPU.  It would log lines about itself, at a level above errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     start = time.perf_counter()
     problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
@@ -68,7 +68,7 @@ def run(
     outcome = report.evaluate(problem, trainings, seed)
     print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
 
-    # matplotlib is slow to import, and needed only here
+    # Imported here, because matplotlib is slow to import.
     from . import picture
 
     with open_new(picture_path, overwrite) as file:

@@ -15,7 +15,7 @@ SPLIT = Split(trained_below=4.0, held_out_above=12.0)
 
 
 def as_batch(scan: Scan, chosen: torch.Tensor | slice = slice(None)) -> Batch:
-    """Axial slices as samples."""
+    """A batch whose samples are axial slices."""
     return Batch(tuple(image[chosen][:, None] for image in scan.images), scan.labels[chosen])
 
 
@@ -25,7 +25,7 @@ def draw(scan: Scan, count: int, generator: torch.Generator) -> Batch:
 
 
 def views(scan: Scan) -> dict[str, tuple[int | slice, ...]]:
-    """A slice through the ventricles, where all classes are met, and one well above them."""
+    """A slice through the ventricles, which contains all classes, and a slice well above them."""
     count = len(scan.labels)
     return {"held-out part of that slice": (int(0.46 * count),), "held-out part of another slice": (int(0.68 * count),)}
 

@@ -16,20 +16,20 @@ from .problem import Batch, Problem
 
 # name -> plain
 NETWORKS = {"eager": True, "fusedseg": False}
-# far above the rounding of a gradient that is zero, such as of a bias in front of a norm: with Adam's 1e-8 that noise
-# alone moves such a parameter by the full learning rate
+# Far above the rounding errors of a gradient that is zero, such as that of a bias before a norm.  With Adam's 1e-8 such
+# errors alone would move the parameter by the full learning rate.
 ADAM_EPS = 1e-5
-# the first steps allocate and choose algorithms
+# The first steps allocate memory and choose algorithms, so their times do not count.
 WARMUP_STEPS = 5
-# over which running statistics are averaged in the end
+# Running statistics are averaged over this many batches at the end.
 SETTLED_BATCHES = 40
-# samples at once where nothing is learned
+# The number of samples in a batch of a prediction.
 PREDICTED_AT_ONCE = 8
 
 
 @dataclass
 class Training:
-    """One network on its way."""
+    """One network in training, with its losses and the seconds of its steps."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -52,7 +52,7 @@ def build(problem: Problem, device: torch.device, seed: int) -> dict[str, nn.Mod
 
 
 def weigh(labels: Tensor, classes: int) -> Tensor:
-    """Of the classes in the loss: the square root, a compromise between few voxels of one and many of another."""
+    """The weights of the classes in the loss: 1 / sqrt(voxels), a compromise between rare and frequent classes."""
     return torch.bincount(labels.flatten(), minlength=classes).clamp_min(1).float().rsqrt()
 
 
@@ -72,11 +72,11 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
         for name, net in networks.items()
     }
     generator = torch.Generator().manual_seed(seed)
-    # None: silent where stderr is not a terminal
+    # `disable=None` shows no bar if stderr is no terminal.
     bar = tqdm(range(steps), desc=f"{problem.title} on {device}", unit="step", disable=None)
     for step in bar:
         batch = problem.batch(generator)
-        # a cosine from the full learning rate to none
+        # The learning rate falls to zero along a cosine.
         rate = problem.size.learning_rate / 2 * (1 + math.cos(math.pi * step / steps))
         for training in trainings.values():
             training.optimizer.param_groups[0]["lr"] = rate
@@ -97,10 +97,10 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
 
 @torch.no_grad()
 def settle(problem: Problem, networks: Mapping[str, nn.Module], generator: torch.Generator) -> None:
-    """Running statistics anew, averaged over many batches of the final weights.
+    """Computes running statistics again, averaged over many batches with the final weights.
 
-    Those that training leaves are of about ten batches, too few patches to predict a whole volume by: held-out scores
-    of one network then move by more than the two networks differ.
+    Those of training cover about ten batches, which are too few patches for the prediction of a whole volume: the
+    held-out scores of one network would vary by more than the two networks differ.
 
     Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021 (precise BatchNorm).
     """
@@ -110,7 +110,7 @@ def settle(problem: Problem, networks: Mapping[str, nn.Module], generator: torch
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        # cumulative
+        # None stands for a cumulative average.
         norm.momentum = None
     for _ in range(SETTLED_BATCHES):
         batch = problem.batch(generator)
@@ -129,7 +129,7 @@ def predict(net: nn.Module, images: tuple[Tensor, ...]) -> Tensor:
 
 
 def intersection_over_union(predicted: Tensor, truth: Tensor, classes: tuple[str, ...]) -> dict[str, float]:
-    """Of each class, over all voxels together."""
+    """The intersection over union of each class, over all voxels."""
     one_hot = [F.one_hot(labels, len(classes)).flatten(0, -2).bool() for labels in (predicted, truth)]
     both = (one_hot[0] & one_hot[1]).sum(0)
     either = (one_hot[0] | one_hot[1]).sum(0)

@@ -19,7 +19,7 @@ PATCH = 48
 
 
 def draw(scan: Scan, count: int, generator: torch.Generator) -> Batch:
-    """Patches at random places."""
+    """A batch of patches at random positions."""
     starts = [torch.randint(size - PATCH + 1, (count,), generator=generator).tolist() for size in scan.labels.shape]
     boxes = [tuple(slice(start, start + PATCH) for start in at) for at in zip(*starts, strict=True)]
     images = tuple(torch.stack([image[box] for box in boxes])[:, None] for image in scan.images)
