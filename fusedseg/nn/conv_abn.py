@@ -153,7 +153,7 @@ class _ConvABN(Unscriptable, nn.Module):
         for what, child in (("conv", conv), ("bn", bn)):
             if has_hooks(child):
                 raise TypeError(f"{name}: {what} must have no hooks, since the fused op would not call them")
-        norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)  # type: ignore[arg-type]
+        norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)
         if norm.num_features != conv.out_channels:
             raise ValueError(f"{name}: bn must have {conv.out_channels} features, as conv has, got {norm.num_features}")
         return cls._of(conv, norm, conv_backend)

@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import nn
 
-from .inplace_abn import BATCH_NORMS, InPlaceABN
+from .inplace_abn import InPlaceABN
 from .inplace_abn_sync import InPlaceABNSync
 from .norm_act import BatchNormAct
 from .norm_act_sync import BatchNormActSync
+from .stock_norm import BATCH_NORMS
 from .synchronised import Synchronised
 
 SYNCHRONISED: dict[type, type] = {

@@ -1,8 +1,10 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops.check import check_dtype
 from ..ops.norm.checks import check
@@ -12,8 +14,7 @@ from ..ops.recompute.recipes import unwatched
 from .batch_statistics import BatchStatistics
 from .invertible import Invertible
 from .leaf import as_leaf
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from .stock_norm import BATCH_NORMS
 
 
 class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
@@ -62,6 +63,7 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     OP = "fusedseg.InPlaceABN"
     EXACT = "BatchNormAct"
+    stock = BATCH_NORMS
 
     def __init__(
         self,
@@ -82,19 +84,11 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._invert(act)
 
-    def _check_shape(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != self.num_features:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{self.OP}: input must have shape (N, {self.num_features}) with up to three spatial dimensions after "
-                f"it, got {came}"
-            )
-
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
-        self._check_shape(x)
+        self._check_shape(x, self.num_features)
         own, mean, var, momentum = self._statistics()
         passed = Passed(x, self.weight, self.bias, residual, None, mean, var)
         spec = Spec("output", self._act, self.eps, momentum, own)
@@ -104,33 +98,10 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         return z
 
     @classmethod
-    def from_batchnorm(
-        cls, bn: _NormBase, activation: str = "leaky_relu", activation_param: float = 0.01
-    ) -> "InPlaceABN":
-        """An InPlaceABN with the very parameters and buffers of ``bn``, an ``nn.BatchNorm1d``, ``2d`` or ``3d``.
-
-        ``Sequential(bn, activation)`` and the result are the same function.  Optimizers of ``bn`` keep working.
-        """
-        if type(bn) not in BATCH_NORMS:
-            names = ", ".join(f"nn.{c.__name__}" for c in BATCH_NORMS)
-            raise TypeError(f"fusedseg.InPlaceABN.from_batchnorm: bn must be one of {names}, got {type(bn).__name__}")
-        made = cls(bn.num_features, bn.eps, bn.momentum, False, False, activation, activation_param)
-        made._adopt(bn)
-        return made
+    def from_batchnorm(cls, bn: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
+        """``from_norm``, for an ``nn.BatchNorm1d``, ``2d`` or ``3d``."""
+        return cls.from_norm(bn, activation, activation_param)
 
     def to_batchnorm(self, dims: int = 2) -> nn.Module:
-        """The ``nn.BatchNorm{dims}d`` with this module's very parameters and buffers; the activation comes after."""
-        if dims not in (1, 2, 3):
-            raise ValueError(f"fusedseg.InPlaceABN.to_batchnorm: dims must be 1, 2 or 3, got {dims!r}")
-        bn = BATCH_NORMS[dims - 1](self.num_features, self.eps, self.momentum, False, False)
-        InPlaceABN._adopt(bn, self)
-        return bn
-
-    def _adopt(self: _NormBase, other: _NormBase) -> None:
-        self.affine, self.track_running_stats = other.affine, other.track_running_stats
-        self.weight, self.bias = other.weight, other.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            # buffers that were registered as None would otherwise stay out of the state dict's order
-            delattr(self, name)
-            self.register_buffer(name, getattr(other, name))
-        self.train(other.training)
+        """``to_norm``: the ``nn.BatchNorm{dims}d``."""
+        return self.to_norm(dims)

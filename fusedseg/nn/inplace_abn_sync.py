@@ -69,7 +69,7 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         group = self._others()
         if group is None:
             return super().forward(x, residual)
-        self._check_shape(x)
+        self._check_shape(x, self.num_features)
         _, running_mean, running_var, momentum = self._statistics()
         passed = Passed(x, self.weight, self.bias, residual, None, running_mean, running_var)
         spec = Spec("output", self._act, self.eps, momentum, process_group=group)

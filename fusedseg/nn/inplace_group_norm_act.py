@@ -10,6 +10,7 @@ from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from .invertible import Invertible
 from .leaf import as_leaf
+from .stock_norm import GROUP_NORMS
 
 
 class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
@@ -48,6 +49,7 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
 
     OP = "fusedseg.InPlaceGroupNormAct"
     EXACT = "GroupNormAct"
+    stock = GROUP_NORMS
 
     def __init__(
         self,

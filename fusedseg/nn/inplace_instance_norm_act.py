@@ -14,6 +14,7 @@ from ..ops.recompute.recipes import unwatched
 from ..ops.recompute.saved import recomputing
 from .invertible import Invertible
 from .leaf import as_leaf
+from .stock_norm import INSTANCE_NORMS
 
 
 class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
@@ -57,6 +58,7 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
 
     OP = "fusedseg.InPlaceInstanceNormAct"
     EXACT = "InstanceNormAct"
+    stock = INSTANCE_NORMS
 
     def __init__(
         self,

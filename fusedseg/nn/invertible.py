@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from ..activation import Activation, parse_invertible
 from ..ops import unfused
 from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
+from .stock_norm import StockNorm
 from .unscriptable import Unscriptable
 
 
-class Invertible(Unscriptable, nn.Module):
+class Invertible(Unscriptable, StockNorm, nn.Module):
     """Beside a stock norm as a base class, which brings ``weight`` and ``bias``."""
 
     weight: Any
@@ -23,6 +24,14 @@ class Invertible(Unscriptable, nn.Module):
     @classmethod
     def _parse(cls, activation: str, activation_param: float) -> Activation:
         return parse_invertible(cls.OP, activation, activation_param, cls.EXACT)
+
+    @classmethod
+    def from_norm(cls, norm: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
+        """A module with the very parameters and buffers of the stock ``norm``.
+
+        ``Sequential(norm, activation)`` and the result are the same function.  Optimizers of ``norm`` keep working.
+        """
+        return cls._from_stock(norm, activation=activation, activation_param=activation_param)
 
     def _invert(self, act: Activation) -> None:
         """Called at the end of ``__init__``."""

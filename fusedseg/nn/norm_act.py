@@ -17,18 +17,13 @@ from ..ops.recompute.recipes import unwatched
 from ..ops.recompute.saved import recomputing
 from .batch_statistics import BatchStatistics
 from .leaf import as_leaf
+from .stock_norm import BATCH_NORMS, GROUP_NORMS, INSTANCE_NORMS, StockNorm
 from .unscriptable import Unscriptable
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-GROUP_NORMS = (nn.GroupNorm,)
 
+class _NormAct(Unscriptable, StockNorm, nn.Module):
+    """What the three have in common: the activation, its slope and the checks."""
 
-class _NormAct(Unscriptable, nn.Module):
-    """What the three have in common: the activation, its slope, the checks, and the way to the stock norm and back."""
-
-    # the stock norms, by their spatial dimensions where these count
-    stock: tuple[type[nn.Module], ...]
     weight: Any
     bias: Any
     slope: nn.Parameter | None
@@ -55,14 +50,6 @@ class _NormAct(Unscriptable, nn.Module):
         slope = getattr(self, "slope", None)
         if slope is not None:
             nn.init.constant_(slope, self._act.param)
-
-    def _check_shape(self, x: Tensor, channels: int) -> None:
-        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != channels:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"fusedseg.{type(self).__name__}: input must have shape (N, {channels}) with up to three spatial "
-                f"dimensions after it, got {came}"
-            )
 
     def _run(
         self,
@@ -93,48 +80,16 @@ class _NormAct(Unscriptable, nn.Module):
         """A module with the very parameters and buffers of the stock ``norm``, and of activation "prelu" with the
         ``slope`` of an ``nn.PReLU`` (its ``weight``).  Optimizers keep working."""
         where = f"fusedseg.{cls.__name__}.from_norm"
-        if type(norm) not in cls.stock:
-            names = ", ".join(f"nn.{c.__name__}" for c in cls.stock)
-            raise TypeError(f"{where}: norm must be one of {names}, got {type(norm).__name__}")
         if (slope is not None) != (activation == "prelu"):
             raise ValueError(
                 f"{where}: slope must be given for activation 'prelu' and for no other, got {activation!r}"
             )
         num_slopes = 1 if slope is None else slope.numel()
-        made = cls(*_arguments(norm), activation=activation, activation_param=activation_param, num_slopes=num_slopes)
+        options = {"activation": activation, "activation_param": activation_param, "num_slopes": num_slopes}
+        made = cls._from_stock(norm, **options)
         if slope is not None:
             made.slope = slope
-        _adopt(made, norm)
         return made
-
-    def to_norm(self, dims: int = 2) -> nn.Module:
-        """The stock norm, for ``dims`` spatial dimensions, with this module's very parameters and buffers; the
-        activation comes after it."""
-        if dims not in (1, 2, 3):
-            raise ValueError(f"fusedseg.{type(self).__name__}.to_norm: dims must be 1, 2 or 3, got {dims!r}")
-        norm = self.stock[min(dims, len(self.stock)) - 1](*_arguments(self))
-        _adopt(norm, self)
-        return norm
-
-
-def _arguments(norm: Any) -> tuple:
-    """Of a norm without parameters or buffers, which it is to adopt."""
-    if isinstance(norm, nn.GroupNorm):
-        return norm.num_groups, norm.num_channels, norm.eps, False
-    return norm.num_features, norm.eps, norm.momentum, False, False
-
-
-def _adopt(norm: Any, other: Any) -> None:
-    for flag in ("affine", "track_running_stats"):
-        if hasattr(other, flag):
-            setattr(norm, flag, getattr(other, flag))
-    norm.weight, norm.bias = other.weight, other.bias
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        if hasattr(other, name):
-            # buffers that were registered as None would otherwise stay out of the state dict's order
-            delattr(norm, name)
-            norm.register_buffer(name, getattr(other, name))
-    norm.train(other.training)
 
 
 class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):

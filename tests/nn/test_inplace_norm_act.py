@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct
+from fusedseg import InPlaceABN, InPlaceABNSync, InPlaceGroupNormAct, InPlaceInstanceNormAct
 from fusedseg.memory import measure
 from tests.tools.compiling import check_compiled_follows
 from tests.tools.tensors import channels_last
@@ -268,3 +268,31 @@ def test_a_residual_network_keeps_one_tensor_a_convolution(backend, device):
 def test_refused(attempt, error, text):
     with pytest.raises(error, match=text):
         attempt()
+
+
+@pytest.mark.parametrize(
+    ("cls", "stock"),
+    [
+        (InPlaceABN, nn.BatchNorm2d(4)),
+        (InPlaceABNSync, nn.BatchNorm2d(4, affine=False)),
+        (InPlaceInstanceNormAct, nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+        (InPlaceInstanceNormAct, nn.InstanceNorm2d(4)),
+        (InPlaceGroupNormAct, nn.GroupNorm(2, 4)),
+        (InPlaceGroupNormAct, nn.GroupNorm(2, 4, affine=False)),
+    ],
+    ids=repr,
+)
+def test_from_and_to_norm(cls, stock):
+    """The same function, parameters and buffers; every in-place norm has both methods, as every exact one has."""
+    ours = cls.from_norm(stock.eval(), "elu", 0.5)
+    x = torch.randn(2, 4, 5, 3)
+    torch.testing.assert_close(ours(x.clone()), nn.functional.elu(stock(x), 0.5))
+    back = ours.to_norm()
+    assert type(back) is type(stock)
+    assert repr(back) == repr(stock)
+    assert not back.training
+    for name, value in stock.state_dict(keep_vars=True).items():
+        assert ours.state_dict(keep_vars=True)[name] is value
+        assert back.state_dict(keep_vars=True)[name] is value
+    with pytest.raises(TypeError, match=rf"fusedseg.{cls.__name__}.from_norm: norm must be one of .* got LayerNorm"):
+        cls.from_norm(nn.LayerNorm(4))

@@ -35,20 +35,17 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
     if not spec.own and running_mean is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
-    # asked here as well, since it is not so for nearly every batch
-    if spec.process_group is None and (spec.kind != "batch" or shape.numel() == C):
+    # The condition of a batch is asked here, since it calls nothing more.  ``own`` comes first: an exported program in
+    # eval mode must not be bound to the number of samples that it was traced with.
+    if spec.process_group is None and (spec.kind != "batch" or (spec.own and C and shape.numel() == C)):
         _check_values(op, spec, shape)
 
 
 def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
-    """Raises ValueError where a statistic of x itself would be that of one value.  An empty batch passes, as in the
-    stock norms."""
+    """Raises ValueError where a statistic of x itself would be that of one value, as it is for any batch that comes
+    here.  An empty batch passes, as in the stock norms."""
     if spec.kind == "batch":
-        if spec.own and shape[1] and shape.numel() == shape[1]:
-            raise ValueError(
-                f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}"
-            )
-        return
+        raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
     if spec.kind == "instance":
         if len(shape) < 3:
             raise ValueError(f"{op}: instance norm takes x of shape (N, C, *spatial), got {tuple(shape)}")
@@ -60,7 +57,7 @@ def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
     # nn.GroupNorm takes several samples whose groups have one value each, and so does the op that keeps its output.
     values = groups if spec.keep == "output" else shape[0] * groups
-    if shape.numel() and shape.numel() == values:
+    if shape.numel() == values and values:
         raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
 
 
