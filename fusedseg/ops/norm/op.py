@@ -125,7 +125,9 @@ def norm_op(
     spec = spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group)
     source, layout = dense(x)
     residual = None if residual is None else like(residual, source)
-    passed = Passed(source, weight, bias, residual, slope, mean, var)
+    passed = Passed(
+        source, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=mean, running_var=var
+    )
     out = torch.empty_like(source) if keep == "output" else None
     kept = _kept_of(slots, kept_count)
     z, used, second, xhat, total, share = forward(passed, spec, spec.layout(source, layout), kept, out)
@@ -197,7 +199,8 @@ def _(dz, source, weight, bias, residual, slope, stats, xhat, slots, kept_count,
 
 def spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group) -> Spec:
     """The spec of the ops' flat arguments, which ``flat`` makes."""
-    return Spec(keep, Activation(activation, activation_param), eps, 0.0, own, kind, groups, process_group)
+    act = Activation(activation, activation_param)
+    return Spec(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
 
 
 def flat(spec: Spec) -> tuple:
