@@ -93,8 +93,8 @@ def inplace_abn(
     """
     op = NAMES["output"]
     act = parse_invertible(op, activation, activation_param)
-    passed = Passed(x, weight, bias, residual, None, running_mean, running_var)
-    spec = Spec("output", act, eps, momentum, training)
+    passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
+    spec = Spec("output", act, eps=eps, momentum=momentum, own=training)
     check(op, passed, spec)
     return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
@@ -131,8 +131,10 @@ def inplace_instance_norm_act(
     """
     name = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(name, activation, activation_param, "InstanceNormAct")
-    passed = Passed(x, weight, bias, residual, None, running_mean, running_var)
-    spec = Spec("output", act, eps, momentum, use_input_stats, "instance" if use_input_stats else "batch")
+    passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
+    spec = Spec(
+        "output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance" if use_input_stats else "batch"
+    )  # fmt: skip
     check(name, passed, spec)
     return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
@@ -162,8 +164,8 @@ def inplace_group_norm_act(
     """
     name = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(name, activation, activation_param, "GroupNormAct")
-    passed = Passed(x, weight, bias, residual)
-    spec = Spec("output", act, eps, kind="group", groups=num_groups)
+    passed = Passed(x, weight=weight, bias=bias, residual=residual)
+    spec = Spec("output", act, eps=eps, kind="group", groups=num_groups)
     check(name, passed, spec)
     return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
 
@@ -220,8 +222,12 @@ def norm_act(
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
     own = training or norm == "group"
-    passed = Passed(x, weight, bias, residual, slope, running_mean, running_var)
-    spec = Spec("input", act, eps, momentum, own, norm, 0 if num_groups is None else num_groups)
+    passed = Passed(
+        x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean, running_var=running_var
+    )  # fmt: skip
+    spec = Spec(
+        "input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=0 if num_groups is None else num_groups
+    )  # fmt: skip
     check(op, passed, spec)
     return normalise(passed, spec)
 

@@ -71,8 +71,10 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
             return super().forward(x, residual)
         self._check_shape(x, self.num_features)
         _, running_mean, running_var, momentum = self._statistics()
-        passed = Passed(x, self.weight, self.bias, residual, None, running_mean, running_var)
-        spec = Spec("output", self._act, self.eps, momentum, process_group=group)
+        passed = Passed(
+            x, weight=self.weight, bias=self.bias, residual=residual, running_mean=running_mean, running_var=running_var
+        )  # fmt: skip
+        spec = Spec("output", self._act, eps=self.eps, momentum=momentum, process_group=group)
         check(self.OP, passed, spec)
         z = normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
         self._count_batch()

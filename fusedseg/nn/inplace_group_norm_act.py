@@ -82,7 +82,7 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
                 f"{self.OP}: input must have shape (N, {self.num_channels}) or (N, {self.num_channels}, *spatial), "
                 f"got {came}"
             )
-        passed = Passed(x, self.weight, self.bias, residual)
-        spec = Spec("output", self._act, self.eps, kind="group", groups=self.num_groups)
+        passed = Passed(x, weight=self.weight, bias=self.bias, residual=residual)
+        spec = Spec("output", self._act, eps=self.eps, kind="group", groups=self.num_groups)
         check(self.OP, passed, spec)
         return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))

@@ -97,8 +97,8 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
         own = self.training or not self.track_running_stats
         mean, var = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
         momentum = 0.0 if self.momentum is None else self.momentum
-        passed = Passed(x, self.weight, self.bias, residual, None, mean, var)
-        spec = Spec("output", self._act, self.eps, momentum, own, "instance")
+        passed = Passed(x, weight=self.weight, bias=self.bias, residual=residual, running_mean=mean, running_var=var)
+        spec = Spec("output", self._act, eps=self.eps, momentum=momentum, own=own, kind="instance")
         check(self.OP, passed, spec)
         return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
 

@@ -60,7 +60,10 @@ class _NormAct(Unscriptable, StockNorm, nn.Module):
         spec: Spec,
     ) -> Tensor:
         self._check_shape(x, channels)
-        passed = Passed(x, self.weight, self.bias, residual, self.slope, *running)
+        passed = Passed(
+            x, weight=self.weight, bias=self.bias, residual=residual, slope=self.slope, running_mean=running[0],
+            running_var=running[1],
+        )  # fmt: skip
         check(f"fusedseg.{type(self).__name__}", passed, spec)
         return normalise(passed, spec)
 
@@ -158,7 +161,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
         own, running_mean, running_var, momentum = self._statistics()
-        spec = Spec("input", self._act, self.eps, momentum, own)
+        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, own=own)
         z = self._run(x, residual, self.num_features, (running_mean, running_var), spec)
         self._count_batch()
         return z
@@ -212,7 +215,7 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         running = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        spec = Spec("input", self._act, self.eps, momentum, own, "instance")
+        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, own=own, kind="instance")
         return self._run(x, residual, self.num_features, running, spec)
 
 
@@ -258,7 +261,7 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
             return as_leaf(self, x, residual)
-        spec = Spec("input", self._act, self.eps, kind="group", groups=self.num_groups)
+        spec = Spec("input", self._act, eps=self.eps, kind="group", groups=self.num_groups)
         return self._run(x, residual, self.num_channels, (None, None), spec)
 
 

@@ -62,8 +62,11 @@ class BatchNormActSync(Synchronised, BatchNormAct):
             return super().forward(x, residual)
         self._check_shape(x, self.num_features)
         _, running_mean, running_var, momentum = self._statistics()
-        passed = Passed(x, self.weight, self.bias, residual, self.slope, running_mean, running_var)
-        spec = Spec("input", self._act, self.eps, momentum, process_group=group)
+        passed = Passed(
+            x, weight=self.weight, bias=self.bias, residual=residual, slope=self.slope, running_mean=running_mean,
+            running_var=running_var,
+        )  # fmt: skip
+        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, process_group=group)
         check(f"fusedseg.{type(self).__name__}", passed, spec)
         z = normalise(passed, spec)
         self._count_batch()

@@ -56,7 +56,7 @@ class Settings(NamedTuple):
     @property
     def norm(self) -> Spec:
         """The norm behind the convolution."""
-        return Spec("output", self.act, self.eps, self.momentum, self.training)
+        return Spec("output", self.act, eps=self.eps, momentum=self.momentum, own=self.training)
 
 
 def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
@@ -68,7 +68,7 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
         if not training and kept is None and _folds(sources, w, geometry):
             return _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running_var)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
-        passed = Passed(z, weight, bias, running_mean=running_mean, running_var=running_var)
+        passed = Passed(z, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         found = norm_op.forward(passed, settings.norm, layout, kept, z)
         return z, found.mean, found.second, found.xhat
     from ..kernels.conv_abn import conv_abn_fwd
@@ -256,7 +256,7 @@ def check(
             f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
         )
     # for the names of the vectors alone: the convolution's output is not there yet
-    passed = Passed(w, weight, bias, running_mean=running_mean, running_var=running_var)
+    passed = Passed(w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     check_norm(OP, passed, Spec("output", IDENTITY, own=training), shape, w, "the convolution's output")
 
 
@@ -275,7 +275,7 @@ def conv_abn(
     norm = (weight, bias, running_mean, running_var)
 
     def passed_with(y: Tensor) -> Passed:
-        return Passed(y, weight, bias, running_mean=running_mean, running_var=running_var)
+        return Passed(y, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
 
     if unfused.wanted():
         y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)

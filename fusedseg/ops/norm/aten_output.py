@@ -119,14 +119,10 @@ def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout
 def forward(
     passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean and rstd, and xhat of the kept channels, flat, or None: for one sample of a layout or the batch.
-
-    z is written into ``out``.
-    """
+    """Writes z into ``out``.  Mean, rstd and xhat of the kept channels, flat or None, of the batch or of one sample."""
     x, weight, bias, residual = passed.x, passed.weight, passed.bias, passed.residual
     running_mean, running_var, training = passed.running_mean, passed.running_var, spec.own
-    momentum, eps, act = spec.momentum, spec.eps, spec.act
-    acc = stats_dtype(x)
+    momentum, eps, act, acc = spec.momentum, spec.eps, spec.act, stats_dtype(x)
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
     # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32

@@ -21,80 +21,11 @@ from torch import Tensor
 from ...activation import Activation
 from .. import double_backward, reuse, unfused
 from ..double_backward import differentiated_once
-from ..layout import Layout, dense, layout_of, like
+from ..layout import dense, like
 from ..recompute import recipes
-from . import sync
-from .backend import backend_of
 from .kept import Kept
-from .spec import (
-    Gradients,
-    Normalised,
-    Passed,
-    Saved,
-    Spec,
-    Wanted,
-    move_running,
-    statistics_count,
-    stats_dtype,
-)
-
-
-def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
-    """The forward pass on a dense x; z is written into ``out`` by an op that keeps its output.
-
-    Moves the running statistics, except towards those of all processes.
-    """
-    x = passed.x
-    if spec.process_group is not None:
-        # before anything is written: a collective that fails leaves all as it was
-        joint = sync.joint_moments(x, layout, spec.process_group)
-        given = passed._replace(running_mean=joint.mean, running_var=joint.var)
-        found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
-        return Normalised(found.z, joint.mean, joint.var, found.xhat, joint.total, joint.share)
-    if x.numel() == 0:
-        zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
-        return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
-    return backend_of(x, spec.act).forward(passed, spec, layout, kept, out)
-
-
-def rebuild(saved: Saved, spec: Spec) -> Tensor:
-    """z of an op that keeps its input, with the bits that it had."""
-    x = saved.source
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    if saved.residual is not None:
-        saved = saved._replace(residual=like(saved.residual, x))
-    layout = layout_of(x)
-    assert layout is not None
-    return backend_of(x, spec.act).rebuild(saved, spec, spec.layout(x, layout))
-
-
-def backward(dz: Tensor, *flat) -> Gradients:
-    """The gradients, in the dtypes of the parameters.
-
-    ``flat``: the tensors of ``Saved`` one by one, since a graph of the gradients leads back to each of them; and a
-    tuple of the spec, the layout of the source, which is dense, the kept channels, and what is wanted.
-    """
-    *tensors, rest = flat
-    saved = Saved(*tensors)
-    spec, layout, kept, wanted = rest
-    source = saved.source
-    if saved.share is not None:
-        assert spec.process_group is not None
-        exchanged = sync.exchange(saved.share, spec.process_group)
-        wanted = wanted._replace(exchange=exchanged)
-        if source.numel() == 0:
-            # the others wait for this one
-            exchanged(torch.zeros_like(saved.second), torch.zeros_like(saved.second))
-    if source.numel() == 0:
-        vectors = (saved.weight, saved.bias) if wanted.affine else (None, None)
-        dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (*vectors, saved.slope))
-        return Gradients(
-            torch.empty_like(source), dweight, dbias, torch.empty_like(source) if wanted.residual else None, dslope
-        )
-    if saved.residual is not None:
-        saved = saved._replace(residual=like(saved.residual, source))
-    return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
+from .passes import backward, forward, rebuild
+from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
 class NormFunction(torch.autograd.Function):
@@ -195,7 +126,9 @@ def norm_op(
     spec = spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group)
     source, layout = dense(x)
     residual = None if residual is None else like(residual, source)
-    passed = Passed(source, weight, bias, residual, slope, mean, var)
+    passed = Passed(
+        source, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=mean, running_var=var
+    )
     out = torch.empty_like(source) if keep == "output" else None
     kept = _kept_of(slots, kept_count)
     z, used, second, xhat, total, share = forward(passed, spec, spec.layout(source, layout), kept, out)
@@ -267,7 +200,8 @@ def _(dz, source, weight, bias, residual, slope, stats, xhat, slots, kept_count,
 
 def spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group) -> Spec:
     """The spec of the ops' flat arguments, which ``flat`` makes."""
-    return Spec(keep, Activation(activation, activation_param), eps, 0.0, own, kind, groups, process_group)
+    act = Activation(activation, activation_param)
+    return Spec(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
 
 
 def flat(spec: Spec) -> tuple:

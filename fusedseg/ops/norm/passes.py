@@ -1,0 +1,68 @@
+"""The passes of the norm op, which its autograd Function and its ops for the compiler share."""
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout, layout_of, like
+from . import sync
+from .backend import backend_of
+from .kept import Kept
+from .spec import Gradients, Normalised, Passed, Saved, Spec, statistics_count, stats_dtype
+
+
+def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+    """The forward pass on a dense x; z is written into ``out`` by an op that keeps its output.
+
+    Moves the running statistics, except towards those of all processes.
+    """
+    x = passed.x
+    if spec.process_group is not None:
+        # before anything is written: a collective that fails leaves all as it was
+        joint = sync.joint_moments(x, layout, spec.process_group)
+        given = passed._replace(running_mean=joint.mean, running_var=joint.var)
+        found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
+        return Normalised(found.z, joint.mean, joint.var, found.xhat, joint.total, joint.share)
+    if x.numel() == 0:
+        zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
+        return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
+    return backend_of(x, spec.act).forward(passed, spec, layout, kept, out)
+
+
+def rebuild(saved: Saved, spec: Spec) -> Tensor:
+    """z of an op that keeps its input, with the bits that it had."""
+    x = saved.source
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if saved.residual is not None:
+        saved = saved._replace(residual=like(saved.residual, x))
+    layout = layout_of(x)
+    assert layout is not None
+    return backend_of(x, spec.act).rebuild(saved, spec, spec.layout(x, layout))
+
+
+def backward(dz: Tensor, *flat) -> Gradients:
+    """The gradients, in the dtypes of the parameters.
+
+    ``flat``: the tensors of ``Saved`` one by one, since a graph of the gradients leads back to each of them; and a
+    tuple of the spec, the layout of the source, which is dense, the kept channels, and what is wanted.
+    """
+    *tensors, rest = flat
+    saved = Saved(*tensors)
+    spec, layout, kept, wanted = rest
+    source = saved.source
+    if saved.share is not None:
+        assert spec.process_group is not None
+        exchanged = sync.exchange(saved.share, spec.process_group)
+        wanted = wanted._replace(exchange=exchanged)
+        if source.numel() == 0:
+            # the others wait for this one
+            exchanged(torch.zeros_like(saved.second), torch.zeros_like(saved.second))
+    if source.numel() == 0:
+        vectors = (saved.weight, saved.bias) if wanted.affine else (None, None)
+        dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (*vectors, saved.slope))
+        return Gradients(
+            torch.empty_like(source), dweight, dbias, torch.empty_like(source) if wanted.residual else None, dslope
+        )
+    if saved.residual is not None:
+        saved = saved._replace(residual=like(saved.residual, source))
+    return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
