@@ -8,6 +8,11 @@ HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
 
 
+def check_tensor(op: str, x: object, name: str = "x") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+
+
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}")

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _backend
+from ..check import HALF
 from ..layout import Layout, layout_of
 from .convolution import Geometry
 
 NAMES = ("auto", "triton", "aten")
-HALF = (torch.float16, torch.bfloat16)
 # With more input channels, a kernel of several taps is bound by arithmetic, where the vendors' libraries are faster.
 MOST_CHANNELS = 128
 # Fewer channels waste tensor cores, whose smallest step sums 16 products.
