@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .activation import parse_activation, parse_invertible
+from .ops.check import check_choice
 from .ops.conv import conv_abn as _conv_abn
 from .ops.conv import join_conv as _join_conv
 from .ops.conv.choice import check_conv_backend
@@ -210,8 +211,7 @@ def norm_act(
     """
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
-    if norm not in ("batch", "instance", "group"):
-        raise ValueError(f"{op}: norm must be 'batch', 'instance' or 'group', got {norm!r}")
+    check_choice(op, "norm", norm, ("batch", "instance", "group"))
     if (norm == "group") != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if norm == "group" and (running_mean is not None or running_var is not None):

@@ -9,6 +9,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx import Proxy
 from torch.nn import functional as F
 
+from ..ops.check import check_choice, check_positive, check_tensor
 from ..ops.conv.convolution import RawGeometry, parse_geometry, per_dimension
 from .branch_sum import running_sum
 from .conv_abn import has_hooks
@@ -46,14 +47,15 @@ class _ConvBank(Unscriptable, nn.Module):
     ) -> None:
         super().__init__()
         name = self._name()
-        if combine not in ("sum", "cat"):
-            raise ValueError(f"{name}: combine must be 'sum' or 'cat', got {combine!r}")
-        if padding_mode not in PADDING_MODES:
-            raise ValueError(f"{name}: padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}")
+        check_choice(name, "combine", combine, ("sum", "cat"))
+        check_choice(name, "padding_mode", padding_mode, PADDING_MODES)
         kernel = per_dimension(name, "kernel_size", kernel_size, self.dims, 1)
         geometry, _ = parse_geometry(name, RawGeometry(kernel, stride, padding, dilation, groups))
         _check_channels(name, "in_channels", in_channels, groups)
-        sizes = [kernel] * _positive(name, "branches", branches) if isinstance(branches, int) else list(branches)
+        if isinstance(branches, int):
+            check_positive(name, "branches", branches)
+            branches = [kernel] * branches
+        sizes = list(branches)
         if not sizes:
             raise ValueError(f"{name}: branches must be a number >= 1 or the kernel sizes of as many, got {branches!r}")
         self.in_channels, self.kernel_size, self.combine = in_channels, kernel, combine
@@ -104,8 +106,7 @@ class _ConvBank(Unscriptable, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
             return as_leaf(self, x)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{self._name()}: input must be a tensor, got {type(x).__name__}")
+        check_tensor(self._name(), x, "input")
         if x.dim() not in (self.dims + 1, self.dims + 2) or x.shape[-self.dims - 1] != self.in_channels:
             raise ValueError(
                 f"{self._name()}: input must have shape (N, {self.in_channels}) with {self.dims} spatial dimensions "
@@ -185,7 +186,7 @@ class _ConvBank(Unscriptable, nn.Module):
         """
         name = f"{self._name()}.grow"
         first = self.branches[0]
-        _positive(name, "k", k)
+        check_positive(name, "k", k)
         if init is None:
             init = "zeros" if self.combine == "sum" else "stock"
         if init not in ("zeros", "stock") and not callable(init):
@@ -249,14 +250,9 @@ class _ConvBank(Unscriptable, nn.Module):
         return f"combine={self.combine}"
 
 
-def _positive(op: str, name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{op}: {name} must be an integer >= 1, got {value!r}")
-    return value
-
-
 def _check_channels(op: str, name: str, channels: int, groups: int) -> None:
-    if _positive(op, name, channels) % groups:
+    check_positive(op, name, channels)
+    if channels % groups:
         raise ValueError(f"{op}: {name} must be divisible by groups={groups}, got {channels}")
 
 

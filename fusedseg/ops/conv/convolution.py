@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..check import check_dtype, check_transforms
+from ..check import check_dtype, check_positive, check_transforms
 
 aten = torch.ops.aten
 
@@ -61,8 +61,7 @@ def parse_geometry(op: str, raw: RawGeometry) -> tuple[Geometry, list[int]]:
     kernel, padding, groups, dims = raw.kernel, raw.padding, raw.groups, len(raw.kernel)
     stride = per_dimension(op, "stride", raw.stride, dims, 1)
     dilation = per_dimension(op, "dilation", raw.dilation, dims, 1)
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
+    check_positive(op, "groups", groups)
     uneven: list[int] = []
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
