@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from .activation import parse_activation, parse_invertible
-from .ops import conv_abn as _conv_abn
-from .ops import join_conv as _join_conv
-from .ops import max_pool as _max_pool
-from .ops.conv_choice import check_conv_backend
-from .ops.conv_choice import load as load_conv_choices
-from .ops.conv_choice import save as save_conv_choices
+from .ops.conv import conv_abn as _conv_abn
+from .ops.conv import join_conv as _join_conv
+from .ops.conv.choice import check_conv_backend
+from .ops.conv.choice import load as load_conv_choices
+from .ops.conv.choice import save as save_conv_choices
+from .ops.conv.sources import Interpolated, Source, padded, parse_sources
+from .ops.max_pool import op as _max_pool
 from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
-from .ops.sources import Interpolated, Source, padded, parse_sources
 
 __all__ = [
     "Interpolated",

@@ -22,10 +22,10 @@ from ..nn import InPlaceABN
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
 from ..nn.join_conv import arguments_of
 from ..nn.leaf import as_leaf
-from ..ops import join_conv
-from ..ops.convolution import looped
+from ..ops.conv import join_conv
+from ..ops.conv.convolution import looped
+from ..ops.conv.sources import Source, is_tensor, padded, tensors_of
 from ..ops.recompute.joins import saving_sources, sources_of
-from ..ops.sources import Source, is_tensor, padded, tensors_of
 from .norms import MARK, NORM_OF_CONV
 
 OP = "fusedseg.convert"

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..activation import TABLE, Activation
-from ..ops import conv_abn as op
-from ..ops.conv_choice import check_conv_backend
-from ..ops.join_conv import autocast
-from ..ops.sources import Source, concatenated, padded, parse_sources, shape_of
+from ..ops.conv import conv_abn as op
+from ..ops.conv.choice import check_conv_backend
+from ..ops.conv.join_conv import autocast
+from ..ops.conv.sources import Source, concatenated, padded, parse_sources, shape_of
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, arguments_of
 from .leaf import as_leaf, proxy_in

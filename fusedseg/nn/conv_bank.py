@@ -9,7 +9,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx import Proxy
 from torch.nn import functional as F
 
-from ..ops.convolution import parse_geometry, per_dimension
+from ..ops.conv.convolution import parse_geometry, per_dimension
 from .branch_sum import running_sum
 from .conv_abn import has_hooks
 from .leaf import as_leaf

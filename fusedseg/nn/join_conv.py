@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..ops import join_conv as op
-from ..ops.sources import Source, padded, parse_sources, shape_of
+from ..ops.conv import join_conv as op
+from ..ops.conv.sources import Source, padded, parse_sources, shape_of
 from .leaf import as_leaf, proxy_in
 from .unscriptable import Unscriptable
 

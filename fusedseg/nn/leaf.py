@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Proxy
 
-from ..ops.sources import Interpolated
+from ..ops.conv.sources import Interpolated
 
 
 def proxy_in(value: Any) -> Proxy | None:

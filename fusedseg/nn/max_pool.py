@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..ops import max_pool as op
+from ..ops.max_pool import op
 from .leaf import as_leaf
 from .unscriptable import Unscriptable
 

@@ -7,7 +7,7 @@ import torch
 
 import fusedseg
 from fusedseg.conversion import convs
-from fusedseg.ops import sources
+from fusedseg.ops.conv import sources
 from tests.conversion.compare import assert_same
 from tests.conversion.networks import Random
 

@@ -5,7 +5,7 @@ import torch
 
 import fusedseg
 from fusedseg.functional import conv_abn
-from fusedseg.ops import conv_abn as op
+from fusedseg.ops.conv import conv_abn as op
 
 
 def call(x=(2, 6, 5, 5), w=(4, 6, 3, 3), conv_bias=None, running_mean=None, running_var=None, training=True, **options):

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from fusedseg.functional import max_pool
 from fusedseg.memory import measure
-from fusedseg.ops import max_pool as op
-from fusedseg.ops import max_pool_aten
+from fusedseg.ops.max_pool import aten as max_pool_aten
+from fusedseg.ops.max_pool import op
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import _backend
-from . import max_pool_aten, unfused
-from .check import check_dtype, check_tangents, check_transforms
-from .convolution import FORMATS, per_dimension
-from .device import device_of
-from .double_backward import batched, one_by_one
-from .layout import dense
-from .max_pool_aten import Pool
-from .recompute import recipes
+from ... import _backend
+from .. import unfused
+from ..check import check_dtype, check_tangents, check_transforms
+from ..conv.convolution import FORMATS, per_dimension
+from ..device import device_of
+from ..double_backward import batched, one_by_one
+from ..layout import dense
+from ..recompute import recipes
+from . import aten
+from .aten import Pool
 
 OP = "fusedseg.max_pool"
 HALF = (torch.float16, torch.bfloat16)
@@ -52,9 +53,9 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
         # Without values nothing must be computed, and thousands of pieces would take seconds.
         return z, codes
     if not _backend.use_triton(x):
-        max_pool_aten.forward(x, z, codes, rows, pool)
+        aten.forward(x, z, codes, rows, pool)
         return z, codes
-    from ..kernels.max_pool import max_pool_fwd
+    from ...kernels.max_pool import max_pool_fwd
 
     with device_of(x):
         max_pool_fwd(x, z, codes, rows, pool.kernel, (*pool[1:4], 1))
@@ -68,9 +69,9 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz):
-        max_pool_aten.backward(dz, codes, dx, rows, pool)
+        aten.backward(dz, codes, dx, rows, pool)
         return dx
-    from ..kernels.max_pool import max_pool_bwd
+    from ...kernels.max_pool import max_pool_bwd
 
     with device_of(dz):
         max_pool_bwd(dz, codes, dx, rows, pool.kernel, (*pool[1:4], 1))
@@ -82,7 +83,7 @@ def pick(ddx: Tensor, codes: Tensor, rows: bool, pool: Pool) -> Tensor:
 
     It always runs on aten, because it is rarely needed.
     """
-    picked = max_pool_aten.pick(ddx, codes, pool) if ddx.numel() else ddx.new_empty(codes.shape)
+    picked = aten.pick(ddx, codes, pool) if ddx.numel() else ddx.new_empty(codes.shape)
     return _dense_as(picked, rows)
 
 

@@ -14,18 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation import Activation
-from . import conv_choice, join_conv, unfused
-from .cast import uncast
+from ...activation import Activation
+from .. import unfused
+from ..cast import uncast
+from ..device import device_of
+from ..double_backward import differentiated_once
+from ..layout import dense, layout_of
+from ..norm import op as norm_op
+from ..norm.aten_output import activate_
+from ..norm.checks import check_norm
+from ..norm.kept import Kept
+from ..norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
+from . import choice, join_conv
 from .convolution import Geometry, convolve_backward, output_format
-from .device import device_of
-from .double_backward import differentiated_once
-from .layout import dense, layout_of
-from .norm import op as norm_op
-from .norm.aten_output import activate_
-from .norm.checks import check_norm
-from .norm.kept import Kept
-from .norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
 from .sources import (
     Source,
     concatenated,
@@ -71,13 +72,13 @@ def _forward_with(name, settings, sources, w, conv_bias, weight, bias, running_m
         passed = Passed(z, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         found = norm_op.forward(passed, settings.norm, layout, kept, z)
         return z, found.mean, found.second, found.xhat
-    from ..kernels.conv_abn import conv_abn_fwd
+    from ...kernels.conv_abn import conv_abn_fwd
 
     x, x_layout = dense(*sources)
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     slots = None if kept is None else (kept.slots, kept.count)
-    tf32 = x.dtype == torch.float32 and conv_choice.tf32_allowed()
+    tf32 = x.dtype == torch.float32 and choice.tf32_allowed()
     with device_of(x):
         return z, *conv_abn_fwd(
             x, w, z, x_layout, layout_of(z), geometry, conv_bias, weight, bias, running_mean, running_var, training,
@@ -106,15 +107,15 @@ def _folded(settings, sources, w, conv_bias, weight, bias, running_mean, running
 
 
 def _forward(settings, sources, w, conv_bias, weight, bias, running_mean, running_var):
-    """``_forward_with``, with the backend that ``conv_choice`` chooses."""
+    """``_forward_with``, with the backend that ``choice.py`` chooses."""
     name = "aten"
-    if is_tensor(sources) and conv_choice.is_open(settings.conv_backend, sources[0]):
+    if is_tensor(sources) and choice.is_open(settings.conv_backend, sources[0]):
         x, geometry = sources[0], settings.geometry
         shape = geometry.output_shape(x.shape, w.shape)
         if shape.numel():
             # The measurement must not move the running statistics.
             unmoved = (None, None) if settings.training else (running_mean, running_var)
-            name = conv_choice.choose(
+            name = choice.choose(
                 OP, settings.conv_backend, x, w, geometry, settings.training, shape.numel() // shape[1],
                 lambda name: _forward_with(name, settings, sources, w, conv_bias, weight, bias, *unmoved)[0],
             )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .check import check_dtype, check_transforms
+from ..check import check_dtype, check_transforms
 
 aten = torch.ops.aten
 

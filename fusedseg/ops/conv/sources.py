@@ -15,7 +15,7 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import unfused
+from .. import unfused
 from .convolution import Geometry, convolve, convolve_backward, parse_geometry
 
 MODES = {

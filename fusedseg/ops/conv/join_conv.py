@@ -1,15 +1,15 @@
-"""A convolution of sources (``ops/sources.py``), whose concatenation is not kept, nor formed if it is large."""
+"""A convolution of sources (``sources.py``), whose concatenation is not kept, nor formed if it is large."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import unfused
-from .cast import cast, uncast
-from .check import check_tangents
+from .. import unfused
+from ..cast import cast, uncast
+from ..check import check_tangents
+from ..double_backward import differentiated_once
 from .convolution import Geometry, check_convolution
-from .double_backward import differentiated_once
 from .sources import (
     Source,
     cast_sources,

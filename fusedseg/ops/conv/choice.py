@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import _backend
+from ... import _backend
+from ..layout import Layout, layout_of
 from .convolution import Geometry
-from .layout import Layout, layout_of
 
 NAMES = ("auto", "triton", "aten")
 HALF = (torch.float16, torch.bfloat16)
