@@ -136,7 +136,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
         # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if the
         # channels do not fill a vector, and on GPUs in channels_last.
         inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
-    index = None
+    index, memory = None, _Memory(_narrow(size, pool))
     for of_x, of_z in _chunks(x, z, rows, pool):
         if index is None or index.shape != z[of_z].shape:
             index = torch.empty_like(z[of_z], dtype=torch.int64)
@@ -147,8 +147,30 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
             taken = index[:, :, piece]
             if inside is not None:
                 taken = torch.maximum(taken, inside[piece])
-            distance = taken.to(first.dtype).sub_(first[piece])
-            codes[of_z][:, :, piece].copy_(_recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel))
+            distance = memory.like(taken).copy_(taken).sub_(first[piece])
+            codes[of_z][:, :, piece].copy_(
+                _recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel, memory)
+            )
+
+
+class _Memory:
+    """Tensors of one dtype for the numbers of a piece, which later pieces of the same shape use again.
+
+    New memory for each piece would cost more than the arithmetic on it: the first write to a page of new memory takes
+    microseconds.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tensors: list[Tensor] = []
+
+    def like(self, t: Tensor, number: int = 0) -> Tensor:
+        """The tensor of this number, in the shape and with the order of strides of ``t``; its old values are lost."""
+        if self._tensors and self._tensors[0].shape != t.shape:
+            self._tensors.clear()
+        while len(self._tensors) <= number:
+            self._tensors.append(torch.empty_like(t, dtype=self.dtype))
+        return self._tensors[number]
 
 
 def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
@@ -160,20 +182,21 @@ def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64
 
 
-def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...]) -> Tensor:
+def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...], memory: _Memory) -> Tensor:
     """Rewrites, in place, numbers of positions in a window.
 
-    A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.
+    A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.  ``number`` is tensor 0
+    of ``memory``; tensors after it are written to.
     """
     later = []
-    passed = torch.empty_like(number)
     alike = old[-1] == new[-1]
     for axis, (k, of_old, of_new) in enumerate(zip(kernel[:-1], old, new, strict=False)):
         if k == 1:
             continue
-        count = torch.ge(number, of_old, out=torch.empty_like(number))
+        used = 1 + len(later)
+        count = torch.ge(number, of_old, out=memory.like(number, used))
         for j in range(2, k):
-            count.add_(torch.ge(number, j * of_old, out=passed))
+            count.add_(torch.ge(number, j * of_old, out=memory.like(number, used + 1)))
         if alike and axis == len(kernel) - 2:
             # The remainder needs no change.
             number.sub_(count, alpha=of_old - of_new)
@@ -196,14 +219,18 @@ def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The flat int64 index in x of the maximum of each window."""
     index = torch.empty_like(codes, dtype=torch.int64)
     first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
-    for piece in _pieces(codes):
-        _write_indices(index[:, :, piece], codes[:, :, piece], first[piece], size, pool)
+    _write_indices(index, codes, first, size, pool, _Memory(_narrow(size, pool)))
     return index
 
 
-def _write_indices(index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool) -> None:
-    distance = _recoded(codes.to(_narrow(size, pool)), _steps(pool.kernel), _distances(size, pool), pool.kernel)
-    index.copy_(distance).add_(first)
+def _write_indices(
+    index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool, memory: _Memory
+) -> None:
+    for piece in _pieces(codes):
+        code = codes[:, :, piece]
+        number = memory.like(code).copy_(code)
+        distance = _recoded(number, _steps(pool.kernel), _distances(size, pool), pool.kernel, memory)
+        index[:, :, piece].copy_(distance).add_(first[piece])
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
@@ -215,13 +242,12 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
     name = "max_pool2d_with_indices_backward" if len(size) == 2 else "max_pool3d_with_indices_backward"
     op = getattr(aten, name).grad_input
     first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
-    index = None
+    index, memory = None, _Memory(_narrow(size, pool))
     for of_x, of_z in _chunks(dx, dz, rows, pool):
         into, code = dx[of_x], codes[of_z]
         if index is None or index.shape != code.shape:
             index = torch.empty_like(code, dtype=torch.int64)
-        for piece in _pieces(code):
-            _write_indices(index[:, :, piece], code[:, :, piece], first[piece], size, pool)
+        _write_indices(index, code, first, size, pool, memory)
         # aten reads only the shape of its input, so dx itself may stand in for it.
         op(dz[of_z], into, *pool, index, grad_input=into)
 
@@ -245,8 +271,10 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
         along = of[2]
         of[2] = slice(None)
         parts.append((along, tuple(of), dz[tuple(of)], dx[tuple(at)]))
+    memory = _Memory(dz.dtype)
     for n, begin, end in _row_chunks(dz):
-        code = codes[n, :, begin:end].to(dz.dtype)
+        part = codes[n, :, begin:end]
+        code = memory.like(part).copy_(part)
         for number, (along, across, of_dz, of_dx) in enumerate(parts):
             low, high = max(begin, along.start), min(end, along.stop)
             if low < high:
