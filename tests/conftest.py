@@ -96,9 +96,10 @@ def interpreter(request):
     if request.config.getoption("--device") != "cpu" or not HAS_TRITON:
         yield
         return
-    from tests.tools.interpreter import patch_language_once, true_bfloat16
+    from tests.tools.interpreter import true_bfloat16
+    from tests.tools.interpreter_speed import fast
 
-    with true_bfloat16(), patch_language_once():
+    with true_bfloat16(), fast():
         yield
 
 
