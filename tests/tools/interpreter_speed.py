@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-
 # What ``fast`` replaces, as Triton has it.
 AS_IT_IS = [
     (owner, name, getattr(owner, name))
@@ -151,14 +150,14 @@ def cached_types() -> Iterator[None]:
         self.__dict__.update(known)
         self.element_ty = element_ty
 
-    def init_tensor(self, handle, type):
-        sizes = type.sizes if type.is_block() else ()
+    def init_tensor(self, handle, of):
+        sizes = of.sizes if of.is_block() else ()
         known = tensors.get(sizes)
         if known is None:
-            tensor_init(self, handle, type)
+            tensor_init(self, handle, of)
             known = tensors[sizes] = {name: vars(self)[name] for name in vars(self) if name in ("shape", "numel")}
         self.__dict__.update(known)
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.handle, self.type, self.dtype = handle, of, of.scalar
 
     def with_element_ty(self, scalar_ty):
         key = self.key, scalar_ty.name
@@ -196,16 +195,16 @@ def cached_types() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_operators() -> Iterator[None]:
-    """Operands that already agree in dtype and shape are neither cast nor broadcast, and equal types compare quickly."""
+    """Operands that agree in dtype and shape are neither cast nor broadcast, and a type is compared with itself quickly."""
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
     computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
     computed: dict[tuple, tl.dtype] = {}
 
-    def cast_if_needed(self, input, dst_ty, *args, **kwargs):
-        source, target = input.type.scalar, dst_ty.scalar
+    def cast_if_needed(self, value, dst_ty, *args, **kwargs):
+        source, target = value.type.scalar, dst_ty.scalar
         if source.name == target.name and not source.is_ptr():
-            return input
-        return cast(self, input, dst_ty, *args, **kwargs)
+            return value
+        return cast(self, value, dst_ty, *args, **kwargs)
 
     def broadcast_if_needed(self, lhs, rhs):
         a, b = lhs.type, rhs.type
