@@ -17,6 +17,21 @@ def replanned(monkeypatch):
     forget_plans()
 
 
+@pytest.fixture
+def small_tiles(monkeypatch, replanned):
+    """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves.
+
+    Tiles are 128 values of fp32; in rows they are 8 positions of each of 16 channels.
+    """
+    from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
+
+    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
+    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
+    monkeypatch.setattr(launch, "TILE_BYTES", 512)
+    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
+    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
+
+
 @pytest.fixture(params=TARGETS)
 def target(request):
     return request.param

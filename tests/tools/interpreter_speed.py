@@ -195,7 +195,7 @@ def cached_types() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_operators() -> Iterator[None]:
-    """Operands that agree in dtype and shape are neither cast nor broadcast, and a type is compared with itself quickly."""
+    """Operands that agree in dtype and shape are neither cast nor broadcast, and a type equals itself at a glance."""
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
     computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
     computed: dict[tuple, tl.dtype] = {}
