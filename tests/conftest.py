@@ -20,7 +20,28 @@ def pytest_addoption(parser):
         return
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """What ``-n auto`` stands for: a process for each core.
+
+    One process runs all tests on a GPU, which they would share, and with ``-s``, since workers print nothing.
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    alone = config.getoption("--device") == "cuda" or config.getoption("capture") == "no"
+    return 0 if alone or cores() == 1 else cores()
+
+
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        # Workers share the cores, and so do the processes that their tests start.
+        share = max(1, cores() // config.workerinput["workercount"])
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if config.getoption("--device") == "cuda":
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: torch sees no GPU")
@@ -96,9 +117,10 @@ def interpreter(request):
     if request.config.getoption("--device") != "cpu" or not HAS_TRITON:
         yield
         return
-    from tests.tools.interpreter import patch_language_once, true_bfloat16
+    from tests.tools.interpreter import true_bfloat16
+    from tests.tools.interpreter_speed import fast
 
-    with true_bfloat16(), patch_language_once():
+    with true_bfloat16(), fast():
         yield
 
 

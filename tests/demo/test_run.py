@@ -149,9 +149,3 @@ def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
     assert figures["fusedseg / eager"]["kept"] < 0.5
     # learned, rather than alike in having learned nothing
     assert min(figures["networks"]["eager"]["iou"].values()) > 0.4
-
-
-def test_distributed_needs_torchrun(extras, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["demo", "--distributed", "--out", str(tmp_path)]) == 2
-    assert "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed" in capsys.readouterr().err
