@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from ..conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
 from .plain import plain
 from .recipes import active
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..convolution import FORMATS
+from ..conv.convolution import FORMATS
 from . import recipes
 from .calls import replay
 from .plain import plain
