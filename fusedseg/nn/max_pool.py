@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..ops.max_pool import op
-from .leaf import as_leaf
-from .unscriptable import Unscriptable
+from .leaf import Unscriptable, as_leaf
 
 
 class _MaxPool(Unscriptable, nn.Module):

@@ -26,6 +26,11 @@ class Layout(NamedTuple):
     I: int = 1
     D: int = 1
 
+    @property
+    def stat(self) -> str:
+        """The constexpr STAT of the kernels.  A single sample counts as a batch of one."""
+        return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
+
     def by_sample(self, samples: int, groups: int | None) -> "Layout":
         """The layout for statistics of each sample, in ``groups`` groups of channels; None keeps those of the batch."""
         if groups is None:

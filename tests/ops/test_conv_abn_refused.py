@@ -82,7 +82,7 @@ REFUSED = {
         ValueError,
         r"groups=3 must divide the output channels, got 4",
     ),
-    "groups 0": ({"groups": 0}, ValueError, r"groups must be a positive integer, got 0"),
+    "groups 0": ({"groups": 0}, ValueError, r"groups must be an integer >= 1, got 0"),
     "shape of the bias": (
         {"conv_bias": ones(6)},
         ValueError,

@@ -168,6 +168,7 @@ def test_refused():
     refused(ValueError, r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d", (17, 16))
     refused(ValueError, r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)", 2, x=torch.randn(2, 0, 4, 4))
     refused(ValueError, r"x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)", 2, x=torch.randn(4, 4))
+    refused(TypeError, "fusedseg.max_pool: x must be a tensor, got list", 2, x=[[1.0]])
     refused(TypeError, "x must be float16, .* got torch.int64", 2, x=torch.ones(1, 1, 4, 4, dtype=torch.int64))
 
 
