@@ -9,7 +9,7 @@ import fusedseg
 from fusedseg.activation import INVERTIBLE, Activation
 from fusedseg.functional import inplace_abn
 from fusedseg.memory import measure
-from fusedseg.ops.norm import aten_output, op
+from fusedseg.ops.norm import aten_chunks, aten_output, op
 from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error, stock_activation
 
@@ -36,13 +36,15 @@ def stock(x, running_mean, running_var, weight, bias, training, activation="leak
     return stock_activation(activation, param)(F.batch_norm(x, running_mean, running_var, weight, bias, training))
 
 
-@pytest.fixture(params=["whole", "chunked"])
+@pytest.fixture(params=["whole", "by sums", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
+    """The aten path in one piece by one call, as small tensors are done, in one piece by sums, and in many pieces."""
+    if request.param == "by sums":
+        monkeypatch.setattr(aten_output, "FEW", 0)
     if request.param == "chunked":
-        monkeypatch.setattr(aten_output, "_chunk_elements", lambda x: 7)
-        monkeypatch.setattr(aten_output, "WHOLE", 1)
-        monkeypatch.setattr(aten_output, "SLOW_STATISTICS", 0)
+        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
 
 
 def check_gradients(backend, device, shape, fmt, activation, param, training, affine):
