@@ -75,7 +75,7 @@ def sizes():
             yield pytest.param(case, dtype, id=f"{name}-{of}", marks=[pytest.mark.slow] if seldom else [])
 
 
-@pytest.mark.parametrize(("case", "dtype"), sizes())
+@pytest.mark.parametrize(("case", "dtype"), [*sizes()])
 def test_bytes(case, dtype):
     """At full size, on tensors without values."""
     before = torch.get_default_dtype()
