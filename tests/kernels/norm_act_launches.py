@@ -1,6 +1,6 @@
 """Launches of the normalisation kernels, to be compiled for a GPU: shapes of real U-Net stages, aligned to 16 bytes.
 
-``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
 """
 
 import itertools
@@ -57,3 +57,18 @@ for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "o
 EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish")
 for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
     CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
+
+# Each path, statistic and layout, and what needs the most registers: every run compiles these, `-m slow` all.
+FEW = {
+    name: CASES[name]
+    for name in (
+        "split-fp16-planes",
+        "split-fp16-rows",
+        "onchip-fp16-planes",
+        "onchip-fp32-rows",
+        "instance-split-output-fp16-rows",
+        "group-split-input-fp16-planes",
+        "group-onchip-output-fp16-rows",
+        "gelu_tanh-onchip-fp16-rows",
+    )
+}

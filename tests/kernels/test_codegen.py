@@ -6,13 +6,23 @@ import pytest
 
 pytest.importorskip("triton")
 
-# launches: a module, and the name of a dict in it
+# Launches: a module, and the name of a dict in it.
 SUITES = {
-    "norm_act": ("tests.kernels.norm_act_launches", "CASES"),
-    "conv_abn": ("tests.kernels.conv_abn_launches", "CASES"),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW"),
+    "norm_act-all": ("tests.kernels.norm_act_launches", "CASES"),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW"),
+    "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES"),
     "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE"),
 }
-CONV_SUITES = ["conv_abn", pytest.param("conv_abn-more", marks=pytest.mark.slow)]
+
+
+def marked(*names):
+    """A suite takes minutes unless it is a few launches."""
+    return [pytest.param(name, marks=[] if SUITES[name][1] == "FEW" else [pytest.mark.slow]) for name in names]
+
+
+NORM_SUITES = marked("norm_act", "norm_act-all")
+CONV_SUITES = marked("conv_abn", "conv_abn-all", "conv_abn-more")
 # shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
@@ -47,16 +57,11 @@ ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_pt
 
 
 @pytest.fixture
-def suite():
-    return "norm_act"
-
-
-@pytest.fixture
 def launches(compiled, suite, target):
     return compiled(*SUITES[suite])[target]
 
 
-@pytest.mark.parametrize("suite", ["norm_act", *CONV_SUITES])
+@pytest.mark.parametrize("suite", [*NORM_SUITES, *CONV_SUITES])
 def test_no_spills(launches, target, record_property):
     registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
@@ -71,6 +76,7 @@ def test_no_spills(launches, target, record_property):
     assert spilled == {}
 
 
+@pytest.mark.parametrize("suite", NORM_SUITES)
 def test_16_byte_loads_and_stores(launches):
     narrow, seen = [], Counter()
     for of in launches:
@@ -86,6 +92,7 @@ def test_16_byte_loads_and_stores(launches):
     assert {access for access, count in seen.items() if count} == expected
 
 
+@pytest.mark.parametrize("suite", NORM_SUITES)
 def test_every_path_was_compiled(launches):
     kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {

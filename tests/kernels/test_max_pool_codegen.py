@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def launches(compiled, target):
-    return compiled("tests.kernels.max_pool_launches")[target]
+@pytest.fixture(params=["FEW", pytest.param("CASES", marks=pytest.mark.slow)], ids=["few", "all"])
+def launches(request, compiled, target):
+    return compiled("tests.kernels.max_pool_launches", request.param)[target]
 
 
 def test_no_spills(launches, target, record_property):

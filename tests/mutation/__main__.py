@@ -136,7 +136,6 @@ def main(argv: list[str] | None = None) -> int:
 
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.dont_write_bytecode = True
     import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401
     import triton  # noqa: F401

@@ -2,7 +2,7 @@
 
 Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
 at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
-second one, in ``max_pool_planes.py``, compares whole rows, in chunks that fit the cache; for the codes of large windows
+second one, in ``planes.py``, compares whole rows, in chunks that fit the cache; for the codes of large windows
 chunks are copied to channels_last instead, and the first implementation takes these.  Backward rebuilds the indices
 (the first position of the window plus the distance that the code stands for) and calls aten's backward, on a CPU in
 chunks.  So neither direction holds int64 indices of the whole tensor.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .convolution import FORMATS
-from .max_pool_planes import by_dimension
+from .planes import by_dimension
 
 aten = torch.ops.aten
 

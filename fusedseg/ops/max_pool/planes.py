@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from .max_pool_aten import Pool
+    from .aten import Pool
 
 # The integer type that is as wide as a value of so many bytes.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
