@@ -43,7 +43,7 @@ _devices = itertools.count(1000)
 
 @dataclass
 class Counts:
-    """Launches by kernel; those of them that passed addresses; and the instructions that warps carried out, by kernel."""
+    """Launches by kernel, those of them that passed addresses, and the instructions of warps by kernel."""
 
     launches: Counter[str] = field(default_factory=Counter)
     direct: int = 0
@@ -136,7 +136,8 @@ class Driver:
         program, segments, values = self.program(function), {}, []
         known = {t.data_ptr(): t for t in self.tensors if t is not None}
         # An address without a tensor has no memory here, and an access to it is an error.
-        self.counts.direct += any(p.type[0] == "*" and isinstance(a, int) for p, a in zip(parameters, args, strict=True))
+        pointers = [arg for parameter, arg in zip(parameters, args, strict=True) if parameter.type[0] == "*"]
+        self.counts.direct += any(isinstance(arg, int) for arg in pointers)
         for number, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
             if parameter.type[0] != "*":
                 values.append(bits_of(parameter, arg))
@@ -184,8 +185,9 @@ def add_up(moved: Moved, launch: Launch) -> None:
 @contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
     """Launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
-    from fusedseg import _backend
     from fusedseg.kernels import launcher
+
+    from fusedseg import _backend
 
     active, init = triton_driver._active, CompiledKernel._init_handles
     call = launcher.Launcher.__call__

@@ -27,8 +27,8 @@ class Misaligned(RuntimeError):
 class Marks:
     """For each granule of a piece of memory: who touched it last in this launch.
 
-    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the CTA
-    had passed.  -1 stands for several CTAs or warps.
+    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the
+    CTA had passed.  -1 stands for several CTAs or warps.
     """
 
     def __init__(self, count: int) -> None:
@@ -170,11 +170,13 @@ class Memory:
             view[at] = mine
             # If two lanes have one address, the last one wins, and the first one now finds another value.
             if (view[at] != mine).any():
-                self.wave.find("global-race", f"lanes of one instruction store different values to {segment.name}", line)
+                self.wave.find(
+                    "global-race", f"lanes of one instruction differ in what they store to {segment.name}", line
+                )
             self._touch(segment, offsets, size * count, who, changes, line)
 
     def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, line: int) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; a write that does not is harmless."""
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
         if not self.wave.options.races:
             return
         shadow, wave, write = segment.shadow, self.wave, changes is not None

@@ -1,7 +1,7 @@
 """``pytest --ptx sm_80|sm_90``: tests of kernels and ops run on the machine in place of Triton's interpreter.
 
-What tests ask of the interpreter, they ask of the machine then: bytes by argument (``traffic``), and which programs run in
-which order (``only_programs``, ``backwards``).  A test fails if the machine has found something in it.
+What tests ask of the interpreter, they ask of the machine then: bytes by argument (``traffic``), and which programs run
+in which order (``only_programs``, ``backwards``).  A test fails if the machine has found something in it.
 """
 
 import contextlib

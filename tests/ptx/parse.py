@@ -1,7 +1,7 @@
 """Reads the text of one PTX kernel: its parameters, its registers, and basic blocks of instructions.
 
-A block ends at a label, at a branch, at a return, or at a barrier of the whole CTA.  So a thread that waits at a barrier
-stands between two blocks.
+A block ends at a label, at a branch, at a return, or at a barrier of the whole CTA.  So a thread that waits at a
+barrier stands between two blocks.
 """
 
 import re

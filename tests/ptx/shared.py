@@ -38,7 +38,7 @@ class Shared:
         memory = np.full(total // 4, NAN, u4).view(u1)
         self.views = {kind: memory.view(kind) for kind in (u1, u2, u4, u8)}
         count = total // granule
-        # The last write and read: the number of barriers before it + 1, or 0 for none; and the thread, or SEVERAL warps.
+        # The last write and read: the number of barriers before it + 1, or 0; and the thread, or SEVERAL.
         self.write_epoch, self.write_thread, self.read_epoch, self.read_thread = np.zeros((4, count), np.int32)
         # The number of bar.warp.sync that the writing warp had passed.
         self.write_sync = np.zeros(count, np.int32)
@@ -53,9 +53,7 @@ class Shared:
             raise Misaligned(f"an address of shared memory is no multiple of {nbytes}: {self.wave.where(line)}")
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         if low < 0 or high > self.size:
-            raise OutOfBounds(
-                f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}"
-            )
+            raise OutOfBounds(f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}")
         return offsets + self.wave.local_cta[lanes] * self.stride
 
     def load(self, addresses, kind, count: int, guard, idx, line: int):
@@ -94,7 +92,7 @@ class Shared:
     # --- who touched what -------------------------------------------------------------------------------------------
 
     def touch(self, offsets, nbytes: int, lanes, changes, line: int, several_warps: bool = False) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; a write that does not is harmless."""
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
         if not self.wave.options.races:
             return
         wave, write = self.wave, changes is not None
@@ -128,7 +126,7 @@ class Shared:
         lost = self.read_thread[at] >> 5 != thread >> 5
         self.read_thread[at[lost]] = SEVERAL
 
-    # --- asynchronous copies -------------------------------------------------------------------------------------------
+    # --- asynchronous copies -----------------------------------------------------------------------------------------
 
     def copy(self, to, source, size: int, filled, guard, idx, line: int) -> None:
         """cp.async of ``size`` bytes; a lane with ``filled`` = 0 reads nothing and writes zeros."""

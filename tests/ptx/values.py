@@ -1,8 +1,7 @@
 """What instructions compute, on arrays: the namespace in which translated blocks run.  And the types of values."""
 
 import numpy as np
-from numpy import abs as absolute
-from numpy import copysign, cos, exp2, fmax, fmin, full, isnan, log2, maximum, minimum, sin, sqrt, where  # noqa: F401
+from numpy import absolute, copysign, cos, exp2, fmax, fmin, full, isnan, log2, maximum, minimum, sin, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -46,7 +45,7 @@ def parts_of(value, small):
 
 
 def fma(x, y, z):
-    """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 cases."""
+    """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
     kind = x.dtype.type if np.ndim(x) else y.dtype.type
     wide = {f4: f8, f8: np.longdouble}[kind]
     return (np.asarray(x, wide) * np.asarray(y, wide) + np.asarray(z, wide)).astype(kind)

@@ -1,0 +1,92 @@
+"""What compiled code can get wrong and the interpreter cannot: ``--ptx sm_80``, ``--ptx sm_90`` or ``--device cuda``.
+
+Vectors at addresses that are no multiple of their size, and the order of warps, of programs and of lanes.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels import conv_abn_cases as convs
+from tests.kernels import test_max_pool as pools
+from tests.kernels import test_norm_act_groups as norms
+from tests.kernels.conv_abn_cases import Conv
+from tests.kernels.test_sanitize import SHAPE, STATISTICS, split
+from tests.tools.tensors import placed
+
+pytestmark = pytest.mark.compiled
+__all__ = ["split"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+
+
+def apart(given, offset):
+    return [None if t is None else placed(t, offset) for t in given]
+
+
+# each dtype with each of the other choices, in turn
+@pytest.mark.usefixtures("poison")
+@by_layout
+@by_statistics
+@pytest.mark.parametrize("path", ["onchip", "split"])
+def test_addresses_and_dtypes(path, groups, rows, device, request):
+    """All tensors begin one element after a multiple of 16 bytes."""
+    if path == "split":
+        request.getfixturevalue("split")
+    number = 2 * list(STATISTICS.values()).index(groups) + rows + (path == "split")
+    dtype, keep = DTYPES[number % 3], ("output", "input")[number // 3 % 2]
+    norms.check(*apart(norms.inputs(SHAPE, rows, dtype, device), 1), groups, keep=keep)
+
+
+@pytest.mark.usefixtures("poison")
+@by_layout
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_max_pool_at_an_odd_address(dtype, rows, device, monkeypatch):
+    launch = pools.launch
+    monkeypatch.setattr(pools, "launch", lambda x, shape, dz, *rest: launch(placed(x, 1), shape, placed(dz, 1), *rest))
+    pools.check(*pools.CASES["halving-odd"], rows, device, dtype)
+
+
+@by_layout
+@pytest.mark.parametrize(("dtype", "tf32"), [(dtype, False) for dtype in DTYPES] + [(torch.float32, True)], ids=str)
+def test_convolution_at_an_odd_address(dtype, tf32, rows, device):
+    conv = Conv((2, 20, 7, 6), (12, 20, 3, 3), padding=1)
+    given = convs.Inputs(*apart(convs.inputs(conv, dtype, device, rows), 1))
+    out = placed(convs.output(conv, dtype, device, rows), 1)
+    convs.check(conv, given, out, running=convs.running_statistics(conv, device), tf32=tf32)
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "small": ((3, 6, 7, 9), (None, 6, 2)),
+    "split-planes": ((9, 2, 65, 65), (None,)),
+    "tiny": ((3, 7, 2, 2), (7,)),
+}
+
+
+@by_layout
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [pytest.param(shape, of, id=f"{name}-{of}") for name, (shape, groups) in SHAPES.items() for of in groups],
+)
+@pytest.mark.parametrize("path", ["natural", "split"])
+def test_z_rebuilt_is_z(shape, groups, rows, path, device, request):
+    """Lanes held means that differed in the last bit, one of them stored its own, and z rebuilt from it was not z."""
+    if path == "split":
+        request.getfixturevalue("split")
+    # `launch` compares
+    norms.launch(*norms.inputs(shape, rows, torch.float32, device), groups, keep="input")
+
+
+@pytest.mark.usefixtures("split")
+@by_layout
+@by_statistics
+def test_the_order_of_warps_and_lanes_does_not_matter(groups, rows, device, orders):
+    """Which warp comes first, and which lane of a store to one place wins, is not specified."""
+    given = norms.inputs((2, 6, 21, 23), rows, torch.float32, device)
+    first, *others = (norms.launch(*given, groups) for _ in orders())
+    for again in others:
+        assert all(torch.equal(again[name], value) for name, value in first.items())
