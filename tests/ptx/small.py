@@ -41,7 +41,8 @@ def run(body, *tensors, threads=32, grid=(1, 1, 1), **options):
 def each(code, *inputs, kind="b32", out="b32"):
     """What the code leaves in register 19 for each thread, which finds its inputs in registers 10, 11 and 12."""
     arrays = [torch.from_numpy(np.ascontiguousarray(v).view(np.uint8)) for v in inputs]
-    n, size, out_size = len(inputs[0]), int(kind[1:]) // 8, int(out[1:]) // 8
+    size, out_size = int(kind[1:]) // 8, int(out[1:]) // 8
+    n = len(arrays[0]) // size
     result, body = torch.zeros(n * out_size, dtype=torch.uint8), ""
     for i in range(len(arrays)):
         body += f"	mad.wide.u32 %rd30, %r0, {size}, %rd{i};\n"

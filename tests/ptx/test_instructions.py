@@ -20,7 +20,7 @@ OTHER = WORDS[::-1]
 THIRD = [RNG.getrandbits(6) for _ in WORDS]
 M32 = (1 << 32) - 1
 FLOATS = [0.0, -0.0, 1.0, -1.5, 65504.0, 65520.0, 1e-8, 6e-8, 3.14, math.inf, -math.inf, math.nan, 1e-40, 3e38, 2051.0]
-FLOATS += [RNG.uniform(-10, 10) * 10 ** RNG.randrange(-6, 6) for _ in range(48)]
+FLOATS += [RNG.uniform(-10, 10) * 10 ** RNG.randrange(-6, 6) for _ in range(49)]
 FLOATS = np.array(FLOATS, np.float32)
 
 
@@ -76,8 +76,6 @@ INTEGERS = {
     "setp.lt.s32 %p1, %r10, %r11; selp.b32 %r19, 1, 2, %p1;": lambda a, b, c: 1 if s32(a) < s32(b) else 2,
     "setp.lt.u32 %p1, %r10, %r11; selp.b32 %r19, 1, 2, %p1;": lambda a, b, c: 1 if a < b else 2,
     "setp.ne.b32 %p1, %r10, 0; not.pred %p2, %p1; selp.b32 %r19, 1, 2, %p2;": lambda a, b, c: 1 if a == 0 else 2,
-    "setp.lt.u32 %p1, %r10, %r11; setp.lt.and.s32 %p2, %r10, 7, %p1; selp.b32 %r19, 1, 2, %p2;":
-        lambda a, b, c: 1 if a < b and s32(a) < 7 else 2,
     "mov.b32 {%rs1, %rs2}, %r10; mov.b32 %r19, {%rs2, %rs1};": lambda a, b, c: a >> 16 | (a & 0xFFFF) << 16,
     "cvt.s64.s32 %rd20, %r10; shr.s64 %rd21, %rd20, 4; cvt.u32.u64 %r19, %rd21;": lambda a, b, c: s32(a) >> 4,
     "mul.wide.u32 %rd20, %r10, %r11; shr.u64 %rd21, %rd20, 32; cvt.u32.u64 %r19, %rd21;": lambda a, b, c: a * b >> 32,
@@ -155,6 +153,14 @@ def test_floats(code):
     found = each(code, FLOATS, other).view(np.float32)
     with np.errstate(all="ignore"):
         same(found, np.array([OPERATIONS[code](a, b) for a, b in zip(FLOATS, other, strict=True)], np.float32))
+
+
+def test_comparisons_of_pairs_have_two_results():
+    a, b = (torch.from_numpy(v).half() for v in (FLOATS, np.roll(FLOATS, -3)))
+    found = each("setp.gt.f16x2 %p1|%p2, %r10, %r11; selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;"
+                 "or.b32 %r19, %r1, %r2;", a.numpy(), b.numpy())  # fmt: skip
+    low, high = (a > b).view(-1, 2).int().T
+    assert found.tolist() == (low + 2 * high).tolist()
 
 
 @np.errstate(all="ignore")

@@ -273,7 +273,6 @@ def test_shuffles():
     for kind, by, expected in (
         ("bfly", 4, [t ^ 4 for t in range(32)]),
         ("idx", 3, [3] * 32),
-        ("down", 5, [t + 5 if t + 5 < 32 else t for t in range(32)]),
     ):
         assert not run(code.format(kind=kind, by=by), out)
         assert out.tolist() == expected

@@ -1,7 +1,7 @@
 """What instructions compute, on arrays: the namespace in which translated blocks run.  And the types of values."""
 
 import numpy as np
-from numpy import absolute, copysign, cos, exp2, fmax, fmin, full, isnan, log2, maximum, minimum, sin, sqrt, where  # noqa: F401
+from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -84,20 +84,6 @@ def from_float(kind, value):
     bits = value.view(u4)
     nearest = (bits + u4(0x7FFF) + (bits >> u4(16) & u4(1))) >> u4(16)
     return np.where(np.isnan(value), u2(0x7FFF), nearest.astype(u2))
-
-
-def half(kind, function, *operands):
-    """Arithmetic in fp16 or bf16 that rounds once, because float64 holds products and nearly all sums."""
-    if kind.endswith("x2"):
-        low, high = (half(kind[:-2], function, *((v >> u4(shift)).astype(u2) for v in operands)) for shift in (0, 16))
-        return pack(len(low), u2, u4, low, high)
-    return from_float(kind, function(*(to_float(kind, v).astype(f8) for v in operands)))
-
-
-def to_tf32(value):
-    """Rounded to nearest, ties away from zero."""
-    bits = np.asarray(value).view(u4)
-    return np.where(np.isfinite(value), (bits + u4(0x1000)) & u4(0xFFFFE000), bits)
 
 
 def unordered(x, y):

@@ -205,8 +205,6 @@ class Wave:
             source = lane ^ (by & 31)
         elif kind == "idx":
             source = (lane & segment) | (by & 31 & ~segment)
-        elif kind == "down":
-            source = lane + (by & 31)
         else:
             raise Unsupported(f"shfl.sync.{kind}: {self.where(line)}")
         valid = source <= last
