@@ -170,8 +170,6 @@ def convert(w, i) -> None:
         value = f"from_float({to!r}, {f'{x}.astype(f8)' if from_whole else x})"
     elif to in ("f32", "f64") and how in ([], ["rn"]):
         value = f"{x}.astype({kind})"
-    elif to in ("f32", "f64") and len(how) == 1 and how[0].endswith("i"):
-        value = f"rounded({x}, {how[0]!r})"
     else:
         raise Unsupported("a conversion of another kind")
     w.assign(result, f"flushed({value})" if flush and kind == "f4" else value, kind, i.guard)

@@ -71,8 +71,6 @@ class Matrices:
         D = (np.matmul(A, B.swapaxes(1, 2)) + C).astype(f4)
         return tuple(D.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1))
 
-    # --- wgmma -------------------------------------------------------------------------------------------------------
-
     def group_product(self, kind: str, old, a, b, accumulate, transposed, idx, line: int):
         """wgmma: D = A B + D for operands in shared memory, which ``a`` and ``b`` describe; A has 64 rows.
 

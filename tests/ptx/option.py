@@ -64,7 +64,7 @@ class Plugin:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         counts = self.driver.counts
         terminalreporter.write_line(
-            f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches ({counts.direct} direct) of "
+            f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches of "
             f"{len(self.driver.programs)} compiled kernels, {sum(counts.instructions.values())} instructions of warps"
         )
         for finding, count in sorted(self.driver.findings.items()):

@@ -41,9 +41,6 @@ def parts_of(value, small):
     return np.ascontiguousarray(value)[:, None].view(small).T
 
 
-# --- numbers with a point --------------------------------------------------------------------------------------------
-
-
 def fma(x, y, z):
     """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
     kind = x.dtype.type if np.ndim(x) else y.dtype.type
@@ -90,20 +87,13 @@ def unordered(x, y):
     return np.isnan(x) | np.isnan(y)
 
 
-def rounded(x, how):
-    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[how](x)
-
-
 def to_integer(x, how, kind):
     """Saturates; NaN becomes 0."""
     limits = np.iinfo(kind)
-    whole = rounded(np.asarray(x).astype(f8), how)
+    whole = {"rni": np.rint, "rzi": np.trunc}[how](np.asarray(x).astype(f8))
     inside = (whole >= limits.min) & (whole < float(limits.max) + (limits.bits < 53))
     return np.where(inside, np.where(inside, whole, 0).astype(kind), np.where(whole < 0, limits.min, np.where(
         np.isnan(whole), 0, limits.max)).astype(kind))  # fmt: skip
-
-
-# --- integers ----------------------------------------------------------------------------------------------------
 
 
 def multiply_high(x, y, kind):

@@ -98,8 +98,6 @@ class Wave:
             raise Unsupported(f"%{name}")
         return value if idx is None else value[idx]
 
-    # --- running ---------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
         """``at`` is the block of each lane, or None while all of them are at block ``b``."""
         registers, b = Registers(self), 0
@@ -174,8 +172,6 @@ class Wave:
         self.executed += len(self.kernel.blocks[b].instructions) * warps
         if self.executed > self.options.limit:
             raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
-
-    # --- warps -----------------------------------------------------------------------------------------------------
 
     def whole_warps(self, idx, line: int) -> None:
         """An instruction of a warp needs all of its threads."""
