@@ -1,6 +1,6 @@
-"""The part of the kernels' tests that CI runs as compiled code, in a process of its own for each architecture.
+"""The part of the kernels' tests that CI runs as compiled code; docs/compiled.md names the command for all of them.
 
-This process may have imported the kernels for the interpreter.  docs/compiled.md names the command for all of the tests.
+Each run is a process of its own, because this one may have imported the kernels for the interpreter.
 """
 
 import subprocess
