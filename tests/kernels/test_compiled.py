@@ -3,6 +3,8 @@
 Vectors at addresses that are no multiple of their size, and the order of warps, of programs and of lanes.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,12 +16,11 @@ from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act_groups as norms
 from tests.kernels.conv_abn_cases import Conv
-from tests.kernels.test_sanitize import SHAPE, STATISTICS, split
+from tests.kernels.test_sanitize import SHAPE, STATISTICS
 from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import placed
 
 pytestmark = pytest.mark.compiled
-__all__ = ["split"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
@@ -37,7 +38,7 @@ def apart(given, offset):
 def test_addresses_and_dtypes(path, groups, rows, device, request):
     """All tensors begin one element after a multiple of 16 bytes."""
     if path == "split":
-        request.getfixturevalue("split")
+        request.getfixturevalue("small_tiles")
     number = 2 * list(STATISTICS.values()).index(groups) + rows + (path == "split")
     dtype, keep = DTYPES[number % 3], ("output", "input")[number // 3 % 2]
     norms.check(*apart(norms.inputs(SHAPE, rows, dtype, device), 1), groups, keep=keep)
@@ -104,12 +105,32 @@ SHAPES = {
 def test_z_rebuilt_is_z(shape, groups, rows, path, device, request):
     """Lanes held means that differed in the last bit, one of them stored its own, and z rebuilt from it was not z."""
     if path == "split":
-        request.getfixturevalue("split")
+        request.getfixturevalue("small_tiles")
     # `launch` compares
     norms.launch(*norms.inputs(shape, rows, torch.float32, device), groups, keep="input")
 
 
-@pytest.mark.usefixtures("split")
+@pytest.fixture
+def orders(request):
+    """Iterates over the orders of warps, and of lanes that store to one place, in which ``--ptx`` can run a launch.
+
+    On a GPU, which has its own order, there are two turns.
+    """
+    plugin = request.config.pluginmanager.get_plugin("ptx")
+    turns = list(itertools.product(("together", "first", "last"), (False, True))) if plugin else [None, None]
+
+    def each_order():
+        for turn in turns:
+            if plugin:
+                plugin.driver.options.schedule, plugin.driver.options.first_wins = turn
+            yield turn
+
+    yield each_order
+    if plugin:
+        plugin.driver.options.schedule, plugin.driver.options.first_wins = turns[0]
+
+
+@pytest.mark.usefixtures("small_tiles")
 @by_layout
 @by_statistics
 def test_the_order_of_warps_and_lanes_does_not_matter(groups, rows, device, orders):
