@@ -176,14 +176,14 @@ class Results:
             print(f"{kind:18}{sum(numbers):>6}{numbers[0]:>8}{numbers[1]:>11}{numbers[2]:>10}")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="sm_80", choices=("sm_80", "sm_90"), help="the architecture (default: sm_80)")
     parser.add_argument("--most", type=int, default=8, help="the most changes of a kind and a kernel (default: 8)")
     parser.add_argument("-k", default="", help="a part of the names of the cases to run")
     parser.add_argument("--list", action="store_true", help="print the survivors")
     parser.add_argument("--seed", type=int, default=0, help="which changes are chosen (default: 0)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     pick, results, driver = random.Random(args.seed), Results(), Driver(args.arch)
     driver.options.limit = 5_000_000
     # New memory holds NaN, so that an element that nobody writes shows.
