@@ -87,8 +87,6 @@ def test_tf32_loses_what_is_cut_off_and_nothing_else(rows, device):
     assert 6e-4 <= lost <= 8e-4
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
-
 SHAPES = {
     "small": ((3, 6, 7, 9), (None, 6, 2)),
     "split-planes": ((9, 2, 65, 65), (None,)),

@@ -28,7 +28,7 @@ class Plugin:
         self._stack.enter_context(driven(self.driver))
         for module, name, value in (
             (interpreter, "only_programs", self.only_programs),
-            (interpreter, "backwards", self.backwards),
+            (interpreter, "backwards", lambda: self.only_programs(interpreter.last_first)),
             (traffic, "traffic", self.traffic),
         ):
             self._stack.callback(setattr, module, name, getattr(module, name))
@@ -41,9 +41,6 @@ class Plugin:
             yield
         finally:
             self.driver.options.choose = before
-
-    def backwards(self):
-        return self.only_programs(interpreter.last_first)
 
     @contextlib.contextmanager
     def traffic(self):
@@ -63,6 +60,8 @@ class Plugin:
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         counts = self.driver.counts
+        if not counts.launches:
+            return
         terminalreporter.write_line(
             f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches of "
             f"{len(self.driver.programs)} compiled kernels, {sum(counts.instructions.values())} instructions of warps"
