@@ -58,7 +58,7 @@ def pytest_configure(config):
         os.environ.pop("TRITON_INTERPRET", None)
         from tests.ptx.option import Plugin
 
-        config.pluginmanager.register(Plugin(config.getoption("--ptx")))
+        config.pluginmanager.register(Plugin(config.getoption("--ptx")), "ptx")
         return
     # read when a kernel is defined: fusedseg imports them lazily, and no conftest does
     os.environ["TRITON_INTERPRET"] = "1"
@@ -73,21 +73,25 @@ def pytest_collection_modifyitems(config, items):
     """Kernels in the interpreter take twice as long while coverage looks on, which is of what lies outside them.
 
     With ``--device cuda`` the tests that do not ask for ``device`` are left out: they have nothing on the GPU.  With
-    ``--ptx`` those that launch no kernel are left out as well.
+    ``--ptx`` those that launch no kernel are left out as well; without either, those of compiled code.
     """
     ptx = config.getoption("--ptx")
     launching = {item for item in items if launches(item)}
     for item in launching:
         item.add_marker("no_cover")
-    if config.getoption("--device") == "cuda" or ptx:
-        # the benches, where pytest is given both folders, choose for themselves
-        here = Path(__file__).parent
-        elsewhere = [item for item in items if here in item.path.parents and "device" not in item.fixturenames]
-        if ptx:
-            elsewhere += [item for item in items if item not in launching and item not in elsewhere]
-        config.hook.pytest_deselected(items=elsewhere)
-        left_out = set(elsewhere)
-        items[:] = [item for item in items if item not in left_out]
+    # the benches, where pytest is given both folders, choose for themselves
+    here = Path(__file__).parent
+    compiled = config.getoption("--device") == "cuda" or ptx
+
+    def left_out(item) -> bool:
+        if not compiled:
+            return item.get_closest_marker("compiled") is not None
+        return "device" not in item.fixturenames or (ptx and item not in launching)
+
+    elsewhere = {item for item in items if here in item.path.parents and left_out(item)}
+    if elsewhere:
+        config.hook.pytest_deselected(items=list(elsewhere))
+        items[:] = [item for item in items if item not in elsewhere]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from .values import KINDS, unsigned
 
 # Policies of caches: they change no value.
 POLICIES = {"L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::no_allocate", "ca", "cg", "cs", "weak"}
+# The object of a wave that serves a space, and the type of addresses there.
+SPACES = {"global": ("W.memory", "u8"), "shared": ("W.shared", "u4")}
 MATRIX_SIZES = {"x1": 1, "x2": 2, "x4": 4}
 # mma.sync: the shape and the types of D, A, B and C
 PRODUCTS = {
@@ -39,18 +41,12 @@ def space_of(i) -> tuple[str, int, str]:
     return space, count, kind
 
 
-def place(w, operand, space: str) -> tuple[str, str]:
-    """The object of the wave that serves a space, and the address there."""
-    name, kind = {"global": ("W.memory", "u8"), "shared": ("W.shared", "u4")}[space]
-    return name, w.address(operand, kind)
-
-
 def load(w, i) -> None:
     space, count, kind = space_of(i)
     result, source = i.operands
     if space == "param":
-        number = [p.name for p in w.kernel.parameters].index(source.value.value)
-        size = w.kernel.parameters[number].nbytes
+        number = list(w.kernel.parameters).index(source.value.value)
+        size = w.kernel.parameters[source.value.value]
         if source.offset or count != 1 or unsigned(KINDS[kind]) != f"u{size}":
             raise Unsupported("a part of a parameter")
         unguarded(i)
@@ -58,8 +54,8 @@ def load(w, i) -> None:
         return
     targets = result.value if result.kind == "vector" else (result,)
     names = [w.temporary() for _ in targets]
-    where, address = place(w, source, space)
-    stored = unsigned(KINDS[kind])
+    (where, wide), stored = SPACES[space], unsigned(KINDS[kind])
+    address = w.address(source, wide)
     w.emit(f"{', '.join(names)}, = {where}.load({address}, {stored}, {count}, {guard_of(w, i)}, idx, {i.line})")
     for target, name in zip(targets, names, strict=True):
         w.assign(target, f"{name}.view({KINDS[kind]})", KINDS[kind], i.guard)
@@ -70,8 +66,8 @@ def store(w, i) -> None:
     target, source = i.operands
     if len(source.value if source.kind == "vector" else (source,)) != count:
         raise Unsupported("the number of values")
-    where, address = place(w, target, space)
-    stored = unsigned(KINDS[kind])
+    (where, wide), stored = SPACES[space], unsigned(KINDS[kind])
+    address = w.address(target, wide)
     w.emit(f"{where}.store({address}, {stored}, {w.arrays(source, stored)}, {guard_of(w, i)}, idx, {i.line})")
 
 

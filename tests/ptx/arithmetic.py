@@ -7,15 +7,11 @@ from .values import KINDS, size_of, unsigned
 FLOATS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "fma": "fma({0}, {1}, {2})",
     "neg": "-{0}", "abs": "absolute({0})", "sqrt": "sqrt({0})", "rcp": "(1.0 / {0}.astype(f8)).astype({kind})",
-    "rsqrt": "(1.0 / sqrt({0}.astype(f8))).astype({kind})", "ex2": "exp2({0}.astype(f8)).astype({kind})",
+    "ex2": "exp2({0}.astype(f8)).astype({kind})",
     "lg2": "log2({0}.astype(f8)).astype({kind})", "min": "extreme(fmin, {0}, {1})", "max": "extreme(fmax, {0}, {1})",
-    "copysign": "copysign({1}, {0})",
 }  # fmt: skip
 NAN = {"min": "extreme(minimum, {0}, {1})", "max": "extreme(maximum, {0}, {1})"}
 FLOAT_MODIFIERS = {"rn", "approx", "full", "ftz", "NaN", "f32", "f64"}
-# Arithmetic on fp16 and bf16, in float64.
-HALVES = {"add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "a * b + c", "neg": "-a", "abs": "absolute(a)",
-          "min": "extreme(fmin, a, b)", "max": "extreme(fmax, a, b)"}  # fmt: skip
 # Integers that wrap around, signed or not; and those whose sign matters.
 WRAPPING = {"add": "{0} + {1}", "sub": "{0} - {1}", "neg": "{kind}(0) - {0}", "mul.lo": "{0} * {1}",
             "mad.lo": "{0} * {1} + {2}"}  # fmt: skip
@@ -23,7 +19,6 @@ INTEGERS = {"mul.hi": "multiply_high({0}, {1}, {kind})", "div": "divide({0}, {1}
             "min": "minimum({0}, {1})", "max": "maximum({0}, {1})", "abs": "absolute({0})"}  # fmt: skip
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-HALF = ("f16", "bf16", "f16x2", "bf16x2")
 
 
 def compute(w, i) -> None:
@@ -31,8 +26,6 @@ def compute(w, i) -> None:
     ptx = i.modifiers[-1]
     if ptx in ("f32", "f64"):
         floats(w, i, result, sources)
-    elif ptx in HALF:
-        halves(w, i, result, sources)
     else:
         integers(w, i, result, sources)
 
@@ -46,15 +39,6 @@ def floats(w, i, result, sources) -> None:
     if "ftz" in i.modifiers:
         form, given = f"flushed({form})", [f"flushed({value})" for value in given]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)
-
-
-def halves(w, i, result, sources) -> None:
-    ptx, kind = i.modifiers[-1], KINDS[i.modifiers[-1]]
-    if i.modifiers not in ((ptx,), ("rn", ptx)):
-        raise Unsupported("other modifiers")
-    names = "abc"[: len(sources)]
-    given = ", ".join(w.array(source, kind) for source in sources)
-    w.assign(result, f"half({ptx!r}, lambda {', '.join(names)}: {HALVES[i.op]}, {given})", kind, i.guard)
 
 
 def integers(w, i, result, sources) -> None:
@@ -127,14 +111,27 @@ def select(w, i) -> None:
     w.assign(result, f"where({w.value(predicate, 'b')}, {w.array(a, kind)}, {w.value(b, kind)})", kind, i.guard)
 
 
+def compare_pairs(w, i) -> None:
+    """setp.gt.f16x2 and its like have one result for each half of a register."""
+    *results, a, b = i.operands
+    how, ptx = i.modifiers
+    x, y = (f"to_float({ptx[:-2]!r}, parts_of({w.array(source, 'u4')}, u2))" for source in (a, b))
+    name = w.temporary()
+    w.emit(f"{name} = unordered({x}, {y})" if how == "nan" else f"{name} = {x} {COMPARE[how]} {y}")
+    for k, result in enumerate(results):
+        w.assign(result, f"{name}[{k}]", "b", i.guard)
+
+
 def compare(w, i) -> None:
-    result, a, b, *other = i.operands
-    how, *combine, ptx = (m for m in i.modifiers if m != "ftz")
+    if i.modifiers[-1] in ("f16x2", "bf16x2"):
+        compare_pairs(w, i)
+        return
+    result, a, b = i.operands
+    how, ptx = (m for m in i.modifiers if m != "ftz")
     kind, floating = KINDS[ptx], ptx in ("f16", "bf16", "f32", "f64")
+    x, y = w.array(a, kind), w.array(b, kind)
     if ptx in ("f16", "bf16"):
-        x, y = (f"to_float({ptx!r}, {w.array(source, 'u2')})" for source in (a, b))
-    else:
-        x, y = w.array(a, kind), w.array(b, kind)
+        x, y = f"to_float({ptx!r}, {x})", f"to_float({ptx!r}, {y})"
     if "ftz" in i.modifiers:
         x, y = f"flushed({x})", f"flushed({y})"
     if how in ("nan", "num") and floating:
@@ -145,10 +142,6 @@ def compare(w, i) -> None:
         value = f"({x} {COMPARE[how]} {y})"
         if how == "ne" and floating:
             value = f"({value} & ~unordered({x}, {y}))"
-    if combine:
-        value = f"{value} {LOGIC[combine[0]]} {w.value(other[0], 'b')}"
-    elif other:
-        raise Unsupported("two results")
     w.assign(result, value, "b", i.guard)
 
 
@@ -173,14 +166,10 @@ def convert(w, i) -> None:
         value = f"{x}.astype({KINDS[source][0]}{size_of(kind)}).view({kind})"
     elif whole and len(how) == 1:
         value = f"to_integer({x}, {how[0]!r}, {kind})"
-    elif to == "tf32" and how == ["rna"]:
-        value = f"to_tf32({x})"
     elif to in ("f16", "bf16") and how == ["rn"]:
         value = f"from_float({to!r}, {f'{x}.astype(f8)' if from_whole else x})"
     elif to in ("f32", "f64") and how in ([], ["rn"]):
         value = f"{x}.astype({kind})"
-    elif to in ("f32", "f64") and len(how) == 1 and how[0].endswith("i"):
-        value = f"rounded({x}, {how[0]!r})"
     else:
         raise Unsupported("a conversion of another kind")
     w.assign(result, f"flushed({value})" if flush and kind == "f4" else value, kind, i.guard)

@@ -19,7 +19,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -43,16 +42,10 @@ _devices = itertools.count(1000)
 
 @dataclass
 class Counts:
-    """Launches by kernel; those of them that passed addresses; and the instructions that warps carried out, by kernel."""
+    """Launches, and instructions that warps carried out, by kernel."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    direct: int = 0
     instructions: Counter[str] = field(default_factory=Counter)
-
-
-class Parameter(NamedTuple):
-    name: str
-    type: str
 
 
 def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
@@ -78,8 +71,6 @@ class Driver:
         self._compiling: list[CompiledKernel] = []
         self._functions: list[tuple[str, int]] = []
 
-    # --- what Triton asks ------------------------------------------------------------------------------------------
-
     def get_current_target(self) -> GPUTarget:
         return self.target
 
@@ -104,7 +95,7 @@ class Driver:
         pass
 
     def launcher_cls(self, src, metadata):
-        parameters = [Parameter(*item) for item in src.signature.items() if item[1] != "constexpr"]
+        parameters = [item for item in src.signature.items() if item[1] != "constexpr"]
         places = [k for k, kind in enumerate(src.signature.values()) if kind != "constexpr"]
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
             raise NotImplementedError(f"{metadata.name}: scratch memory or clusters")
@@ -120,8 +111,6 @@ class Driver:
 
         return launch
 
-    # --- a launch --------------------------------------------------------------------------------------------------
-
     def report(self, finding: Finding) -> None:
         self.findings[finding] += 1
 
@@ -132,22 +121,21 @@ class Driver:
             self.programs[ptx] = Program(ptx, shared)
         return self.programs[ptx]
 
-    def launch(self, function: int, grid: Grid, parameters: list[Parameter], args: list) -> None:
+    def launch(self, function: int, grid: Grid, parameters: list[tuple[str, str]], args: list) -> None:
         program, segments, values = self.program(function), {}, []
         known = {t.data_ptr(): t for t in self.tensors if t is not None}
-        # An address without a tensor has no memory here, and an access to it is an error.
-        self.counts.direct += any(p.type[0] == "*" and isinstance(a, int) for p, a in zip(parameters, args, strict=True))
-        for number, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
-            if parameter.type[0] != "*":
-                values.append(bits_of(parameter, arg))
+        for number, ((name, kind), arg) in enumerate(zip(parameters, args, strict=True)):
+            if kind[0] != "*":
+                values.append(bits_of(name, kind, arg))
                 continue
+            # a direct launch passes addresses
             tensor = known[arg] if isinstance(arg, int) else arg
             if tensor is None:
                 values.append(0)
                 continue
-            if tensor.dtype is not POINTERS[parameter.type]:
-                raise TypeError(f"{program.kernel.name}: {parameter.name} is {tensor.dtype}, not {parameter.type}")
-            segments[number] = segment_of(parameter.name, tensor, number)
+            if tensor.dtype is not POINTERS[kind]:
+                raise TypeError(f"{program.kernel.name}: {name} is {tensor.dtype}, not {kind}")
+            segments[number] = segment_of(name, tensor, number)
             values.append(segments[number].virtual)
         # Scratch memory of two kinds, which no kernel here has.
         values += [0, 0]
@@ -160,14 +148,14 @@ class Driver:
             add_up(self.moved, launch)
 
 
-def bits_of(parameter: Parameter, value) -> int:
-    if parameter.type in FLOATS:
-        floating, bits = FLOATS[parameter.type]
+def bits_of(name: str, kind: str, value) -> int:
+    if kind in FLOATS:
+        floating, bits = FLOATS[kind]
         return bits.from_buffer(floating(value)).value
-    count = int(parameter.type[1:])
-    low = -(1 << count - 1) if parameter.type[0] == "i" and count > 1 else 0
+    count = int(kind[1:])
+    low = -(1 << count - 1) if kind[0] == "i" and count > 1 else 0
     if not low <= value < low + (1 << count):
-        raise OverflowError(f"{parameter.name} = {value} is no {parameter.type}")
+        raise OverflowError(f"{name} = {value} is no {kind}")
     return int(value) & ((1 << max(8, count)) - 1)
 
 
@@ -184,8 +172,9 @@ def add_up(moved: Moved, launch: Launch) -> None:
 @contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
     """Launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
-    from fusedseg import _backend
     from fusedseg.kernels import launcher
+
+    from fusedseg import _backend
 
     active, init = triton_driver._active, CompiledKernel._init_handles
     call = launcher.Launcher.__call__

@@ -19,8 +19,6 @@ Grid = tuple[int, int, int]
 class Options:
     """What to check, and in which order to run what has no order."""
 
-    # Whether to look for races, which takes half of the time.
-    races: bool = True
     # The number of threads that run in lock step.
     lanes: int = 8192
     # "together": all warps go on in lock step.  "first" or "last": the first or last warp of a CTA that can go on runs

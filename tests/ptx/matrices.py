@@ -61,7 +61,7 @@ class Matrices:
         self.wave.shared.write(rows, u4, words.reshape(-1, 4).T, lanes, line, 16)
 
     def product(self, kind: str, a, b, c, idx, line: int):
-        """mma.sync m16n8k16 (tf32: m16n8k8): D = A B + C.  A lane g 4 + t holds pairs (tf32: values) at rows g and g + 8."""
+        """mma.sync m16n8k16 (tf32: m16n8k8): D = A B + C.  Lane 4 g + t holds pairs (tf32: values) of row g."""
         self._lanes(idx, line)
         A, B = (widened(kind, np.stack(words).reshape(-1, len(a[0]) // 32, 8, 4)) for words in (a, b))
         # a is (half of k, half of the rows), and b (half of k)
@@ -70,8 +70,6 @@ class Matrices:
         C = np.stack(c).reshape(2, 2, -1, 8, 4).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
         D = (np.matmul(A, B.swapaxes(1, 2)) + C).astype(f4)
         return tuple(D.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1))
-
-    # --- wgmma -------------------------------------------------------------------------------------------------------
 
     def group_product(self, kind: str, old, a, b, accumulate, transposed, idx, line: int):
         """wgmma: D = A B + D for operands in shared memory, which ``a`` and ``b`` describe; A has 64 rows.

@@ -5,7 +5,6 @@ computed from, and an access outside of that argument is an error, even if anoth
 """
 
 import ctypes
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,8 @@ class Misaligned(RuntimeError):
 class Marks:
     """For each granule of a piece of memory: who touched it last in this launch.
 
-    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the CTA
-    had passed.  -1 stands for several CTAs or warps.
+    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the
+    CTA had passed.  -1 stands for several CTAs or warps.
     """
 
     def __init__(self, count: int) -> None:
@@ -93,14 +92,6 @@ def cast_shadows(segments: list[Segment]) -> None:
             segment.shadow = shadow
 
 
-class Part(NamedTuple):
-    """Accesses of one instruction to one segment: their positions among all (None: all) and their offsets in bytes."""
-
-    segment: Segment
-    positions: np.ndarray | None
-    offsets: np.ndarray
-
-
 def spread(start, nbytes: int, granule: int, *values):
     """The granules of accesses of ``nbytes`` each, and for each granule the values of its access."""
     count = max(1, nbytes // granule)
@@ -117,6 +108,7 @@ class Memory:
         self.wave, self.segments, self.moved = wave, segments, moved
 
     def _parts(self, addresses, nbytes: int, line: int):
+        """The accesses by segment: their positions among all (None: all of them), and their offsets in bytes."""
         numbers = (addresses >> u8(WINDOW)).astype(np.int64) - 1
         for number in np.unique(numbers):
             positions = None if (numbers == number).all() else np.flatnonzero(numbers == number)
@@ -135,7 +127,7 @@ class Memory:
                 raise OutOfBounds(
                     f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}: {self.wave.where(line)}"
                 )
-            yield Part(segment, positions, offsets)
+            yield segment, positions, offsets
 
     def load(self, addresses, kind, count: int, guard, idx, line: int):
         """``count`` arrays of values, 0 for lanes that the guard leaves out."""
@@ -170,13 +162,13 @@ class Memory:
             view[at] = mine
             # If two lanes have one address, the last one wins, and the first one now finds another value.
             if (view[at] != mine).any():
-                self.wave.find("global-race", f"lanes of one instruction store different values to {segment.name}", line)
+                self.wave.find(
+                    "global-race", f"lanes of one instruction differ in what they store to {segment.name}", line
+                )
             self._touch(segment, offsets, size * count, who, changes, line)
 
     def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, line: int) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; a write that does not is harmless."""
-        if not self.wave.options.races:
-            return
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
         shadow, wave, write = segment.shadow, self.wave, changes is not None
         start = offsets + (segment.address - segment.pad - shadow.address)
         matters = changes if write else np.ones(len(lanes), bool)

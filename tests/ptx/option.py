@@ -1,7 +1,7 @@
 """``pytest --ptx sm_80|sm_90``: tests of kernels and ops run on the machine in place of Triton's interpreter.
 
-What tests ask of the interpreter, they ask of the machine then: bytes by argument (``traffic``), and which programs run in
-which order (``only_programs``, ``backwards``).  A test fails if the machine has found something in it.
+What tests ask of the interpreter, they ask of the machine then: bytes by argument (``traffic``), and which programs run
+in which order (``only_programs``, ``backwards``).  A test fails if the machine has found something in it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Plugin:
         self._stack.enter_context(driven(self.driver))
         for module, name, value in (
             (interpreter, "only_programs", self.only_programs),
-            (interpreter, "backwards", self.backwards),
+            (interpreter, "backwards", lambda: self.only_programs(interpreter.last_first)),
             (traffic, "traffic", self.traffic),
         ):
             self._stack.callback(setattr, module, name, getattr(module, name))
@@ -41,9 +41,6 @@ class Plugin:
             yield
         finally:
             self.driver.options.choose = before
-
-    def backwards(self):
-        return self.only_programs(interpreter.last_first)
 
     @contextlib.contextmanager
     def traffic(self):
@@ -63,8 +60,10 @@ class Plugin:
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         counts = self.driver.counts
+        if not counts.launches:
+            return
         terminalreporter.write_line(
-            f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches ({counts.direct} direct) of "
+            f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches of "
             f"{len(self.driver.programs)} compiled kernels, {sum(counts.instructions.values())} instructions of warps"
         )
         for finding, count in sorted(self.driver.findings.items()):

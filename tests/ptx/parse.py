@@ -1,7 +1,7 @@
 """Reads the text of one PTX kernel: its parameters, its registers, and basic blocks of instructions.
 
-A block ends at a label, at a branch, at a return, or at a barrier of the whole CTA.  So a thread that waits at a barrier
-stands between two blocks.
+A block ends at a label, at a branch, at a return, or at a barrier of the whole CTA.  So a thread that waits at a
+barrier stands between two blocks.
 """
 
 import re
@@ -47,11 +47,6 @@ class Block:
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
         self.end: tuple = ("next",)
-
-
-class Parameter(NamedTuple):
-    name: str
-    nbytes: int
 
 
 SPECIAL = {f"%{of}.{axis}" for of in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid"}
@@ -110,7 +105,8 @@ class Kernel:
     """The entry point of a PTX module, which must have one, and no functions."""
 
     def __init__(self, text: str) -> None:
-        self.parameters: list[Parameter] = []
+        # The size in bytes of each parameter.
+        self.parameters: dict[str, int] = {}
         # The letters of a register's name, such as "rd", and the type of such registers, such as "b64".
         self.classes: dict[str, str] = {}
         self.blocks = [Block()]
@@ -134,7 +130,7 @@ class Kernel:
             code = line.split("//")[0].strip()
             if code.startswith(".param"):
                 words = code.rstrip(",").split()
-                self.parameters.append(Parameter(words[-1], int(words[1][2:]) // 8))
+                self.parameters[words[-1]] = int(words[1][2:]) // 8
             if code.startswith(".reqntid"):
                 self.threads = int(code.split()[1].rstrip(","))
 

@@ -3,8 +3,6 @@
 A copy by cp.async arrives when it is waited for, and not before.  Shared memory begins as NaN.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from .memory import Misaligned, OutOfBounds, spread
@@ -18,16 +16,6 @@ NAN = 0x7FC0BEEF
 SEVERAL = -1
 
 
-class Copy(NamedTuple):
-    """A cp.async under way: for each lane the place in shared memory, the words to be written there, and the group."""
-
-    lanes: np.ndarray
-    offsets: np.ndarray
-    words: np.ndarray
-    group: np.ndarray
-    line: int
-
-
 class Shared:
     """``stride`` bytes for each CTA, of which the kernel asked for ``size``."""
 
@@ -38,13 +26,14 @@ class Shared:
         memory = np.full(total // 4, NAN, u4).view(u1)
         self.views = {kind: memory.view(kind) for kind in (u1, u2, u4, u8)}
         count = total // granule
-        # The last write and read: the number of barriers before it + 1, or 0 for none; and the thread, or SEVERAL warps.
+        # The last write and read: the number of barriers before it + 1, or 0; and the thread, or SEVERAL.
         self.write_epoch, self.write_thread, self.read_epoch, self.read_thread = np.zeros((4, count), np.int32)
         # The number of bar.warp.sync that the writing warp had passed.
         self.write_sync = np.zeros(count, np.int32)
         # How many copies may still write, and how many matrix products may still read.
         self.pending, self.reading = np.zeros((2, count), np.int16)
-        self.copies: list[Copy] = []
+        # Copies under way: lanes, their places in shared memory, the words for these, the groups, and the PTX line.
+        self.copies: list[tuple] = []
         self.committed = np.zeros(wave.n, np.int32)
 
     def offsets(self, addresses, nbytes: int, lanes, line: int):
@@ -53,9 +42,7 @@ class Shared:
             raise Misaligned(f"an address of shared memory is no multiple of {nbytes}: {self.wave.where(line)}")
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         if low < 0 or high > self.size:
-            raise OutOfBounds(
-                f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}"
-            )
+            raise OutOfBounds(f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}")
         return offsets + self.wave.local_cta[lanes] * self.stride
 
     def load(self, addresses, kind, count: int, guard, idx, line: int):
@@ -91,12 +78,8 @@ class Shared:
             self.wave.find("shared-race", "lanes of one instruction store different values", line)
         self.touch(offsets, size * count, lanes, changes, line)
 
-    # --- who touched what -------------------------------------------------------------------------------------------
-
     def touch(self, offsets, nbytes: int, lanes, changes, line: int, several_warps: bool = False) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; a write that does not is harmless."""
-        if not self.wave.options.races:
-            return
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
         wave, write = self.wave, changes is not None
         matters = changes if write else np.ones(len(lanes), bool)
         at, lanes, matters = spread(offsets, nbytes, self.granule, lanes, matters)
@@ -128,8 +111,6 @@ class Shared:
         lost = self.read_thread[at] >> 5 != thread >> 5
         self.read_thread[at[lost]] = SEVERAL
 
-    # --- asynchronous copies -------------------------------------------------------------------------------------------
-
     def copy(self, to, source, size: int, filled, guard, idx, line: int) -> None:
         """cp.async of ``size`` bytes; a lane with ``filled`` = 0 reads nothing and writes zeros."""
         chosen, lanes = self.wave.lanes_of(guard, idx)
@@ -147,7 +128,7 @@ class Shared:
         # From here on the bytes may change.
         self.touch(offsets, size, lanes, np.ones(len(lanes), bool), line)
         self._pend(offsets, size, 1)
-        self.copies.append(Copy(lanes, offsets, words, self.committed[lanes], line))
+        self.copies.append((lanes, offsets, words, self.committed[lanes], line))
 
     def _pend(self, offsets, size: int, change: int) -> None:
         np.add.at(self.pending, spread(offsets, size, self.granule)[0], change)
@@ -161,8 +142,7 @@ class Shared:
         before = np.full(self.wave.n, -1, np.int32)
         before[mine] = 2**30 if allowed is None else self.committed[mine] - allowed
         left = []
-        for copy in self.copies:
-            lanes, offsets, words, group, at = copy
+        for lanes, offsets, words, group, at in self.copies:
             over = group < before[lanes]
             if over.any():
                 size = 4 * len(words)
@@ -170,5 +150,5 @@ class Shared:
                 self.touch(offsets[over], size, lanes[over], np.ones(int(over.sum()), bool), at)
                 self.views[u4][offsets[over] // 4 + np.arange(len(words))[:, None]] = words[:, over]
             if not over.all():
-                left.append(Copy(lanes[~over], offsets[~over], words[:, ~over], group[~over], at))
+                left.append((lanes[~over], offsets[~over], words[:, ~over], group[~over], at))
         self.copies = left

@@ -136,7 +136,7 @@ def results(i: Instruction) -> int:
     """How many of the operands, from the first one, an instruction writes."""
     if i.op in EFFECTS or (i.op == "wgmma" and i.modifiers[0] != "mma_async"):
         return 0
-    return 2 if i.op == "shfl" and len(i.operands) == 6 else 1
+    return 2 if len(i.operands) == {"shfl": 6, "setp": 4}.get(i.op) else 1
 
 
 def uses(i: Instruction) -> set[str]:

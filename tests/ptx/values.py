@@ -1,8 +1,7 @@
 """What instructions compute, on arrays: the namespace in which translated blocks run.  And the types of values."""
 
 import numpy as np
-from numpy import abs as absolute
-from numpy import copysign, cos, exp2, fmax, fmin, full, isnan, log2, maximum, minimum, sin, sqrt, where  # noqa: F401
+from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -42,11 +41,8 @@ def parts_of(value, small):
     return np.ascontiguousarray(value)[:, None].view(small).T
 
 
-# --- numbers with a point --------------------------------------------------------------------------------------------
-
-
 def fma(x, y, z):
-    """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 cases."""
+    """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
     kind = x.dtype.type if np.ndim(x) else y.dtype.type
     wide = {f4: f8, f8: np.longdouble}[kind]
     return (np.asarray(x, wide) * np.asarray(y, wide) + np.asarray(z, wide)).astype(kind)
@@ -87,38 +83,17 @@ def from_float(kind, value):
     return np.where(np.isnan(value), u2(0x7FFF), nearest.astype(u2))
 
 
-def half(kind, function, *operands):
-    """Arithmetic in fp16 or bf16 that rounds once, because float64 holds products and nearly all sums."""
-    if kind.endswith("x2"):
-        low, high = (half(kind[:-2], function, *((v >> u4(shift)).astype(u2) for v in operands)) for shift in (0, 16))
-        return pack(len(low), u2, u4, low, high)
-    return from_float(kind, function(*(to_float(kind, v).astype(f8) for v in operands)))
-
-
-def to_tf32(value):
-    """Rounded to nearest, ties away from zero."""
-    bits = np.asarray(value).view(u4)
-    return np.where(np.isfinite(value), (bits + u4(0x1000)) & u4(0xFFFFE000), bits)
-
-
 def unordered(x, y):
     return np.isnan(x) | np.isnan(y)
-
-
-def rounded(x, how):
-    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[how](x)
 
 
 def to_integer(x, how, kind):
     """Saturates; NaN becomes 0."""
     limits = np.iinfo(kind)
-    whole = rounded(np.asarray(x).astype(f8), how)
+    whole = {"rni": np.rint, "rzi": np.trunc}[how](np.asarray(x).astype(f8))
     inside = (whole >= limits.min) & (whole < float(limits.max) + (limits.bits < 53))
     return np.where(inside, np.where(inside, whole, 0).astype(kind), np.where(whole < 0, limits.min, np.where(
         np.isnan(whole), 0, limits.max)).astype(kind))  # fmt: skip
-
-
-# --- integers ----------------------------------------------------------------------------------------------------
 
 
 def multiply_high(x, y, kind):

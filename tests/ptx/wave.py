@@ -21,9 +21,9 @@ GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BE
 class Finding(NamedTuple):
     """Something that is wrong, or depends on an order, although the launch ran to its end.
 
-    shared-race      threads of two warps touch a byte of shared memory between two barriers, and one writes; or a thread
-                     touches what a cp.async may still write, or wgmma may still read; or two lanes of one instruction
-                     store different values to one place
+    shared-race      threads of two warps touch a byte of shared memory between two barriers, and one writes; or a
+                     thread touches what a cp.async may still write, or wgmma may still read; or two lanes of one
+                     instruction store different values to one place
     shared-uninit    a read of shared memory that its CTA has not written
     warp-hazard      threads of one warp touch a byte of shared memory, one writes, and nothing synchronises the warp
     global-race      two CTAs touch a byte of a tensor, and one changes it
@@ -52,7 +52,8 @@ class Wave:
 
     def __init__(self, launch, numbers: np.ndarray) -> None:
         self.program, self.kernel, self.name = launch.program, launch.program.kernel, launch.program.kernel.name
-        self.options, self.grid, self.parameters, self.report = launch.options, launch.grid, launch.values, launch.report
+        self.options, self.grid, self.report = launch.options, launch.grid, launch.report
+        self.parameters = launch.values
         self.threads, self.ctas = self.kernel.threads, len(numbers)
         self.n = self.ctas * self.threads
         self.cta = np.repeat(numbers, self.threads).astype(np.int64)
@@ -96,8 +97,6 @@ class Wave:
         else:
             raise Unsupported(f"%{name}")
         return value if idx is None else value[idx]
-
-    # --- running ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """``at`` is the block of each lane, or None while all of them are at block ``b``."""
@@ -148,7 +147,7 @@ class Wave:
                 at = following
 
     def _ready(self, done, waiting):
-        """The lanes that can go on.  By the schedules "first" and "last" one warp of a CTA goes on alone as far as it can."""
+        """The lanes that can go on.  With the schedules "first" and "last" that is one warp of each CTA."""
         ready = ~(done | waiting)
         if self.options.schedule == "together" or self.threads == 32:
             return ready
@@ -173,8 +172,6 @@ class Wave:
         self.executed += len(self.kernel.blocks[b].instructions) * warps
         if self.executed > self.options.limit:
             raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
-
-    # --- warps -----------------------------------------------------------------------------------------------------
 
     def whole_warps(self, idx, line: int) -> None:
         """An instruction of a warp needs all of its threads."""
@@ -204,8 +201,6 @@ class Wave:
             source = lane ^ (by & 31)
         elif kind == "idx":
             source = (lane & segment) | (by & 31 & ~segment)
-        elif kind == "down":
-            source = lane + (by & 31)
         else:
             raise Unsupported(f"shfl.sync.{kind}: {self.where(line)}")
         valid = source <= last
