@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
-from .contenders import BATCH_NORM, INSTANCE_NORM
+from .contenders import BATCH_NORM, INSTANCE_NORM, aggressive, compiled
 from .data import DTYPES, Source, describe
-from .harness import Copy, Result, compete
-from .jobs import LayerJob, Treat
+from .harness import Copy, Result, Timing, compete
+from .jobs import LayerJob, Treat, as_it_is
 from .replay import report_step
 from .results import COPY, Report, Section
 
@@ -46,6 +46,27 @@ def stock_norm(case: NormCase) -> nn.Module:
     if case.norm == "group":
         return nn.GroupNorm(GROUPS, C)
     return BATCH_NORM[case.dims](C) if case.norm == "batch" else INSTANCE_NORM[case.dims](C, affine=True)
+
+
+def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
+    """The layer of a case, from a function of dimensions that returns a function of channels."""
+    return lambda case: build(case.dims)(case.shape[1])
+
+
+def beside_stock(
+    activation: Callable[[], nn.Module], ours: Callable[[NormCase], nn.Module]
+) -> dict[str, tuple[Callable[[NormCase], nn.Module], Treat]]:
+    """Contenders: the stock norm and activation in eager mode and compiled both ways, and our layer."""
+
+    def stock(case: NormCase) -> nn.Module:
+        return nn.Sequential(stock_norm(case), activation())
+
+    return {
+        "eager": (stock, as_it_is),
+        "compiled": (stock, compiled),
+        "aggressive": (stock, aggressive),
+        "ours": (ours, as_it_is),
+    }
 
 
 def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
@@ -89,12 +110,9 @@ def compete_norms(
         {name: partial(build, name) for name in contenders},
         {name: partial(expected, case, data, slope) for name, slope in slopes.items()},
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
-        device,
-        seconds,
+        # `bench/test_launch.py` measures the host's time of a launch, the other benches leave it out.
+        Timing(device, seconds, ahead=device.type == "cuda", host_calls=host_calls),
         probes=None if host_calls else {COPY: Copy(data["x"])},
-        # `bench/test_launch.py` measures the host's time of a launch.
-        ahead=device.type == "cuda",
-        host_calls=host_calls,
     )
 
 

@@ -16,7 +16,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, nor
 
 from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders
 from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Result, compete, once
+from .harness import Result, Timing, compete, once
 from .jobs import ConvJob, InferenceJob
 from .replay import CLOCK, report_step
 from .results import Section
@@ -177,9 +177,7 @@ def run(case: Case, device: torch.device, inference: bool) -> dict[str, Result]:
         {name: partial(build, name) for name in conv_contenders(device.type, inference)},
         {"": lambda: exact(case, data, SLOPE), "relu": lambda: exact(case, data, 0.0)},
         {"z": output, **dict.fromkeys(("dx", *(f"d{name}" for name in PARAMETERS)), gradient)},
-        device,
-        SECONDS[device.type],
-        ahead=device.type == "cuda",
+        Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
     )
 
 

@@ -1,15 +1,12 @@
 """Times BatchNorm and its activation alone, on tensors from the stages of real U-Nets."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import nn
 
 from .contenders import CONTENDERS, SLOPE, norm_contenders
 from .data import parametrize_cases
 from .harness import Result, once
-from .norm_layers import NormCase, compete_norms, report_norm
+from .norm_layers import NormCase, compete_norms, layer_of, report_norm
 from .replay import CLOCK
 
 SECONDS = {"cpu": 3.0, "cuda": 1.0}
@@ -55,10 +52,6 @@ MORE = {
         NormCase("batch", (2, 512, 40, 18, 3), "fp16"),
     ],
 }
-
-
-def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
-    return lambda case: build(case.dims)(case.shape[1])
 
 
 @once

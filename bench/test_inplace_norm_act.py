@@ -1,16 +1,17 @@
 """Times InstanceNorm and GroupNorm with their activation alone, on tensors from the stages of real U-Nets."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fusedseg
 
-from .contenders import SLOPE, aggressive, compiled
+from .contenders import SLOPE
 from .data import parametrize_cases
 from .harness import Result, once
-from .jobs import as_it_is
-from .norm_layers import GROUPS, NormCase, compete_norms, report_norm, stock_norm
+from .norm_layers import GROUPS, NormCase, beside_stock, compete_norms, report_norm
 from .replay import CLOCK
 
 SECONDS = {"cpu": 2.0, "cuda": 1.0}
@@ -49,22 +50,13 @@ MORE = {
 }
 
 
-def stock(case: NormCase) -> nn.Module:
-    return nn.Sequential(stock_norm(case), nn.LeakyReLU(SLOPE, inplace=True))
-
-
 def ours(case: NormCase) -> nn.Module:
     if case.norm == "group":
         return fusedseg.InPlaceGroupNormAct(GROUPS, case.shape[1], activation_param=SLOPE)
     return fusedseg.InPlaceInstanceNormAct(case.shape[1], affine=True, activation_param=SLOPE)
 
 
-CONTENDERS = {
-    "eager": (stock, as_it_is),
-    "compiled": (stock, compiled),
-    "aggressive": (stock, aggressive),
-    "ours": (ours, as_it_is),
-}
+CONTENDERS = beside_stock(partial(nn.LeakyReLU, SLOPE, inplace=True), ours)
 
 
 @once

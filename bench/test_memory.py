@@ -18,7 +18,8 @@ from fusedseg.memory.strategy import AMP, CHECKPOINT, EAGER, Strategy
 from fusedseg.unet import UNet
 
 from .contenders import relu
-from .harness import Result, compete, once
+from .data import parametrize_pairs
+from .harness import Result, Timing, compete, once
 from .jobs import NetJob
 from .replay import CLOCK, report_step
 from .results import Section, aligned
@@ -105,29 +106,22 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         way = Strategy.parse(label, OURS)
         return NetJob(way.prepare(net.to(device), case.ours), x, target, way.amp)
 
-    def expected() -> dict[str, torch.Tensor]:
-        job = build(EAGER)
-        exact = NetJob(job.net.double(), x.double(), target)
-        out = exact.forward(exact.prepare())
-        return exact.results(out, exact.backward(out))
-
     return compete(
         {label: partial(build, label) for label in sorted(WAYS, key=lambda label: label != AMP)},
-        {"": expected},
+        {"": lambda: build(EAGER).exact_results()},
         TOLERANCE,
-        device,
-        SECONDS[device.type],
+        Timing(device, SECONDS[device.type]),
         baseline=AMP,
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize(("case", "way"), [(case, way) for case in CASES[kind] for way in WAYS])
+    parametrize_pairs(metafunc, [(case, WAYS, False) for case in CASES[kind]])
 
 
 @pytest.mark.benchmark(timer=CLOCK)
-def test_step(case, way, device, report, benchmark):
+def test_step(case, contender, device, report, benchmark):
     section = report.section("memory", Ways("Ways to train in less memory, a training step"))
     results = section.cases[case] = run(case, device)
-    report_step(benchmark, f"step of {case}", way, results[way])
+    report_step(benchmark, f"step of {case}", contender, results[contender])

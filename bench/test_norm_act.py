@@ -1,16 +1,16 @@
 """Times the exact fused modules of norm and ReLU beside the stock modules, which they equal bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fusedseg
 
-from .contenders import aggressive, compiled
 from .data import parametrize_cases
 from .harness import Result, once
-from .jobs import as_it_is
-from .norm_layers import GROUPS, NormCase, compete_norms, report_norm, stock_norm
+from .norm_layers import GROUPS, NormCase, beside_stock, compete_norms, report_norm
 from .replay import CLOCK
 
 SECONDS = {"cpu": 3.0, "cuda": 1.0}
@@ -42,10 +42,6 @@ MORE = {
 }
 
 
-def stock(case: NormCase) -> nn.Module:
-    return nn.Sequential(stock_norm(case), nn.ReLU(inplace=True))
-
-
 def ours(case: NormCase) -> nn.Module:
     C = case.shape[1]
     if case.norm == "batch":
@@ -55,12 +51,7 @@ def ours(case: NormCase) -> nn.Module:
     return fusedseg.GroupNormAct(GROUPS, C, activation="relu")
 
 
-CONTENDERS = {
-    "eager": (stock, as_it_is),
-    "compiled": (stock, compiled),
-    "aggressive": (stock, aggressive),
-    "ours": (ours, as_it_is),
-}
+CONTENDERS = beside_stock(partial(nn.ReLU, inplace=True), ours)
 
 
 @once

@@ -18,16 +18,15 @@ from fusedseg.unet.blocks import DoubleConv
 from tests.resnet import ResNet18
 
 from .contenders import aggressive, compiled, relu
-from .harness import Result, compete, once
-from .jobs import NetJob, as_it_is
+from .data import parametrize_pairs
+from .harness import Result, Timing, once
+from .jobs import NetJob, as_it_is, compete_networks
 from .replay import CLOCK, report_step
 from .results import Section
 
 SLOW_ON = "cuda"
 CLASSES = 4
 SECONDS = {"cpu": 6.0, "cuda": 15.0}
-# As in test_unet.py, rounding adds up, and may swap the maximum of a pooling window.
-TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
 
 
 class Scoped(nn.Module):
@@ -167,26 +166,13 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         net = twins(net) if case.twins and name == "ours" else net
         return NetJob(CONTENDERS[name](net.to(device)), x, target, case.dtype == "amp")
 
-    def expected() -> dict[str, Tensor]:
-        job = build("eager")
-        exact = NetJob(job.net.double(), x.double(), target)
-        out = exact.forward(exact.prepare())
-        return exact.results(out, exact.backward(out))
-
-    return compete(
-        {name: partial(build, name) for name in case.contenders()},
-        {"": expected},
-        TOLERANCE[torch.bfloat16 if case.dtype == "amp" else torch.float32],
-        device,
-        SECONDS[device.type],
-    )
+    timing = Timing(device, SECONDS[device.type])
+    return compete_networks(case.contenders(), build, case.dtype == "amp", timing)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    metafunc.parametrize(
-        ("case", "contender"), [(str(case), name) for case in CASES[kind] for name in case.contenders()]
-    )
+    parametrize_pairs(metafunc, [(str(case), case.contenders(), False) for case in CASES[kind]])
 
 
 @pytest.mark.benchmark(timer=CLOCK)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bench import harness
-from bench.harness import Missing, Result, compete, disagreement, host_lap, interleave, once
+from bench.harness import Missing, Result, Timing, compete, disagreement, host_lap, interleave, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
 from bench.results import Section, commit
@@ -45,8 +45,7 @@ def test_wrong_contenders_are_refused_and_absent_ones_named():
         },
         {"": lambda: expected(data)},
         TOLERANCE,
-        torch.device("cpu"),
-        seconds=0.0,
+        Timing(torch.device("cpu"), 0.0),
     )
     assert results["wrong"].refused.startswith("z off by ")
     assert results["wrong"].step == []
@@ -125,7 +124,7 @@ def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
         raise AssertionError("nothing is compared")
 
     contenders = {"eager": lambda: Counted(layer(0.01), data), "absent": absent}
-    results = compete(contenders, {"": refuse}, TOLERANCE, torch.device("cpu"), seconds=1.0)
+    results = compete(contenders, {"": refuse}, TOLERANCE, Timing(torch.device("cpu"), 1.0))
     assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
     assert len(steps) == 1
 
@@ -152,7 +151,7 @@ def test_the_host_is_timed_over_calls_in_a_row():
     assert calls == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
     assert step == pytest.approx(forward + backward)
     calls.clear()
-    result = interleave({"ours": job}, cpu, 0.0, host_calls=3)["ours"]
+    result = interleave({"ours": job}, Timing(cpu, 0.0, host_calls=3))["ours"]
     assert calls[:9] == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
     assert len(calls) % 9 == 0
     assert len(result.step) == len(result.forward) == len(result.backward)
