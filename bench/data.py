@@ -24,15 +24,15 @@ def parametrize_cases(
     metafunc.parametrize("case", [*cases[kind], *slow], ids=str)
 
 
-def parametrize_pairs(metafunc: pytest.Metafunc, cases: Iterable[tuple[str, Iterable[str], bool]]) -> None:
+def parametrize_pairs(metafunc: pytest.Metafunc, cases: Iterable[tuple[Any, Iterable[str], bool]]) -> None:
     """Parametrizes ``case`` and ``contender`` where each case has contenders of its own.
 
-    ``cases`` has the name of each case, its contenders, and whether it is marked slow.
+    ``cases`` has each case, its contenders, and whether it is marked slow.
     """
     metafunc.parametrize(
         ("case", "contender"),
         [
-            pytest.param(case, name, marks=[pytest.mark.slow] * slow)
+            pytest.param(case, name, marks=[pytest.mark.slow] * slow, id=f"{case}-{name}")
             for case, contenders, slow in cases
             for name in contenders
         ],

@@ -1,16 +1,17 @@
 """Cases, data, references and report for the benches of a norm and its activation as a single layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
-from .contenders import BATCH_NORM, INSTANCE_NORM, aggressive, compiled
-from .data import DTYPES, Source, describe
+from .contenders import BATCH_NORM, INSTANCE_NORM, aggressive, compiled, uncompiled
+from .data import DTYPES, Source, describe, parametrize_pairs
 from .harness import Copy, Result, Timing, compete
 from .jobs import LayerJob, Treat, as_it_is
 from .replay import report_step
@@ -88,6 +89,24 @@ def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str,
     assert grads.dbias is not None
     out = norm_act(x, weight, bias, param=slope, groups=case.groups).out
     return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
+
+
+def contenders_of(case: NormCase, names: Iterable[str], compiled: Container[NormCase]) -> list[str]:
+    """Those of ``names`` that compete in a case.  Compilers do in the cases of ``compiled`` only."""
+    return list(names) if case in compiled else uncompiled(names)
+
+
+def parametrize_norms(
+    metafunc: pytest.Metafunc,
+    names: Iterable[str],
+    cases: Mapping[str, Sequence[NormCase]],
+    more: Mapping[str, Sequence[NormCase]],
+    compiled: Container[NormCase],
+) -> None:
+    """Parametrizes the cases of the device with their contenders.  Those in ``more`` are marked slow."""
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    both = [(case, slow) for group, slow in ((cases, False), (more, True)) for case in group.get(kind, ())]
+    parametrize_pairs(metafunc, [(case, contenders_of(case, names, compiled), slow) for case, slow in both])
 
 
 def compete_norms(

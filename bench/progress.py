@@ -83,11 +83,14 @@ class ProgressLines:
         self.terminal = config.pluginmanager.getplugin("terminalreporter")
         self.verbose = config.option.verbose > 0
         # Without the cache (`-p no:cacheprovider`) every run is the first one.
-        self.cache, self.key = getattr(config, "cache", None), f"bench/seconds-{config.getoption('--device')}"
+        self.cache = getattr(config, "cache", None)
+        kind = "rehearsal" if config.getoption("--rehearse") else "run"
+        self.key = f"bench/seconds-{config.getoption('--device')}-{kind}"
         self.known = self.cache.get(self.key, {}) if self.cache is not None else {}
         self.case_of = {item.nodeid: case_of(item) for item in benches}
         self.progress = Progress(self.case_of.values(), self.known)
         self.running = ""
+        self.measured: set[str] = set()
         # The cases that did not come to their end, so that their seconds say little.
         self.cut: set[str] = set()
 
@@ -109,9 +112,12 @@ class ProgressLines:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid not in self.case_of:
             return
-        self.progress.add(self.case_of[report.nodeid], report.duration)
+        case = self.case_of[report.nodeid]
+        self.progress.add(case, report.duration)
+        if report.when == "call" and report.passed:
+            self.measured.add(case)
         if report.failed:
-            self.cut.add(self.case_of[report.nodeid])
+            self.cut.add(case)
             if not self.verbose:
                 self.terminal.write_line(f"FAILED {report.nodeid}")
 
@@ -120,5 +126,5 @@ class ProgressLines:
 
     def pytest_sessionfinish(self) -> None:
         if self.cache is not None:
-            whole = {case: seconds for case, seconds in self.progress.took.items() if case not in self.cut}
+            whole = {case: self.progress.took[case] for case in self.measured - self.cut}
             self.cache.set(self.key, {**self.known, **whole})

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from bench import harness
+from bench.contenders import compiled
 from bench.harness import Missing, Result, Timing, compete, disagreement, host_lap, interleave, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
@@ -61,6 +62,17 @@ def test_wrong_contenders_are_refused_and_absent_ones_named():
     assert eager.kept == 2 * data["x"].nbytes + 2 * 4 * 4
     # x, z, and in backward the gradients of z's activation and of x
     assert eager.peak >= 4 * data["x"].nbytes
+
+
+def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
+    """Dynamo's error only said "backend='backend' raised:"."""
+
+    def fails(graph, inputs):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
+    with pytest.raises(Missing, match=r"^torch\.compile failed: RuntimeError: no C\+\+ compiler$"):
+        compiled(nn.Linear(2, 2))(torch.ones(1, 2))
 
 
 def test_nan_is_refused():
