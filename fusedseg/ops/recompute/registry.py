@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .offers import Held, Input, Linked, Offer
-from .plain import is_trained_leaf, plain, unwrapped
-from .saved import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe, recomputing
+from .plain import Place, is_trained_leaf, plain, unwrapped
+from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The most calls that may rebuild one tensor, its inputs included.  This is about five residual blocks of norm, add and
 # activation.
@@ -26,6 +26,7 @@ LARGER = 4
 SMALL = 16
 # the most values that a vector with one value per channel may have
 VECTOR = 2**12
+_unwatched = torch._C.DisableTorchFunction
 
 
 class _Storage(weakref.ref):
@@ -55,20 +56,22 @@ class _Memory:
     def __init__(self, storage: _Storage) -> None:
         self.storage = storage
         self.offers: list[Offer] = []
-        self.kept: list[weakref.ref[Kept]] = []
+        self.kept: list[weakref.ref[Data]] = []
         self.made = self.exposed = self.named = False
 
-    def keepers(self) -> Iterator[Kept]:
+    def keepers(self) -> Iterator[Data]:
         """Yields the saved tensors that still share the memory and still have the values that were saved."""
         for ref in self.kept:
             kept = ref()
             if kept is not None and not (kept.copied or kept.changed()):
                 yield kept
 
-    def kept_at(self, at: Place, version: int) -> Kept | None:
-        for kept in self.keepers():
-            if kept.version == version and kept.at.holds(at):
-                return kept
+    def kept_at(self, at: Place, version: int) -> Data | None:
+        for ref in self.kept:
+            kept = ref()
+            if kept is None or kept.version != version or kept.copied or not kept.at.holds(at) or kept.changed():
+                continue
+            return kept
         return None
 
     def offer_of(self, at: Place, version: int) -> Offer | None:
@@ -89,7 +92,7 @@ class Registry:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors for itself: decides what to save for such a tensor.
-        self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
+        self.claim: Callable[[Tensor], Data | Handle | None] | None = None
         # Set during a call of a norm: collects the parameters and statistics that the call saves.
         self.vectors: list[Tensor] | None = None
         # True during a call that saves tensors which eager mode would not have kept.
@@ -106,29 +109,37 @@ class Registry:
 
         self._gone = gone
 
-    def pack(self, t: Tensor) -> Kept | Handle:
+    def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
-        with torch._C.DisableTorchFunction():
+        with _unwatched():
             # Parameters and vectors of statistics are saved as they are; recipes have copies of them.
-            if (t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t):
+            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
+                saved = as_it_is(t, self.outer)
                 if self.vectors is not None:
-                    self.vectors.append(t.detach())
-                return Kept(t, self.outer)
-            claimed = None if self.claim is None else self.claim(t)
-            if claimed is not None:
-                return claimed
-            at, recipe, memory = Place.of(t), None, self._find(t)
-            if memory is not None and memory.offers and memory.kept_at(at, t._version) is None:
+                    self.vectors.append(saved[0] if type(saved) is tuple else t.detach())
+                return saved
+            if self.claim is not None:
+                claimed = self.claim(t)
+                if claimed is not None:
+                    return claimed
+            at, storage = Place.of(t), t.untyped_storage()
+            memory = self._memory(storage)
+            if memory.offers and memory.kept_at(at, t._version) is None:
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
-            return self.keep(t, at) if recipe is None else Handle(recipe, at)
+                if recipe is not None:
+                    return Handle(recipe, at)
+            return self._keep(t, at, memory)
 
-    def keep(self, t: Tensor, at: Place | None = None) -> Kept:
-        kept = Kept(t, self.outer, Place.of(t) if at is None else at)
-        memory = self._memory(t.untyped_storage())
-        kept.exposed = memory.exposed
-        kept.in_recipe = self.saves_sources
-        kept.in_graph = not self.saves_sources
+    def keep(self, t: Tensor) -> Data:
+        return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
+
+    def _keep(self, t: Tensor, at: Place, memory: _Memory) -> Data:
+        kept = Data(t, self.outer, at)
+        if memory.exposed:
+            kept.exposed = True
+        if self.saves_sources:
+            kept.in_recipe, kept.in_graph = True, False
         if memory.kept:
             memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(kept))
@@ -138,19 +149,18 @@ class Registry:
         self,
         output: Tensor,
         rebuild: Callable[..., Tensor],
-        inputs: Sequence[Tensor | Kept | Recipe],
+        inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None = None,
         changes: int = 0,
     ) -> Offer | None:
         """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
         if not (output.is_floating_point() and plain(output)):
             return None
-        if not all(not isinstance(t, Tensor) or plain(t) for t in inputs):
-            return None
         own = output.untyped_storage()
-        # Memory that an argument lies in was made by another call, unless this call writes to it.
-        if not changes and any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
-            return None
+        for t in inputs:
+            # Memory that an argument lies in was made by another call, unless this call writes to it.
+            if isinstance(t, Tensor) and not (plain(t) and (changes or t.untyped_storage() is not own)):
+                return None
         memory, at, links = self._memory(own), Place.of(output), list[tuple[Input, Place]]()
         memory.made |= not changes
         for t in inputs:
@@ -169,12 +179,11 @@ class Registry:
         if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # Written over an input of another size, layout or dtype, the result would be another one.
             overwrite = None
-        version = output._version + changes
-        autocast = Autocast.now(output.device.type)
-        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
+        version = output._version
+        offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        memory.offers = [other for other in memory.offers if other.version >= output._version]
+        memory.offers = [other for other in memory.offers if other.version >= version]
         memory.offers.append(offer)
         return offer
 
@@ -193,28 +202,35 @@ class Registry:
 
     def source(self, t: Tensor) -> Recipe | None:
         """The recipe of ``t`` as it is, if it has one."""
-        memory = self._find(t)
+        memory = self._find(t.untyped_storage())
         offer = None if memory is None else memory.offer_of(Place.of(t), t._version)
         return None if offer is None else offer.source(self)
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
-        memory = self._find(output)
+        memory = self._find(output.untyped_storage())
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, t: Tensor) -> None:
-        """``t`` is about to be written to: copies what recipes read from its memory."""
-        t = unwrapped(t)
+    def before_change(self, t: Tensor) -> bool:
+        """``t`` is about to be written to: copies what recipes read from its memory.
+
+        Returns whether something is known of the memory, so that ``t`` may have a recipe.
+        """
         if not plain(t):
-            return
-        memory = self._find(t)
+            t = unwrapped(t)
+            if not plain(t):
+                return False
+        storage = t.untyped_storage()
+        memory = self._find(storage)
         # The version of t will no longer tell that its node in the graph is the one that made its memory.
-        if (memory is None or not memory.made) and self.is_computed(t):
-            self.note_made(t)
-        # Versions are not compared with that of t, which may be another name of the memory with its own count.
-        for kept in memory.keepers() if memory is not None else ():
-            if kept.in_recipe:
-                kept.copy_before_change(t.untyped_storage())
+        if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
+            self._memory(storage).made = True
+        if memory is not None:
+            # Versions are not compared with that of t, which may be another name of the memory with its own count.
+            for kept in memory.keepers():
+                if kept.in_recipe:
+                    kept.copy_before_change(storage)
+        return memory is not None
 
     def expose(self, t: Tensor) -> None:
         """From now on, something may write to the memory of ``t`` without raising a version.
@@ -239,7 +255,7 @@ class Registry:
             recipe = offer.recipe()
             # Saved tensors of an older version have the values of that version in eager mode as well, or raise.
             if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
-                recipe.data = Kept(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
+                recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
         memory.offers.clear()
         memory.exposed = True
 
@@ -257,11 +273,11 @@ class Registry:
                 kept.copy_before_change(t.untyped_storage())
 
     def is_source(self, t: Tensor) -> bool:
-        memory = self._find(t) if plain(t) else None
+        memory = self._find(t.untyped_storage()) if plain(t) else None
         return memory is not None and any(kept.in_recipe for kept in memory.keepers())
 
     def is_exposed(self, t: Tensor) -> bool:
-        memory = self._find(t)
+        memory = self._find(t.untyped_storage())
         return memory is not None and memory.exposed
 
     def note_made(self, t: Tensor) -> None:
@@ -275,13 +291,16 @@ class Registry:
         It is the result of a call that this scope saw, or of one with a node in the graph.  False for the caller's own
         memory, such as images, parameters and buffers, which may change in ways that no version shows.
         """
+        storage = t.untyped_storage()
+        return self._is_computed(t, storage, self._find(storage))
+
+    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: _Memory | None) -> bool:
         # false for memory of numpy and other libraries, and for what was handed to them
-        if not t.untyped_storage().resizable():
+        if not storage.resizable():
             return False
-        memory = self._find(t)
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
-        if self._in_checkpoint or recomputing():
+        if self._in_checkpoint or torch._C._current_graph_task_id() != -1:
             # A checkpoint keeps its inputs, and the graph of what it computes again lives no longer than one backward.
             return True
         whole = t._base if t._is_view() else t
@@ -292,7 +311,7 @@ class Registry:
         """Whether ``t`` may be saved in place of something that is computed from it."""
         if not plain(t):
             return False
-        at, memory = Place.of(t), self._find(t)
+        at, memory = Place.of(t), self._find(t.untyped_storage())
         if memory is None or memory.exposed:
             return self.is_computed(t)
         known = memory.kept_at(at, t._version) or memory.offer_of(at, t._version)
@@ -307,7 +326,8 @@ class Registry:
         small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
         # not parameters and running statistics
         if not (small and t.is_leaf):
-            memory = self._find(t)
+            storage = t.untyped_storage()
+            memory = self._find(storage)
             if memory is not None and not memory.exposed:
                 kept = memory.kept_at(at, t._version)
                 if kept is not None:
@@ -315,7 +335,7 @@ class Registry:
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
-            if not small and self.is_computed(t):
+            if not small and self._is_computed(t, storage, memory):
                 return Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at
@@ -323,8 +343,7 @@ class Registry:
         copy = t.detach().clone()
         return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 
-    def _find(self, t: Tensor) -> _Memory | None:
-        storage = t.untyped_storage()
+    def _find(self, storage: torch.UntypedStorage) -> _Memory | None:
         memory = self._memories.get(storage._cdata)
         return memory if memory is not None and memory.storage() is storage else None
 
