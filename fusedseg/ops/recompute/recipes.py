@@ -137,12 +137,10 @@ class expect:
         registry, x = self.registry, self.tensors[0]
         if registry is None:
             return
-        self.claim_before, self.offered, self.before = registry.claim, None, None
+        self.claim_before = registry.claim
         with torch._C.DisableTorchFunction():
-            if registry.before_change(x):
-                self.version, self.before = x._version, registry.source(x)
-            if self.before is not None:
-                self.offered = registry.offer(x, self.rebuild, self.tensors, self.overwrite, changes=1)
+            others, self.version = self.tensors[1:], x._version
+            self.before, self.offered = registry.overwriting(x, self.rebuild, others, self.overwrite)
         registry.claim = None if self.before is None else self._copy_of_x
 
     def __exit__(self, *exception: object) -> None:

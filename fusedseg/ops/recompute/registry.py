@@ -5,14 +5,14 @@ the contract with the ops.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
@@ -27,58 +27,6 @@ SMALL = 16
 # the most values that a vector with one value per channel may have
 VECTOR = 2**12
 _unwatched = torch._C.DisableTorchFunction
-
-
-class _Storage(weakref.ref):
-    """A weak reference to a storage, and the key that the registry finds it by."""
-
-    __slots__ = ("key",)
-    key: int
-
-    def __new__(cls, storage: torch.UntypedStorage, gone: Callable[[Any], None]) -> "_Storage":
-        self = super().__new__(cls, storage, gone)
-        self.key = storage._cdata
-        return self
-
-
-class _Memory:
-    """What is known about one live storage.
-
-    offers: recipes of tensors in this storage, for its newest version.
-    kept: saved tensors in this storage.
-    made: the scope saw torch allocate the storage for a result.
-    exposed: something may write to the storage without raising a version.
-    named: a detached tensor gives the storage another name, and the scope may not see what is done with that name.
-    """
-
-    __slots__ = ("exposed", "kept", "made", "named", "offers", "storage")
-
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
-        self.offers: list[Offer] = []
-        self.kept: list[weakref.ref[Data]] = []
-        self.made = self.exposed = self.named = False
-
-    def keepers(self) -> Iterator[Data]:
-        """Yields the saved tensors that still share the memory and still have the values that were saved."""
-        for ref in self.kept:
-            kept = ref()
-            if kept is not None and not (kept.copied or kept.changed()):
-                yield kept
-
-    def kept_at(self, at: Place, version: int) -> Data | None:
-        for ref in self.kept:
-            kept = ref()
-            if kept is None or kept.version != version or kept.copied or not kept.at.holds(at) or kept.changed():
-                continue
-            return kept
-        return None
-
-    def offer_of(self, at: Place, version: int) -> Offer | None:
-        for offer in self.offers:
-            if offer.version == version and offer.at.holds(at):
-                return offer
-        return None
 
 
 class Registry:
@@ -99,12 +47,13 @@ class Registry:
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of a concatenation, by the concatenation, as long as that lives.
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, Memory] = {}
         registry = weakref.ref(self)
 
-        def gone(storage: _Storage) -> None:
+        def gone(storage: Storage) -> None:
             own = registry()
-            if own is not None and storage.key in own._memories and own._memories[storage.key].storage is storage:
+            memory = None if own is None else own._memories.get(storage.key)
+            if own is not None and memory is not None and memory.storage is storage:
                 del own._memories[storage.key]
 
         self._gone = gone
@@ -134,7 +83,7 @@ class Registry:
     def keep(self, t: Tensor) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
-    def _keep(self, t: Tensor, at: Place, memory: _Memory) -> Data:
+    def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
         kept = Data(t, self.outer, at)
         if memory.exposed:
             kept.exposed = True
@@ -151,18 +100,56 @@ class Registry:
         rebuild: Callable[..., Tensor],
         inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None = None,
-        changes: int = 0,
-    ) -> Offer | None:
-        """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
+    ) -> None:
+        """Records the recipe of ``output``, whose memory a call has just allocated."""
         if not (output.is_floating_point() and plain(output)):
-            return None
+            return
         own = output.untyped_storage()
         for t in inputs:
-            # Memory that an argument lies in was made by another call, unless this call writes to it.
-            if isinstance(t, Tensor) and not (plain(t) and (changes or t.untyped_storage() is not own)):
-                return None
-        memory, at, links = self._memory(own), Place.of(output), list[tuple[Input, Place]]()
-        memory.made |= not changes
+            # Memory that an argument lies in was made by another call.
+            if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
+                return
+        memory = self._memory(own)
+        memory.made = True
+        self._record(output, memory, [], rebuild, inputs, overwrite)
+
+    def overwriting(
+        self,
+        x: Tensor,
+        rebuild: Callable[..., Tensor],
+        others: Sequence[Tensor],
+        overwrite: Callable[..., Tensor] | None,
+    ) -> tuple[Recipe | None, Offer | None]:
+        """``x`` is about to be overwritten by ``rebuild(x, *others)``, which raises its version by one.
+
+        Returns the recipe of ``x`` as it is, and the offer of what ``x`` becomes.
+        """
+        if not self.before_change(x) or not plain(x):
+            return None, None
+        memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
+        offer = memory.offer_of(at, version)
+        before = None if offer is None else offer.source(self)
+        if offer is None or before is None or not (x.is_floating_point() and all(map(plain, others))):
+            return before, None
+        if memory.exposed or memory.kept_at(at, version) is not None:
+            # The data of x is kept, and is about to be overwritten.
+            return before, None
+        return before, self._record(x, memory, [(offer, at)], rebuild, others, overwrite)
+
+    def _record(
+        self,
+        output: Tensor,
+        memory: Memory,
+        links: list[tuple[Input, Place]],
+        rebuild: Callable[..., Tensor],
+        inputs: Sequence[Tensor | Data | Recipe],
+        overwrite: Callable[..., Tensor] | None,
+    ) -> Offer | None:
+        """Records a recipe, unless an input is not certain, or it is not worth it.
+
+        ``links`` has the first input already where that is ``output`` itself, which the call is about to overwrite.
+        """
+        at, version, changes = Place.of(output), output._version, len(links)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -173,17 +160,14 @@ class Registry:
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if changes and not isinstance(links[0][0], Offer):
-            # its data is about to be overwritten
-            return None
         if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # Written over an input of another size, layout or dtype, the result would be another one.
             overwrite = None
-        version = output._version
         offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        memory.offers = [other for other in memory.offers if other.version >= version]
+        if memory.offers:
+            memory.offers = [other for other in memory.offers if other.version >= version]
         memory.offers.append(offer)
         return offer
 
@@ -199,12 +183,6 @@ class Registry:
             memory.offers.append(offer)
         recipe = offer.source(self)
         return None if recipe is None else Handle(recipe, at)
-
-    def source(self, t: Tensor) -> Recipe | None:
-        """The recipe of ``t`` as it is, if it has one."""
-        memory = self._find(t.untyped_storage())
-        offer = None if memory is None else memory.offer_of(Place.of(t), t._version)
-        return None if offer is None else offer.source(self)
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())
@@ -294,7 +272,7 @@ class Registry:
         storage = t.untyped_storage()
         return self._is_computed(t, storage, self._find(storage))
 
-    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: _Memory | None) -> bool:
+    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: Memory | None) -> bool:
         # false for memory of numpy and other libraries, and for what was handed to them
         if not storage.resizable():
             return False
@@ -343,12 +321,15 @@ class Registry:
         copy = t.detach().clone()
         return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 
-    def _find(self, storage: torch.UntypedStorage) -> _Memory | None:
+    def _find(self, storage: torch.UntypedStorage) -> Memory | None:
         memory = self._memories.get(storage._cdata)
         return memory if memory is not None and memory.storage() is storage else None
 
-    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
-        memory = self._memories.get(storage._cdata)
+    def _memory(self, storage: torch.UntypedStorage) -> Memory:
+        key = storage._cdata
+        memory = self._memories.get(key)
         if memory is None or memory.storage() is not storage:
-            memory = self._memories[storage._cdata] = _Memory(_Storage(storage, self._gone))
+            own = Storage(storage, self._gone)
+            own.key = key
+            memory = self._memories[key] = Memory(own)
         return memory
