@@ -19,6 +19,7 @@ first.  All other functions run as they are; ``watch.py`` tells the registry abo
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...activation import OF_MODULE, OTHERS
 from .. import max_pool
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
@@ -204,12 +206,25 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 Rule = Callable[[Registry, Function, Any, Any], Any]
-# functions of torch.nn.functional with the option `inplace`
-FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.hardtanh, F.selu, F.celu, F.hardsigmoid)
 # names of functions and methods that have an in-place form with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
+
+
+def _activations(flagged: bool) -> tuple[Function, ...]:
+    """The activations of ``torch.nn.functional`` whose rule is that of their kind, with or without ``inplace``.
+
+    Not among them are those that draw random numbers, and prelu, which has a rule of its own.
+    """
+    stock = [(module, row.name) for module, row in OF_MODULE.items() if not row.learned]
+    stock += [(row.module, row.name) for row in OTHERS if row.module is not None and not row.random]
+    return tuple(
+        getattr(F, name) for module, name in stock if ("inplace" in inspect.signature(module).parameters) == flagged
+    )
+
+
+FLAGGED = _activations(True)
 PURE = (
-    F.gelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+    *_activations(False), F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     torch.stack, torch.flatten, torch.reshape, torch.clone,
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
