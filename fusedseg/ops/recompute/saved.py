@@ -171,8 +171,6 @@ class Autocast(NamedTuple):
 
     def again(self, kind: str) -> Any:
         """The context in which a call runs under this state; None if that is the state now."""
-        if not self.enabled and not _is_any_autocast_enabled():
-            return None
         if not _has_autocast(kind) or not (self.enabled or torch.is_autocast_enabled(kind)):
             return None
         # Without the cache, since that belongs to the caller's autocast region.
@@ -233,7 +231,8 @@ class Recipe:
         return value, True
 
     def _rebuilt(self, order: int) -> Tensor:
-        inputs, first_is_ours = [], False
+        inputs: list[Tensor] = []
+        first_is_ours = False
         for source, at in self.inputs:
             if isinstance(source, Recipe):
                 t, ours = source.load(order)
@@ -242,7 +241,8 @@ class Recipe:
                 t = source.load_for_recipe()
             inputs.append(seen_as(t, source.at, at))
         call = self.overwrite if self.overwrite is not None and first_is_ours else self.rebuild
-        autocast = self.autocast.again(inputs[0].device.type)
+        differs = self.autocast.enabled or _is_any_autocast_enabled()
+        autocast = self.autocast.again(inputs[0].device.type) if differs else None
         with torch._C.DisableTorchFunction():
             if autocast is None and not torch.is_grad_enabled():
                 out = call(*inputs)

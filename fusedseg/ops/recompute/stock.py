@@ -223,7 +223,7 @@ def _activations(flagged: bool) -> tuple[Function, ...]:
 
 
 FLAGGED = _activations(True)
-PURE = (
+PURE: tuple[Function, ...] = (
     *_activations(False), F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     torch.stack, torch.flatten, torch.reshape, torch.clone,
