@@ -1,6 +1,6 @@
-"""The registry of recipes: which live tensor can be rebuilt in backward, from what is kept for it anyway.
+"""How an op offers a recipe for its output, so that the output is rebuilt in backward and need not be kept.
 
-While a scope is active (``fusedseg.recompute()``, see ``recompute.py``), saved tensors pass through ``Registry.pack``.
+While a scope is active (``fusedseg.recompute()``, see ``scope.py``), saved tensors pass through ``Registry.pack``.
 An op that can rebuild its output cheaply says so right after it ran:
 
     z = Function.apply(x, mean, rstd, weight, bias)           # saves x
