@@ -148,7 +148,12 @@ _ROWS = (
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=y),
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
-        inverse=Inverse(y=_elu_inverse, grad=_elu_grad, into=lambda y, p, out: aten.elu.out(y, p, out=out)),
+        inverse=Inverse(
+            y=_elu_inverse,
+            grad=_elu_grad,
+            into=lambda y, p, out: aten.elu.out(y, p, out=out),
+            slope=lambda p: min(p, 1.0),
+        ),
     ),
     Row(
         "selu",
@@ -261,17 +266,21 @@ TABLE: dict[str, Row] = {row.name: row for row in _ROWS}
 
 
 class Other(NamedTuple):
-    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``."""
+    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``.
+
+    ``random``: it draws random numbers in training.
+    """
 
     name: str
     module: type[nn.Module] | None
     node: str = ""
+    random: bool = False
 
 
 OTHERS = (
     Other("hardtanh", nn.Hardtanh),
     Other("celu", nn.CELU),
-    Other("rrelu", nn.RReLU),
+    Other("rrelu", nn.RReLU, random=True),
     Other("sigmoid", nn.Sigmoid, "Sigmoid"),
     Other("tanh", nn.Tanh, "Tanh"),
     Other("hardsigmoid", nn.Hardsigmoid),
