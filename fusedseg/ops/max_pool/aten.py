@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .convolution import FORMATS
+from ..layout import FORMATS
 from .planes import by_dimension
 
 aten = torch.ops.aten
