@@ -60,6 +60,7 @@ class Row:
     node: how the name of the node begins that autograd makes for it; "" where the memory report gives no advice.
     parameter: what ``activation_param`` is, if there is one.
     inverse: None where y cannot be found from z.
+    identity: z is y, so the gradient of y is dz, and a parameter means nothing.
     idempotent: to apply it twice is the same as to apply it once.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they stand for.
     selected_by: for a row that a word selects, the public name and the word.
@@ -75,6 +76,7 @@ class Row:
     node: str = ""
     parameter: Parameter | None = None
     inverse: Inverse | None = None
+    identity: bool = False
     idempotent: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
@@ -163,6 +165,7 @@ _ROWS = (
         function=lambda y, p: y,
         forward=lambda y, p: y,
         grad=lambda dz, y, p: dz,
+        identity=True,
         idempotent=True,
         inverse=Inverse(
             y=lambda z, p: z,
@@ -325,7 +328,7 @@ def parse_activation(op: str, name: str, param: float | str | None = None) -> Ac
     _check_name(op, name, NAMES)
     parameter = TABLE[name].parameter
     if parameter is None:
-        if param is not None and name != "identity":
+        if param is not None and not TABLE[name].identity:
             raise ValueError(
                 f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}"
             )
@@ -350,7 +353,7 @@ def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAc
     _check_name(op, name, INVERTIBLE)
     parameter = TABLE[name].parameter
     if parameter is None:
-        if name != "identity" and param not in (None, 0.0, 0.01):
+        if not TABLE[name].identity and param not in (None, 0.0, 0.01):
             raise ValueError(f"{op}: activation {name!r} has no parameter, leave activation_param out, got {param!r}")
         return Activation(name, 0.0)
     value = _check_number(op, name, parameter.name, param)

@@ -37,13 +37,14 @@ def convolved_and_normalised(
     """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
     sources, geometry = padded(name, sources, *arguments_of(conv))
     sources, weight, bias = autocast(sources, conv.weight, conv.bias)
-    batch_stats, running_mean, running_var, momentum = norm._statistics()
+    batch_stats, running_mean, running_var, momentum, batches, _ = norm._statistics()
     norms = (running_mean, running_var, norm.weight, norm.bias)
     op.check(sources, weight, bias, *norms, geometry, batch_stats, conv_backend)
-    kept = norm._kept_now(weight.dtype)
+    kept = norm._kept_now(norm.weight, norm.bias, weight.dtype, False)
     settings = op.Settings(geometry, batch_stats, momentum, norm.eps, norm._act, kept, conv_backend)
     z = op.conv_abn(sources, weight, bias, *norms, settings)
-    norm._count_batch()
+    if batches is not None:
+        batches.add_(1)
     return z
 
 
