@@ -275,10 +275,10 @@ def _of_given(spec: Spec) -> Spec:
 
 def _compiled(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:
     """The functional op, and the running statistics."""
-    x = passed.x
+    x, *more, running_mean, running_var, _ = passed
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
-    running = (None, None) if spec.own else (passed.running_mean, passed.running_var)
-    z, stats, _ = norm_op(*passed[:5], *running, slots, count, *flat(spec))
+    running = (None, None) if spec.own else (running_mean, running_var)
+    z, stats, _ = norm_op(x, *more, *running, slots, count, *flat(spec))
     if spec.own:
         values = x.numel() // statistics_count(x, spec) if x.numel() else 0
         used, second, *of_all = stats
