@@ -126,8 +126,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("fusedseg.__main__", arguments, monkeypatch)
         case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["python", "-m", "bench.report", *arguments]:
-            parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "bench.report" | "tests.mutation" as module, *arguments]:
+            parse(module, arguments, monkeypatch)
         case ["python", "-m", "docs.make_pictures", *arguments]:
             pytest.importorskip("matplotlib")
             parse("docs.make_pictures", arguments, monkeypatch)
