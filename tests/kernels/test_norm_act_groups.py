@@ -11,7 +11,7 @@ from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.interpreter import backwards
-from tests.tools.tensors import channels_last, slots_of
+from tests.tools.tensors import channels_last, placed, slots_of
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -95,9 +95,11 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
 
         checked = traffic()
     layout = layout_of(x).by_sample(x.shape[0], groups)
-    z = x.clone() if keep == "output" else torch.empty_like(x)
+    z = placed(x)
+    if keep == "input":
+        z.fill_(torch.nan)
     source = z if keep == "output" else x
-    dresidual = None if residual is None else torch.empty_like(x)
+    dresidual = None if residual is None else placed(residual)
     parameters = None if weight is None else weight.dtype
     with checked:
         mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,

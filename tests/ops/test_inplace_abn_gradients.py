@@ -6,7 +6,7 @@ import torch
 import fusedseg
 from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import inplace_abn
-from fusedseg.ops.norm import aten_output
+from fusedseg.ops.norm import aten_chunks, aten_output
 from tests.ops.test_inplace_abn import stock
 from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error
 from tests.tools.tensors import channels_last
@@ -25,13 +25,15 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["whole", "chunked"])
+@pytest.fixture(params=["whole", "by sums", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
+    """The aten path in one piece by one call, as small tensors are done, in one piece by sums, and in many pieces."""
+    if request.param == "by sums":
+        monkeypatch.setattr(aten_output, "FEW", 0)
     if request.param == "chunked":
-        monkeypatch.setattr(aten_output, "_chunk_elements", lambda x: 7)
-        monkeypatch.setattr(aten_output, "WHOLE", 1)
-        monkeypatch.setattr(aten_output, "SLOW_STATISTICS", 0)
+        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
 
 
 def check_gradients(backend, device, shape, fmt, activation, param, training, affine):

@@ -76,10 +76,10 @@ def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[N
         InterpreterBuilder.create_get_num_programs = num_programs
 
 
+def last_first(kernel: str, grid: Program) -> list[Program]:
+    return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
+
+
 def backwards() -> contextlib.AbstractContextManager[None]:
     """Runs the programs of every launch from the last to the first."""
-
-    def last_first(kernel: str, grid: Program) -> list[Program]:
-        return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
-
     return only_programs(last_first)
