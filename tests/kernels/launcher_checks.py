@@ -134,7 +134,7 @@ def launches_what_triton_would() -> None:
     with recorder() as record:
         launch = add()
         direct = 0
-        for _ in range(120):
+        for _ in range(60):
             dtypes = [pick.choice((torch.float16, torch.float32)) for _ in range(3)]
             tensors = [tensor(dtype, pick.random() < 0.7) for dtype in dtypes]
             tensors[1] = pick.choice((None, tensors[1]))
@@ -147,7 +147,7 @@ def launches_what_triton_would() -> None:
             public(tensors, factor)
             ours, theirs = record.launched[-2:]
             assert as_addresses(ours) == as_addresses(theirs), f"{ours} is not {theirs}"
-    assert direct > 60, f"only {direct} direct launches"
+    assert direct > 20, f"only {direct} direct launches"
 
 
 def tells_apart_what_triton_does() -> None:
