@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.closing import average, closing_lines, times
 from bench.harness import Result
-from bench.progress import Progress, clock
+from bench.progress import Progress, case_of, clock
 from bench.results import Report, Section
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,20 @@ def test_a_case_that_is_new_takes_the_mean_of_those_so_far(clocked):
 
 def test_clock():
     assert [clock(seconds) for seconds in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "60:00"]
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "name"),
+    [
+        ("test_step", {"case": "2x3", "contender": "ours"}, "conv_abn: 2x3"),
+        ("test_inference", {"case": "2x3"}, "conv_abn inference: 2x3"),
+        ("test_step", {"contender": "ours"}, "conv_abn"),
+        ("test_bandwidth", None, "conv_abn bandwidth"),
+    ],
+)
+def test_the_name_of_a_case(function, params, name):
+    given = {} if params is None else {"callspec": SimpleNamespace(params=params)}
+    assert case_of(SimpleNamespace(path=Path("bench/test_conv_abn.py"), originalname=function, **given)) == name
 
 
 def result(step: float, kept: int = 4, peak: int = 8) -> Result:
