@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedseg.ops.conv_choice import tf32_allowed
-from fusedseg.ops.convolution import Geometry
+from fusedseg.ops.conv.choice import tf32_allowed
+from fusedseg.ops.conv.convolution import Geometry
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
 from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders, uncompiled

@@ -7,7 +7,6 @@ import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
-from ..memory.fake import quiet
 from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 from .progress import Progress
@@ -39,6 +38,12 @@ def add_convert(commands) -> None:
         "--slope", type=float, default=0.01, metavar="NUMBER", help="of the LeakyReLU of mode leaky (default: 0.01)"
     )
     command.add_argument(
+        "--no-inplace",
+        dest="inplace",
+        action="store_false",
+        help="let no norm write over its input, for a model whose flow changes later",
+    )
+    command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -52,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         spec = parse_model(args.model)
         shapes = batched(spec, args)
         model = build(spec)
-        with Progress("fusedseg convert") as progress, quiet():
+        with Progress("fusedseg convert") as progress:
             try:
+                options = {"mode": args.mode, "slope": args.slope, "inplace": args.inplace}
                 inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
-                report = convert(model.to(dtype), example_inputs=inputs, mode=args.mode, slope=args.slope)
+                report = convert(model.to(dtype), example_inputs=inputs, **options)
                 if args.verify:
                     progress.update("comparing outputs and gradients")
                     verified = report.verify(inputs)
