@@ -175,8 +175,11 @@ def bench(tmp_path):
         text = f"CASES = {cases!r}\n{textwrap.dedent(BENCH)}"
         (tmp_path / "bench" / "test_tiny.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "bench", *options]
-        env = {**os.environ, "COLUMNS": "120"}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        # In a worker of xdist, pytest-benchmark would disable itself.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env | {"COLUMNS": "120"}, capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     return run
