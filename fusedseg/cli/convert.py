@@ -8,7 +8,7 @@ import torch
 from ..conversion import convert
 from ..conversion.convert import MODES
 from .command import Refused, add_command, first_line
-from .models import DTYPES, add_model, batched, build, parse_model, place_of
+from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 from .progress import Progress
 
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -26,13 +26,7 @@ def add_convert(commands) -> None:
         run=run,
     )
     add_model(command, "the batch, if SHAPE has none (default: 1)")
-    command.add_argument(
-        "--dtype",
-        choices=list(CONVERTED_DTYPES),
-        default="fp32",
-        metavar="NAME",
-        help=f"of the model and its inputs: {', '.join(CONVERTED_DTYPES)} (default: fp32)",
-    )
+    add_choice(command, "--dtype", CONVERTED_DTYPES, "fp32", "of the model and its inputs")
     command.add_argument(
         "--mode",
         choices=MODES,

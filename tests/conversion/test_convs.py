@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.memory import measure
-from fusedseg.ops import sources
+from fusedseg.ops.conv import sources
 from fusedseg.ops.recompute import joins
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced

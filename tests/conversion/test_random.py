@@ -7,11 +7,11 @@ import torch
 
 import fusedseg
 from fusedseg.conversion import convs
-from fusedseg.ops import sources
+from fusedseg.ops.conv import sources
 from tests.conversion.compare import assert_same
 from tests.conversion.networks import Random
 
-QUICK = 30
+QUICK = 20
 
 
 @pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(s, marks=pytest.mark.slow) for s in range(QUICK, 200))])
