@@ -111,7 +111,7 @@ class Registry:
                 return
         memory = self._memory(own)
         memory.made = True
-        self._record(output, memory, [], rebuild, inputs, overwrite)
+        self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -134,11 +134,12 @@ class Registry:
         if memory.exposed or memory.kept_at(at, version) is not None:
             # The data of x is kept, and is about to be overwritten.
             return before, None
-        return before, self._record(x, memory, [(offer, at)], rebuild, others, overwrite)
+        return before, self._record(x, at, memory, [(offer, at)], rebuild, others, overwrite)
 
     def _record(
         self,
         output: Tensor,
+        at: Place,
         memory: Memory,
         links: list[tuple[Input, Place]],
         rebuild: Callable[..., Tensor],
@@ -149,7 +150,7 @@ class Registry:
 
         ``links`` has the first input already where that is ``output`` itself, which the call is about to overwrite.
         """
-        at, version, changes = Place.of(output), output._version, len(links)
+        version, changes = output._version, len(links)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))

@@ -20,7 +20,7 @@ first.  All other functions run as they are; ``watch.py`` tells the registry abo
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,14 @@ Function = Callable[..., Any]
 
 
 def _offer(
-    registry: Registry, out: Any, rebuild: Function, tensors: list[Tensor], overwrite: Function | None = None
+    registry: Registry, out: Any, rebuild: Function, tensors: Sequence[Tensor], overwrite: Function | None = None
 ) -> None:
     if isinstance(out, Tensor) and tensors:
         registry.offer(out, rebuild, tensors, overwrite)
 
 
 def _call(
-    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], rebuild: Function,
+    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: Sequence[Tensor], rebuild: Function,
     overwrite: Function | None,
 ) -> Any:  # fmt: skip
     """Calls a function that writes to none of its arguments, and offers the recipe ``rebuild``."""
@@ -96,12 +96,22 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
 
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
-    again, tensors = replay(func, args, kwargs)
+    apart: Function
+    if len(args) == 1 and kwargs.keys() <= {"inplace"}:
+        (apart, overwrite), tensors = _forms(func), args
+    else:
+        again, tensors = replay(func, args, kwargs)
+        apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
-        return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
-    apart = again.by(func, inplace=False)
-    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=again, registry=registry):
+        return _call(registry, func, args, kwargs, tensors, apart, overwrite)
+    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=overwrite, registry=registry):
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _forms(func: Function) -> tuple[Function, Function]:
+    """A function of one tensor that has the option ``inplace``, without and with the option."""
+    return func, functools.partial(func, inplace=True)
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
