@@ -70,15 +70,25 @@ class Registry:
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
-                    return claimed
+                    return self._counted(claimed)
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
             if memory.offers and memory.kept_at(at, t._version) is None:
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
                 if recipe is not None:
-                    return Handle(recipe, at)
+                    return self._counted(Handle(recipe, at))
             return self._keep(t, at, memory)
+
+    def _counted(self, saved: Data | Handle) -> Data | Handle:
+        """Lets a checkpoint around the scope count a saved tensor that has a recipe.
+
+        A checkpoint stops computing again, by an exception, at the last tensor that it has counted.  Counted like this,
+        that is the tensor that it is without the scope.
+        """
+        if self.outer is not None and self._in_checkpoint and type(saved) is Handle:
+            self.outer[0](torch.empty(0))
+        return saved
 
     def keep(self, t: Tensor) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
