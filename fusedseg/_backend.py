@@ -1,13 +1,15 @@
-"""The setting that chooses an implementation: ``auto`` takes Triton for tensors on a GPU and aten elsewhere."""
+"""Chooses an implementation, and the device of a launch: ``auto`` takes Triton for tensors on a GPU, aten elsewhere."""
 
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 NAMES = ("auto", "triton", "aten")
+HERE = nullcontext()
 
 
 def _checked(name: str, source: str) -> str:
@@ -70,3 +72,11 @@ def use_triton(x: torch.Tensor) -> bool:
     if backend == "aten":
         raise RuntimeError(f"fusedseg.backend is 'triton', but a tensor on {x.device} cannot be served: {reason}")
     return True
+
+
+def device_of(x: torch.Tensor) -> AbstractContextManager:
+    """``torch.cuda.device_of(x)``, or an empty context if the device of ``x`` is the current one.
+
+    ``torch.cuda.device_of`` takes microseconds even then.
+    """
+    return torch.cuda.device_of(x) if x.is_cuda and x.get_device() != torch.cuda.current_device() else HERE

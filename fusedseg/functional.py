@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from .activation import parse_activation, parse_invertible
-from .ops import conv_abn as _conv_abn
-from .ops import join_conv as _join_conv
-from .ops import max_pool as _max_pool
-from .ops.conv_choice import check_conv_backend
-from .ops.conv_choice import load as load_conv_choices
-from .ops.conv_choice import save as save_conv_choices
+from .ops.check import check_choice
+from .ops.conv import conv_abn as _conv_abn
+from .ops.conv import join_conv as _join_conv
+from .ops.conv.choice import check_conv_backend
+from .ops.conv.choice import load as load_conv_choices
+from .ops.conv.choice import save as save_conv_choices
+from .ops.conv.sources import Interpolated, Source
+from .ops.max_pool import op as _max_pool
 from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
-from .ops.sources import Interpolated, Source, padded, parse_sources
 
 __all__ = [
     "Interpolated",
@@ -94,9 +95,13 @@ def inplace_abn(
     op = NAMES["output"]
     act = parse_invertible(op, activation, activation_param)
     passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    spec = Spec("output", act, eps=eps, momentum=momentum, own=training)
+    return _written_over(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=training))
+
+
+def _written_over(op: str, passed: Passed, spec: Spec) -> Tensor:
     check(op, passed, spec)
-    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
+    kept = find(passed.weight, passed.bias, spec.act, passed.x.dtype, passed.residual is not None)
+    return normalise(passed, spec, kept)
 
 
 def inplace_instance_norm_act(
@@ -129,14 +134,11 @@ def inplace_instance_norm_act(
     The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
     1 / sqrt(var + eps) has shape (N, C).
     """
-    name = "fusedseg.inplace_instance_norm_act"
-    act = parse_invertible(name, activation, activation_param, "InstanceNormAct")
+    op = "fusedseg.inplace_instance_norm_act"
+    act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
     passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    spec = Spec(
-        "output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance" if use_input_stats else "batch"
-    )  # fmt: skip
-    check(name, passed, spec)
-    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
+    kind = "instance" if use_input_stats else "batch"
+    return _written_over(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind=kind))
 
 
 def inplace_group_norm_act(
@@ -162,12 +164,10 @@ def inplace_group_norm_act(
     The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
     1 / sqrt(var + eps) has shape (N, num_groups).
     """
-    name = "fusedseg.inplace_group_norm_act"
-    act = parse_invertible(name, activation, activation_param, "GroupNormAct")
+    op = "fusedseg.inplace_group_norm_act"
+    act = parse_invertible(op, activation, activation_param, "GroupNormAct")
     passed = Passed(x, weight=weight, bias=bias, residual=residual)
-    spec = Spec("output", act, eps=eps, kind="group", groups=num_groups)
-    check(name, passed, spec)
-    return normalise(passed, spec, find(weight, bias, act, x.dtype, residual is not None))
+    return _written_over(op, passed, Spec("output", act, eps=eps, kind="group", groups=num_groups))
 
 
 def norm_act(
@@ -195,12 +195,8 @@ def norm_act(
         leaky_relu(y if residual is None else y + residual, 0.01)
 
     Args:
-        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.
-        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
-            fp16 or bf16.
-        training: True normalises with the statistics of ``x``, and moves the running statistics by ``momentum``; False
-            normalises with the running statistics.
-        eps: added to the variance.
+        x: as in ``inplace_abn``, but it keeps its values.
+        running_mean, running_var, weight, bias, training, momentum, eps: as in ``inplace_abn``.
         activation, activation_param: see ``BatchNormAct``.
         norm: "batch"; "instance", for ``instance_norm`` with ``use_input_stats=training``; or "group", for
             ``group_norm``, which always takes the statistics of ``x`` and has no running statistics.
@@ -215,19 +211,16 @@ def norm_act(
     """
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
-    if norm not in ("batch", "instance", "group"):
-        raise ValueError(f"{op}: norm must be 'batch', 'instance' or 'group', got {norm!r}")
+    check_choice(op, "norm", norm, ("batch", "instance", "group"))
     if (norm == "group") != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
-    own = training or norm == "group"
+    own, groups = training or norm == "group", 0 if num_groups is None else num_groups
     passed = Passed(
         x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean, running_var=running_var
     )  # fmt: skip
-    spec = Spec(
-        "input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=0 if num_groups is None else num_groups
-    )  # fmt: skip
+    spec = Spec("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
     check(op, passed, spec)
     return normalise(passed, spec)
 
@@ -261,7 +254,7 @@ def conv_abn(
     Args:
         x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64.  A sequence of such tensors
             stands for their concatenation along the channels, which is not kept; any of them may be an
-            ``Interpolated``.  ``x`` keeps its values.
+            ``Interpolated``.  It keeps its values.
         conv_weight, conv_bias: (K, C / groups, *kernel), and (K,) or None; both in the dtype of ``x``.
         running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
             fp16 or bf16.
@@ -284,28 +277,12 @@ def conv_abn(
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)
     check_conv_backend(_conv_abn.OP, conv_backend)
-    sources, conv_weight, conv_bias, geometry = _joined(
-        _conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups
-    )
-    norms = (running_mean, running_var, weight, bias)
-    _conv_abn.check(sources, conv_weight, conv_bias, *norms, geometry, training, conv_backend)
-    kept = find(weight, bias, act, conv_weight.dtype) if torch.is_grad_enabled() else None
-    settings = _conv_abn.Settings(geometry, training, momentum, eps, act, kept, conv_backend)
-    return _conv_abn.conv_abn(sources, conv_weight, conv_bias, *norms, settings)
-
-
-def _joined(op, x, weight, bias, stride, padding, dilation, groups):
-    """Parses the arguments of a convolution: sources, weight and bias (cast under autocast), and the geometry."""
-    sources = parse_sources(op, x)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{op}: conv_weight must be a tensor, got {type(weight).__name__}")
-    if weight.dim() not in (4, 5):
-        raise ValueError(
-            f"{op}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
-            f"got {tuple(weight.shape)}"
-        )
-    sources, geometry = padded(op, sources, weight.shape[2:], stride, padding, dilation, groups)
-    return *_join_conv.autocast(sources, weight, bias), geometry
+    call = _join_conv.parsed(_conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
+    norm = Passed(call.w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    spec = Spec("output", act, eps=eps, momentum=momentum, own=training)
+    _conv_abn.check(call, norm, spec, conv_backend)
+    kept = find(weight, bias, act, call.w.dtype) if torch.is_grad_enabled() else None
+    return _conv_abn.conv_abn(call, norm, spec, kept, conv_backend)
 
 
 def join_conv(
@@ -339,9 +316,9 @@ def join_conv(
         ValueError, TypeError: an argument does not fit, as in ``conv_abn``.
         RuntimeError: backward itself is differentiated.
     """
-    arguments = _joined(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
-    _join_conv.check(_join_conv.OP, *arguments)
-    return _join_conv.join_conv(*arguments)
+    call = _join_conv.parsed(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
+    _join_conv.check(_join_conv.OP, call)
+    return _join_conv.join_conv(call)
 
 
 def max_pool(
@@ -368,11 +345,6 @@ def max_pool(
     It can be differentiated twice.  ``MaxPool2d`` says what is kept for backward and which errors are raised.
     """
     op = _max_pool.OP
-    if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
-        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"{op}: x must have shape (N, C, *spatial) or (C, *spatial), in two or three dimensions, got {came}"
-        )
-    dims = 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
+    dims = _max_pool.dims_of(op, x, kernel_size)
     pool = _max_pool.parse_pool(op, dims, kernel_size, stride, padding, dilation, ceil_mode)
     return _max_pool.pooled(op, x, dims, pool)

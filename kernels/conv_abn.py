@@ -26,7 +26,6 @@ import triton.language as tl
 
 from .activation import act_fwd
 from .conv import Geometry, conv_blocks
-from .launch import Layout
 from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
 from .tile import chan_merge
@@ -225,7 +224,7 @@ def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
     return d, h, w
 
 
-def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
+def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
     """The strides of N, C, D, H and W of a dense tensor.  Its own strides may have any value where a size is 1."""
     D, H, W = size
     along = layout.C if layout.rows else 1
@@ -235,7 +234,7 @@ def strides(layout: Layout, size: tuple[int, int, int]) -> tuple[int, ...]:
 @plan
 def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
     """The launch, and the number of parts in which it leaves statistics."""
-    geometry, x_layout, layout = Geometry(*geometry), Layout(*x_layout), Layout(*layout)
+    geometry = Geometry(*geometry)
     kernel, C = w_shape[2:], w_shape[1]
     N, K = out_shape[:2]
     M, groups = math.prod(out_shape) // K, geometry.groups

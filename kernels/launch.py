@@ -1,4 +1,8 @@
-"""Blocks, splits and warps of a normalisation kernel.  Only shape and device decide; no call is tuned."""
+"""Blocks, splits and warps of a normalisation kernel.  Only shape and device decide; no call is tuned.
+
+``layout`` is a ``Layout`` of ``fusedseg/ops/layout.py``, here and in the launchers.  ``tile.py`` says what its sizes
+mean.
+"""
 
 import functools
 from typing import NamedTuple
@@ -31,26 +35,6 @@ FIRST_PASS_EVICTION, OUTPUT_EVICTION = "", ""
 DEFAULT_SMS = 132
 
 
-class Layout(NamedTuple):
-    """The memory layout of a tensor, and which of its values share statistics; see ``kernels/tile.py``.
-
-    With statistics of the batch, rows have S = 1, and N counts samples times positions.  With statistics of each of I
-    samples, N is 1 (planes) or counts positions (rows), and D adjacent channels share statistics.
-    """
-
-    rows: bool
-    N: int
-    C: int
-    S: int
-    I: int = 1
-    D: int = 1
-
-    @property
-    def stat(self) -> str:
-        """The constexpr STAT.  A single sample counts as a batch of one."""
-        return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
-
-
 class Blocks(NamedTuple):
     """Grid and block sizes of a launch."""
 
@@ -71,10 +55,6 @@ def acc_dtype(dtype: torch.dtype):
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def row_lanes(C: int, at_most: int) -> int:
     """The channels of a program: the power of two that leaves the fewest lanes idle; between equals, the larger one."""
     candidates = [at_most]
@@ -88,7 +68,7 @@ def warps(elements: int, per_thread: int) -> int:
     return min(16, max(1, elements // (32 * per_thread)))
 
 
-def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
+def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
     """Blocks for programs that read whole statistics groups at once; None if such a slab exceeds the capacity.
 
     A program reads one channel (planes), 32 bytes of channels (rows), or one group of channels.  It reads several small
@@ -119,7 +99,7 @@ def onchip_blocks(layout: Layout, dtype: torch.dtype, capacity: int) -> Blocks |
 
 
 def split_blocks(
-    layout: Layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
+    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
 ) -> Blocks:
     """Blocks for tiles that are dealt, in runs of adjacent ones, to as many programs as fill the device.
 

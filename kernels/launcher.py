@@ -12,7 +12,6 @@ versions of Triton that are not in ``VERSIONS``.
 """
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +26,10 @@ from triton.runtime.jit import JITFunction
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 KNOWN = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
 RUN = JITFunction.run
+# No multiplication and addition may become one instruction that rounds once.  The compiler fused the product of one of
+# two lanes into their sum, so lanes that should have held one mean differed in the last bit.  One of them stored its
+# mean, and the others applied their own: z that backward rebuilt from it was not z.  See docs/compiled.md.
+FP_FUSION = False
 # A network has few layouts.  The limit is for shapes that change with every batch.
 MAX_PLANS = 1024
 
@@ -62,15 +65,6 @@ def is_watched() -> bool:
     )
 
 
-def fp_fusion() -> bool:
-    """Whether the compiler may fuse a multiplication and an addition: yes, unless the user has said no.
-
-    Triton 3.9 warns where a launch leaves this open, because 3.10 will not fuse by default.  Every launch of ours names
-    it, so results stay what they are.  Triton's setting, when it is set in a program, sets the variable too.
-    """
-    return "TRITON_DEFAULT_FP_FUSION" not in os.environ or bool(knobs.language.default_fp_fusion)
-
-
 def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> tuple:
     """The kind of a call, without the launcher's own sizes and constants."""
     return *[None if t is None else t.dtype for t in tensors], *[a and a % 16 for a in addresses]
@@ -104,7 +98,7 @@ class Launcher:
                 run(*self._whole_grid, stream, function, metadata, None, None, None, *addresses, *floats, *self._tail)
                 return
         compiled = self._kernel[self._grid](
-            *tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=fp_fusion()
+            *tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=FP_FUSION
         )
         if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             addresses = [None if t is None else t.data_ptr() for t in tensors]

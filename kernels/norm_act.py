@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .launch import ONCHIP_FWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .launch import ONCHIP_FWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
 from .norm_stats import load_moments, merged, norm_stats
 from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_offsets, tile_count, tile_offsets
@@ -175,7 +175,6 @@ def constants_of(source, dtype, layout, eps, act):
 @plan
 def onchip_plan(source, layout, dtype, eps, act, K):
     """The launch that reads whole statistics groups; None if such a slab is too large."""
-    layout = Layout(*layout)
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
     if blocks is None:
         return None
@@ -187,7 +186,6 @@ def onchip_plan(source, layout, dtype, eps, act, K):
 @plan
 def apply_plan(source, layout, dtype, device, eps, act, K, partials):
     """The launch that applies given statistics, merged or in a number of parts."""
-    layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device)
     constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
@@ -227,7 +225,7 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
     It returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64 for fp64), and xhat of the kept
     channels, flat, or None.
     """
-    count, dtype = layout.I * layout.C // layout.D, stats_dtype(x.dtype)
+    count, dtype = layout.I * layout.C // layout.D, torch.promote_types(x.dtype, torch.float32)
     mean = torch.empty(count, dtype=dtype, device=x.device)
     rstd = torch.empty(count, dtype=dtype, device=x.device)
     source = "batch" if training else "running"

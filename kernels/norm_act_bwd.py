@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_grad, act_grad_of_input, act_inverse
-from .launch import ONCHIP_BWD, Layout, acc_dtype, onchip_blocks, split_blocks, stats_dtype
+from .launch import ONCHIP_BWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
@@ -223,7 +223,6 @@ def constants_of(keep, layout, dtype, act):
 @plan
 def onchip_plan(keep, layout, dtype, act, K):
     """The launch that reads whole statistics groups; None if such slabs are too large."""
-    layout = Layout(*layout)
     blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
     if blocks is None:
         return None
@@ -235,7 +234,6 @@ def onchip_plan(keep, layout, dtype, act, K):
 @plan
 def reduce_plan(keep, layout, dtype, device, act, K):
     """The launch that leaves sums, and the number of their parts."""
-    layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
     constants = constants_of(keep, layout, dtype, act) | blocks.meta
@@ -245,7 +243,6 @@ def reduce_plan(keep, layout, dtype, device, act, K):
 @plan
 def apply_plan(keep, layout, dtype, device, act, K, partials):
     """The launch that applies sums in a number of parts."""
-    layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
     constants = constants_of(keep, layout, dtype, act) | blocks.meta
@@ -292,7 +289,8 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     onchip = onchip_plan(keep, layout, saved.dtype, act, K) if sums is None else None
     if onchip is not None:
         if affine and not batch:
-            sums = torch.empty(2, layout.I * layout.C, dtype=stats_dtype(saved.dtype), device=saved.device)
+            wide = torch.promote_types(saved.dtype, torch.float32)
+            sums = torch.empty(2, layout.I * layout.C, dtype=wide, device=saved.device)
             dbias, dweight = sums
         onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     else:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import MAX_PARTIALS, MAX_SPLITS, Layout, acc_dtype, split_blocks, stats_dtype
+from .launch import MAX_PARTIALS, MAX_SPLITS, acc_dtype, split_blocks
 from .launcher import Launcher, plan
 from .tile import as_rows, chan_merge, channel_sum, channels_of, cut_period, folded, tile_count, tile_offsets
 
@@ -173,7 +173,6 @@ def merged(partial, layout, weight=None):
 @plan
 def stats_plan(layout, dtype, device):
     """The launch, and the number of parts that it leaves."""
-    layout = Layout(*layout)
     blocks = split_blocks(layout, dtype, device, reduces=True, stats=True)
     if not blocks.meta["WHOLE"]:
         # The counts of every lane take registers as well.
@@ -186,6 +185,7 @@ def stats_plan(layout, dtype, device):
 def norm_stats(x, layout):
     """The (count, mean, M2) of parts of ``x``, as (3, parts, I C) in fp32; in fp64 for fp64 input."""
     launch, splits = stats_plan(layout, x.dtype, x.device)
-    partial = torch.empty(3, splits, layout.I * layout.C, dtype=stats_dtype(x.dtype), device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    partial = torch.empty(3, splits, layout.I * layout.C, dtype=wide, device=x.device)
     launch((x, partial))
     return partial

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedseg.ops import conv_abn, conv_choice
-from fusedseg.ops.convolution import Geometry, convolve, output_format
+from fusedseg.ops.conv import choice, conv_abn
+from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 from fusedseg.ops.layout import Layout, layout_of
 
 from ..harness import Result
@@ -70,7 +70,7 @@ class TritonJob(KernelJob):
         x, w, geometry = self.x, self.w, self.geometry
         shape = geometry.output_shape(x.shape, w.shape)
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
-        tf32 = x.dtype == torch.float32 and conv_choice.tf32_allowed()
+        tf32 = x.dtype == torch.float32 and choice.tf32_allowed()
         with torch.cuda.device_of(x):
             self.partial = launch_conv(
                 x, w, y, layout_of_dense(x), layout_of_dense(y), geometry, "stats", tf32
@@ -105,7 +105,7 @@ class Choice(NamedTuple):
 
 def choice_of(x: Tensor, w: Tensor, geometry: Geometry) -> Choice:
     """The choice of "auto" for a convolution.  A training step must have run before, in which "auto" measures both."""
-    if not conv_choice.could_win(x, layout_of(x), w, geometry):
+    if not choice.could_win(x, layout_of(x), w, geometry):
         return Choice("aten", "rule")
 
     def not_measured(name: str) -> Tensor:
@@ -113,7 +113,7 @@ def choice_of(x: Tensor, w: Tensor, geometry: Geometry) -> Choice:
 
     shape = geometry.output_shape(x.shape, w.shape)
     positions = shape.numel() // shape[1]
-    name = conv_choice.choose(conv_abn.OP, "auto", x, w, geometry, True, positions, not_measured)
+    name = choice.choose(conv_abn.OP, "auto", x, w, geometry, True, positions, not_measured)
     return Choice(name, "measured")
 
 

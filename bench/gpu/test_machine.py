@@ -19,7 +19,7 @@ from fusedseg.ops.layout import layout_of
 from .. import harness
 from ..contenders import SLOPE, aggressive, compiled, conv_then, leaky
 from ..data import Source, describe
-from ..harness import FLUSH_BYTES, Copy, Missing, interleave
+from ..harness import FLUSH_BYTES, Copy, Missing, Timing, interleave
 from ..results import PASSES, aligned, spread
 
 SECONDS = {"cpu": 0.2, "cuda": 0.3}
@@ -75,9 +75,14 @@ def record(report, device):
 measured: dict[Any, dict[str, Any]] = {}
 
 
+def timing(device: torch.device, jobs: int = 1) -> Timing:
+    """On a GPU, kernels are timed without their launches."""
+    return Timing(device, SECONDS[device.type] * jobs, ahead=device.type == "cuda")
+
+
 def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
-    """Times a part of each job; on a GPU, its kernels without the launches.  Returns medians and spread."""
-    results = interleave(jobs, device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda")
+    """Times a part of each job.  Returns medians and spread."""
+    results = interleave(jobs, timing(device, len(jobs)))
     return {name: spread(getattr(result, part)) for name, result in results.items()}
 
 
@@ -106,13 +111,14 @@ def test_vendor_convolutions(device, record):
             shape = (batch, C, *size)
             x, dy = (source.normal(shape, "bf16", True) for _ in range(2))
             w = source.normal((C, C, *[3] * dims), "bf16", True, std=(C * 3**dims) ** -0.5)
-            geometry = [1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1
+            each = dict.fromkeys(("stride", "padding", "dilation"), [1] * dims)
+            geometry = {**each, "transposed": False, "output_padding": [0] * dims, "groups": 1}
 
             def backward(mask: list[bool], x=x, dy=dy, w=w, geometry=geometry) -> Any:
-                return torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, mask)
+                return torch.ops.aten.convolution_backward(dy, x, w, None, **geometry, output_mask=mask)
 
             jobs = {
-                "forward": Call(partial(torch.convolution, x, w, None, *geometry)),
+                "forward": Call(partial(torch.convolution, x, w, None, **geometry)),
                 "dx": Call(partial(backward, [True, False, False])),
                 "dw": Call(partial(backward, [False, True, False])),
             }
@@ -138,7 +144,7 @@ def test_eager_batch_norm(device, record):
             norm = nn.BatchNorm2d(shape[1], device=device)
             job = Call(partial(norm, x), lambda z, x=x, dz=dz, norm=norm: torch.autograd.grad(z, (x, norm.weight), dz))
             case = describe(shape, dtype, channels_last)
-            times = interleave({case: job}, device, SECONDS[device.type], ahead=device.type == "cuda")[case]
+            times = interleave({case: job}, timing(device))[case]
             results[case] = {part: spread(getattr(times, part)) for part in ("forward", "backward")}
             for part, time in results[case].items():
                 time["gb_per_s"] = PASSES[part] * x.nbytes / 1e6 / time["median_ms"]
@@ -217,8 +223,9 @@ def test_second_pass_finds_the_first_in_l2(device, record):
             assert layout is not None
 
             def apply(partial_sums: Tensor, x=x, z=z, layout=layout) -> Any:
-                norm = (None,) * 4
-                return norm_act_fwd(x, z, layout, *norm, True, 0.1, 1e-5, ("leaky_relu", SLOPE), None, partial_sums)
+                absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "kept"))
+                options = {"training": True, "momentum": 0.1, "eps": 1e-5, "act": ("leaky_relu", SLOPE)}
+                return norm_act_fwd(x, z, layout, **absent, **options, partial=partial_sums)
 
             def cold(x=x, layout=layout) -> Tensor:
                 sums = norm_stats(x, layout)

@@ -50,7 +50,7 @@ class Progress:
         while not self._done.is_set():
             now = f": {self._now}" if self._now else ""
             line = f"{self._text}{now} ({time.monotonic() - self._start:.0f} s)"
-            # a longer line would be wrapped, and only its end wiped
+            # The terminal would wrap a longer line, and CLEAR would wipe only its last part.
             sys.stderr.write(CLEAR + line[: shutil.get_terminal_size().columns - 1])
             sys.stderr.flush()
             self._done.wait(REDRAW_SECONDS)

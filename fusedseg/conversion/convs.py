@@ -20,12 +20,12 @@ from torch.fx import Proxy
 
 from ..nn import InPlaceABN
 from ..nn.conv_abn import convolved_and_normalised, has_hooks
-from ..nn.join_conv import arguments_of
+from ..nn.join_conv import geometry_of
 from ..nn.leaf import as_leaf
-from ..ops import join_conv
-from ..ops.convolution import looped
+from ..ops.conv import join_conv
+from ..ops.conv.convolution import looped
+from ..ops.conv.sources import Convolution, Source, is_tensor, padded, tensors_of
 from ..ops.recompute.joins import saving_sources, sources_of
-from ..ops.sources import Source, is_tensor, padded, tensors_of
 from .norms import MARK, NORM_OF_CONV
 
 OP = "fusedseg.convert"
@@ -70,12 +70,12 @@ class _LeanConv(nn.Module):
 
     def _joined(self, sources: tuple[Source, ...], formed: Tensor) -> Tensor:
         conv: Any = self
-        _, geometry = padded(OP, sources, *arguments_of(conv))
-        whole, weight, bias = join_conv.autocast((formed,), conv.weight, conv.bias)
-        sources, _, _ = join_conv.autocast(sources, conv.weight, conv.bias)
-        join_conv.check(OP, sources, weight, bias, geometry)
+        _, geometry = padded(OP, sources, geometry_of(conv))
+        whole, _, _ = join_conv.autocast((formed,), conv.weight, conv.bias)
+        call = Convolution(*join_conv.autocast(sources, conv.weight, conv.bias), geometry)
+        join_conv.check(OP, call)
         with saving_sources():
-            return join_conv.join_conv(sources, weight, bias, geometry, *tensors_of(whole))
+            return join_conv.join_conv(call, *tensors_of(whole))
 
 
 class LeanConv2d(_LeanConv, nn.Conv2d):

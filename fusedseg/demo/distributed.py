@@ -14,9 +14,9 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from ..memory.export import write_json
 from ..nn import convert_sync
 from .problem import Batch, Problem
-from .report import write_json
 from .training import ADAM_EPS, weigh
 
 # The largest allowed relative difference of two losses in float64, whose sums are added up in different orders.
@@ -79,7 +79,7 @@ def run_distributed(name: str, problem: Problem, device: torch.device, steps: in
                 print(f"{step:6d}{losses[0]:14.9f}{losses[1]:14.9f}")
         print(f"largest relative difference of a loss: {difference:.1e}")
         figures = {"demo": name, "processes": world, "seed": seed, "together": together, "alone": alone}
-        write_json(path, figures, overwrite)
+        write_json(figures, path, overwrite)
         print(f"wrote {path}")
         if difference > AGREEMENT:
             print(f"fusedseg demo {name}: the curves differ by more than {AGREEMENT:.0e}", file=sys.stderr)

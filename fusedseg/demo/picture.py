@@ -10,9 +10,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from ..memory.units import MEBIBYTE
 from .mni152 import X_RANGE
 from .problem import Problem
-from .report import MEBIBYTE, Outcome, headline
+from .report import Outcome, headline
 
 COLORS = {"eager": "#9b9b9b", "fusedseg": "#2a6fdb"}
 NAMES = {"eager": "eager PyTorch", "fusedseg": "fusedseg"}
@@ -28,16 +29,12 @@ def draw(file: BinaryIO, problem: Problem, outcome: Outcome) -> None:
     figure = Figure(figsize=(16, 2.0 * rows + 1.2), layout="constrained")
     figure.suptitle(headline(problem, outcome), fontsize=14)
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1.0, 1.6, 1.05), squeeze=False)[0]
-    draw_left(left, problem, outcome)
+    top, bottom = left.subplots(2, 1, height_ratios=(1.6, 1.0))
+    draw_split(top, problem)
+    draw_losses(bottom, outcome)
     draw_views(middle, problem, outcome)
     draw_bars(right, problem, outcome)
     figure.savefig(file, format="png", dpi=100)
-
-
-def draw_left(figure, problem: Problem, outcome: Outcome) -> None:
-    top, bottom = figure.subplots(2, 1, height_ratios=(1.6, 1.0))
-    draw_split(top, problem)
-    draw_losses(bottom, outcome)
 
 
 def draw_split(ax, problem: Problem) -> None:

@@ -1,18 +1,14 @@
 """The results of a demo: figures, the lines on the terminal and the JSON file."""
 
-import json
 import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..memory.export import open_new
+from ..memory.units import MEBIBYTE
 from .problem import Problem
 from .training import Training, count_bytes, intersection_over_union, predict
-
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,3 @@ def to_json(demo: str, problem: Problem, outcome: Outcome, device: torch.device,
         },
         "largest_iou_difference": outcome.worst[0],
     }
-
-
-def write_json(path: Path, found: dict[str, Any], overwrite: bool) -> None:
-    with open_new(path, overwrite) as file:
-        file.write(json.dumps(found, indent=2).encode() + b"\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..memory.export import open_new
+from ..memory.export import open_new, write_json
 from . import distributed as parallel
 from . import report, training
 
@@ -73,6 +73,6 @@ def run(
 
     with open_new(picture_path, overwrite) as file:
         picture.draw(file, problem, outcome)
-    report.write_json(json_path, report.to_json(name, problem, outcome, torch.device(device), seed), overwrite)
+    write_json(report.to_json(name, problem, outcome, torch.device(device), seed), json_path, overwrite)
     print(f"\nwrote {picture_path} and {json_path}; {time.perf_counter() - start:.0f} s in all")
     return 0

@@ -68,15 +68,11 @@ def _only_norm(storage: Storage) -> bool:
     return any(_named(op, NORMS) for op in ops) or "norm" in storage.op
 
 
-def _words(storage: Storage) -> bool:
-    return storage.kind == "pool indices" and storage.dtype.itemsize > 1
-
-
 # A storage counts under the first rule that applies to it.
 RULES = (
     Rule(
         "max-pool indices",
-        _words,
+        lambda storage: storage.kind == "pool indices" and storage.dtype.itemsize > 1,
         lambda storage: storage.nbytes // storage.dtype.itemsize,
         "fusedseg.MaxPool{dims}d",
     ),

@@ -326,7 +326,7 @@ def largest(total: Callable[[int], int], usable: int) -> int:
         guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
         if halve:
             guess = (fits + fails) // 2
-        # once something has failed: before, half of what is left is far beyond
+        # Halving starts once a batch has failed.  Before that, half of the remaining range is far too large.
         halve = not halve and fails in known
         guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
         known[guess] = total(guess)

@@ -39,22 +39,22 @@ class MemoryReport(Record):
         cls, trace: Trace, model: nn.Module, device: str, notes: list[str], allocator_peak: int | None = None
     ) -> "MemoryReport":
         return cls(
-            trace.exp,
-            type(model).__name__,
-            device,
-            trace.rows,
-            trace.storages,
-            trace.events,
-            trace.times,
-            trace.marks,
-            trace.resident,
-            trace.peak,
-            trace.peak_event,
-            allocator_peak,
-            sum(parameter.numel() for parameter in model.parameters()),
-            trace.flops,
-            trace.convolutions,
-            notes,
+            label=trace.exp,
+            model=type(model).__name__,
+            device=device,
+            rows=trace.rows,
+            storages=trace.storages,
+            events=trace.events,
+            times=trace.times,
+            marks=trace.marks,
+            resident=trace.resident,
+            peak=trace.peak,
+            peak_event=trace.peak_event,
+            allocator_peak=allocator_peak,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            flops=trace.flops,
+            convolutions=trace.convolutions,
+            notes=notes,
         )
 
     def findings(self) -> list[advice.Finding]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,10 +77,11 @@ def profile(
         if trace.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trace.device)
         stack.enter_context(trace)
-        return _step(trace, model, inputs, loss, targets, steps, autocast, device, fake is not None)
+        scalar = partial(_loss, loss, targets)
+        return _step(trace, model, inputs, scalar, steps, autocast, device, fake is not None)
 
 
-def _step(trace, model, inputs, loss, targets, steps, autocast, device, fake) -> MemoryReport:
+def _step(trace, model, inputs, loss, steps, autocast, device, fake) -> MemoryReport:
     owned = [*model.parameters(), *model.buffers()]
     saved = trace.saved(owned)
     cast = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
@@ -93,7 +95,7 @@ def _step(trace, model, inputs, loss, targets, steps, autocast, device, fake) ->
         trace.add_constants(saved.sizes)
         _note_saved(trace, saved.savers, out)
         trace.begin("loss")
-        value = _loss(loss, out, targets)
+        value = loss(out)
     del out
     trace.begin("backward")
     if value.requires_grad:
@@ -144,7 +146,7 @@ def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: Any) -> None:
             storage.kind = "pool indices"
 
 
-def _loss(loss: Callable[..., Tensor] | None, out: Any, targets: Any) -> Tensor:
+def _loss(loss: Callable[..., Tensor] | None, targets: Any, out: Any) -> Tensor:
     if loss is None:
         return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
     value = loss(out) if targets is None else loss(out, targets)

@@ -122,6 +122,7 @@ class Trace(LiveBytes):
         times: the time of each event, in nanoseconds.
         marks: phase -> number of its first event.
         rows: memory at each hook of each module.
+        resident: bytes that existed before the step.
     """
 
     def __init__(self, device: torch.device, exp: str) -> None:
@@ -136,12 +137,12 @@ class Trace(LiveBytes):
         self.times: list[int] = []
         self.marks: dict[str, int] = {}
         self.rows: list[Row] = []
+        self.resident = 0
         self.peak_event = -1
         self.flops = dict.fromkeys((*PHASES, RECOMPUTED), 0)
         self.convolutions = {"forward": 0, RECOMPUTED: 0}
         self.phase = PHASES[0]
         self._closed = False
-        self._resident = 0
         self._highest = 0
         self._index: dict[int, int] = {}
         self._calls: list[_Call] = []
@@ -159,17 +160,12 @@ class Trace(LiveBytes):
             storage, key = tensor.untyped_storage(), key_of(tensor)
             if key not in self._live:
                 self._live.add(key)
-                self._resident += storage.nbytes()
+                self.resident += storage.nbytes()
                 self._index[key] = len(self.storages)
                 shape = tuple(tensor.shape)
                 self.storages.append(Storage(storage.nbytes(), shape, tensor.dtype, "", "", "", kind, -1))
             if kind == "parameters":
                 self._weights.add(key)
-
-    @property
-    def resident(self) -> int:
-        """Bytes that were there before the step."""
-        return self._resident
 
     def alive(self) -> list[tuple[int, Storage]]:
         """(key, storage) of each storage that is alive now."""
@@ -200,16 +196,8 @@ class Trace(LiveBytes):
         self._index[key] = len(self.storages)
         self._event(len(self.storages))
         kind = self._kind(op, tensor, func)
-        storage = Storage(
-            tensor.untyped_storage().nbytes(),
-            tuple(tensor.shape),
-            tensor.dtype,
-            op,
-            self.module,
-            self.phase,
-            kind,
-            len(self.events) - 1,
-        )
+        nbytes, shape = tensor.untyped_storage().nbytes(), tuple(tensor.shape)
+        storage = Storage(nbytes, shape, tensor.dtype, op, self.module, self.phase, kind, born=len(self.events) - 1)
         self.storages.append(storage)
         if self.current == self.peak and self.current > self._highest:
             self._highest, self.peak_event = self.current, len(self.events) - 1
@@ -320,22 +308,22 @@ class Trace(LiveBytes):
         if self.device.type == "cuda":
             mem_all, cached = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         else:
-            mem_all, cached = self._resident + self.current, self._resident + self.peak
+            mem_all, cached = self.resident + self.current, self.resident + self.peak
         before = self.rows[-1] if self.rows else None
         self.rows.append(
             Row(
-                index,
-                len(self.rows),
-                type(module).__name__,
-                name,
-                self.exp,
-                hook_type,
-                mem_all,
-                cached,
-                mem_all - before.mem_all if before else 0,
-                cached - before.mem_cached if before else 0,
-                self.phase,
-                len(self.events),
+                layer_idx=index,
+                call_idx=len(self.rows),
+                layer_type=type(module).__name__,
+                name=name,
+                exp=self.exp,
+                hook_type=hook_type,
+                mem_all=mem_all,
+                mem_cached=cached,
+                mem_all_diff=mem_all - before.mem_all if before else 0,
+                mem_cached_diff=cached - before.mem_cached if before else 0,
+                phase=self.phase,
+                event=len(self.events),
             )
         )
 

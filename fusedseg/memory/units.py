@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import torch
-
 from .trace import Storage
 
 MEBIBYTE = 2**20
@@ -13,10 +11,6 @@ NO_SIZE = "no spatial size"
 
 def mib(nbytes: float) -> str:
     return f"{nbytes / MEBIBYTE:,.1f}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def size_name(shape: Sequence[int]) -> str:
@@ -29,7 +23,7 @@ def size_name(shape: Sequence[int]) -> str:
 KEYS: dict[str, Callable[[Storage], Sequence[str]]] = {
     "module": lambda storage: [module for module, _ in storage.savers] or [storage.module],
     "op": lambda storage: [op or "held otherwise" for _, op in storage.savers] or [storage.op],
-    "dtype": lambda storage: [dtype_name(storage.dtype)],
+    "dtype": lambda storage: [str(storage.dtype).removeprefix("torch.")],
     "kind": lambda storage: [storage.kind],
     "size": lambda storage: [size_name(storage.shape)],
 }

@@ -1,6 +1,6 @@
 """Drop-in modules over the ops."""
 
-from ..ops.sources import Interpolated
+from ..ops.conv.sources import Interpolated
 from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .leaf import as_leaf
-from .unscriptable import Unscriptable
+from .leaf import Unscriptable, as_leaf
 
 
 def running_sum(op: str, terms: Iterable[Tensor]) -> Tensor:

@@ -6,14 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..activation import TABLE, Activation
-from ..ops import conv_abn as op
-from ..ops.conv_choice import check_conv_backend
-from ..ops.join_conv import autocast
-from ..ops.sources import Source, concatenated, padded, parse_sources, shape_of
+from ..ops.conv import conv_abn as op
+from ..ops.conv.choice import check_conv_backend
+from ..ops.conv.join_conv import prepared
+from ..ops.conv.sources import Source, concatenated
+from ..ops.norm.spec import Passed, Spec
 from .inplace_abn import InPlaceABN
-from .join_conv import JoinConv2d, JoinConv3d, arguments_of
-from .leaf import as_leaf, proxy_in
-from .unscriptable import Unscriptable
+from .join_conv import JoinConv2d, JoinConv3d, geometry_of, sources_of_input
+from .leaf import Unscriptable, as_leaf, proxy_in
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -35,14 +35,12 @@ def convolved_and_normalised(
     name: str, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, sources: tuple[Source, ...], conv_backend: str = "auto"
 ) -> Tensor:
     """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
-    sources, geometry = padded(name, sources, *arguments_of(conv))
-    sources, weight, bias = autocast(sources, conv.weight, conv.bias)
-    batch_stats, running_mean, running_var, momentum = norm._statistics()
-    norms = (running_mean, running_var, norm.weight, norm.bias)
-    op.check(sources, weight, bias, *norms, geometry, batch_stats, conv_backend)
-    kept = norm._kept_now(weight.dtype)
-    settings = op.Settings(geometry, batch_stats, momentum, norm.eps, norm._act, kept, conv_backend)
-    z = op.conv_abn(sources, weight, bias, *norms, settings)
+    call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))
+    own, mean, var, momentum = norm._statistics()
+    passed = Passed(call.w, weight=norm.weight, bias=norm.bias, running_mean=mean, running_var=var)
+    spec = Spec("output", norm._act, eps=norm.eps, momentum=momentum, own=own)
+    op.check(call, passed, spec, conv_backend)
+    z = op.conv_abn(call, passed, spec, norm._kept_now(call.w.dtype), conv_backend)
     norm._count_batch()
     return z
 
@@ -81,12 +79,12 @@ class _ConvABN(Unscriptable, nn.Module):
         super().__init__()
         check_conv_backend(self._name(), conv_backend)
         conv = self.conv_class(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
-            device=device, dtype=dtype,
+            in_channels, out_channels, kernel_size, stride=stride, padding=padding, dilation=dilation, groups=groups,
+            bias=bias, padding_mode=padding_mode, device=device, dtype=dtype,
         )  # fmt: skip
         norm = InPlaceABN(
-            out_channels, eps, momentum, affine, track_running_stats, activation, activation_param,
-            device=device, dtype=dtype,
+            out_channels, eps, momentum, affine=affine, track_running_stats=track_running_stats, activation=activation,
+            activation_param=activation_param, device=device, dtype=dtype,
         )  # fmt: skip
         self._adopt(conv, norm, conv_backend)
 
@@ -101,12 +99,7 @@ class _ConvABN(Unscriptable, nn.Module):
         if proxy_in(x) is not None:
             return as_leaf(self, x)
         name, conv, norm = self._name(), self.conv, self.norm
-        sources = parse_sources(name, x)
-        shape = shape_of(sources)
-        if len(shape) != self.dims + 2:
-            raise ValueError(
-                f"{name}: input must have shape (N, C) with {self.dims} spatial dimensions after it, got {tuple(shape)}"
-            )
+        sources = sources_of_input(name, x, self.dims)
         if not self._is_fused():
             y = conv(concatenated(sources))
             # Backward hooks return a view, which must not be overwritten in place.

@@ -9,15 +9,14 @@ from torch._prims_common import suggest_memory_format
 from torch.fx import Proxy
 from torch.nn import functional as F
 
-from ..ops.convolution import parse_geometry, per_dimension
+from ..ops.check import check_choice, check_positive, check_tensor
+from ..ops.conv.convolution import RawGeometry, parse_geometry, per_dimension
 from .branch_sum import running_sum
 from .conv_abn import has_hooks
-from .leaf import as_leaf
-from .unscriptable import Unscriptable
+from .leaf import Unscriptable, as_leaf
+from .merged_kernels import in_order, stacked, summed
 
 Size = int | Sequence[int]
-# The number of parameters that are stacked and added up at once.
-STACKED = 8
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -48,14 +47,15 @@ class _ConvBank(Unscriptable, nn.Module):
     ) -> None:
         super().__init__()
         name = self._name()
-        if combine not in ("sum", "cat"):
-            raise ValueError(f"{name}: combine must be 'sum' or 'cat', got {combine!r}")
-        if padding_mode not in PADDING_MODES:
-            raise ValueError(f"{name}: padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}")
+        check_choice(name, "combine", combine, ("sum", "cat"))
+        check_choice(name, "padding_mode", padding_mode, PADDING_MODES)
         kernel = per_dimension(name, "kernel_size", kernel_size, self.dims, 1)
-        geometry, _ = parse_geometry(name, kernel, stride, padding, dilation, groups)
+        geometry, _ = parse_geometry(name, RawGeometry(kernel, stride, padding, dilation, groups))
         _check_channels(name, "in_channels", in_channels, groups)
-        sizes = [kernel] * _positive(name, "branches", branches) if isinstance(branches, int) else list(branches)
+        if isinstance(branches, int):
+            check_positive(name, "branches", branches)
+            branches = [kernel] * branches
+        sizes = list(branches)
         if not sizes:
             raise ValueError(f"{name}: branches must be a number >= 1 or the kernel sizes of as many, got {branches!r}")
         self.in_channels, self.kernel_size, self.combine = in_channels, kernel, combine
@@ -80,8 +80,8 @@ class _ConvBank(Unscriptable, nn.Module):
         padding = self._padding_of(kernel)
         own = padding if isinstance(padding, str) else tuple(max(p, 0) for p in padding)
         return self.conv_class(
-            self.in_channels, out_channels, kernel, self.stride, own, self.dilation, self.groups, bias,
-            self.padding_mode, device=device, dtype=dtype,
+            self.in_channels, out_channels, kernel, stride=self.stride, padding=own, dilation=self.dilation,
+            groups=self.groups, bias=bias, padding_mode=self.padding_mode, device=device, dtype=dtype,
         )  # fmt: skip
 
     def _padding_of(self, kernel: Sequence[int]) -> str | tuple[int, ...]:
@@ -106,8 +106,7 @@ class _ConvBank(Unscriptable, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
             return as_leaf(self, x)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{self._name()}: input must be a tensor, got {type(x).__name__}")
+        check_tensor(self._name(), x, "input")
         if x.dim() not in (self.dims + 1, self.dims + 2) or x.shape[-self.dims - 1] != self.in_channels:
             raise ValueError(
                 f"{self._name()}: input must have shape (N, {self.in_channels}) with {self.dims} spatial dimensions "
@@ -116,13 +115,16 @@ class _ConvBank(Unscriptable, nn.Module):
         if not self._is_merged():
             return self._each(x)
         kernel = tuple(map(max, self.kernel_size, *(branch.weight.shape[2:] for branch in self.branches)))
-        weight, bias = self._summed(kernel) if self.combine == "sum" else self._stacked(kernel)
+        if self.combine == "sum":
+            weight, bias = summed(self._name(), self.branches, kernel)
+        else:
+            weight, bias = stacked(self.branches, kernel, self.groups)
         padding = self._padding_of(kernel)
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._pads(kernel), mode=self.padding_mode), (0,) * self.dims
         y = self.convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
         if self.combine == "cat" and self.groups > 1 and len(self.branches) > 1:
-            y = self._in_order(y)
+            y = in_order(y, [branch.out_channels for branch in self.branches], self.groups, -self.dims - 1)
         return y
 
     def _is_merged(self) -> bool:
@@ -154,46 +156,6 @@ class _ConvBank(Unscriptable, nn.Module):
             return [part for t in reversed(totals) for part in (t // 2, t - t // 2)]
         return [p for p in reversed(padding) for _ in range(2)]
 
-    def _summed(self, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The sums of kernels and of biases, added up in fp32 or wider."""
-        name = self._name()
-        by_size: dict[torch.Size, list[Tensor]] = {}
-        for branch in self.branches:
-            by_size.setdefault(branch.weight.shape[2:], []).append(branch.weight)
-        dtype = self.branches[0].weight.dtype
-        # Kernels of one size are added up first, so that each size is embedded only once.
-        sums = [_embedded(_sum(name, weights), kernel) for weights in by_size.values()]
-        bias = None
-        if self.branches[0].bias is not None:
-            bias = _sum(name, [branch.bias for branch in self.branches]).to(dtype)
-        return running_sum(name, sums).to(dtype), bias
-
-    def _stacked(self, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The concatenated kernels and biases; with groups they are concatenated within each group."""
-        weights = [_embedded(branch.weight, kernel) for branch in self.branches]
-        biases = [branch.bias for branch in self.branches]
-        return self._joined(weights), None if biases[0] is None else self._joined(biases)
-
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        if len(tensors) == 1:
-            return tensors[0]
-        if self.groups == 1:
-            return torch.cat(tensors)
-        joined = torch.cat([t.unflatten(0, (self.groups, -1)) for t in tensors], 1).flatten(0, 1)
-        return joined.contiguous(memory_format=suggest_memory_format(tensors[0]))
-
-    def _in_order(self, y: Tensor) -> Tensor:
-        """Sorts channels that are ordered by group and then branch into the order by branch and then group."""
-        places = torch.arange(self.out_channels, device=y.device).view(self.groups, -1)
-        widths = [branch.out_channels // self.groups for branch in self.branches]
-        order = torch.cat([part.flatten() for part in places.split(widths, 1)])
-        channels = -self.dims - 1
-        last = y.movedim(channels, -1)
-        if last.is_contiguous() and not y.is_contiguous():
-            # index_select on y itself would return another memory format than that of y.
-            return last.index_select(-1, order).movedim(-1, channels)
-        return y.index_select(channels, order)
-
     def grow(
         self,
         k: int = 1,
@@ -224,7 +186,7 @@ class _ConvBank(Unscriptable, nn.Module):
         """
         name = f"{self._name()}.grow"
         first = self.branches[0]
-        _positive(name, "k", k)
+        check_positive(name, "k", k)
         if init is None:
             init = "zeros" if self.combine == "sum" else "stock"
         if init not in ("zeros", "stock") and not callable(init):
@@ -261,8 +223,9 @@ class _ConvBank(Unscriptable, nn.Module):
         if type(conv) is not cls.conv_class:
             raise TypeError(f"{name}: conv must be an nn.{cls.conv_class.__name__}, got {type(conv).__name__}")
         made = cls(
-            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
-            conv.groups, conv.bias is not None, conv.padding_mode, combine=combine, device="meta",
+            conv.in_channels, conv.out_channels, conv.kernel_size, stride=conv.stride, padding=conv.padding,
+            dilation=conv.dilation, groups=conv.groups, bias=conv.bias is not None, padding_mode=conv.padding_mode,
+            combine=combine, device="meta",
         )  # fmt: skip
         made.branches[0] = conv
         made.training = conv.training
@@ -287,32 +250,9 @@ class _ConvBank(Unscriptable, nn.Module):
         return f"combine={self.combine}"
 
 
-def _sum(op: str, tensors: list[Tensor]) -> Tensor:
-    """The sum of tensors in fp32 or wider.
-
-    It stacks a few at a time, which takes fewer launches than one by one and less memory than all at once.
-    """
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    if len(tensors) == 1:
-        return tensors[0].to(dtype)
-    parts = (tensors[i : i + STACKED] for i in range(0, len(tensors), STACKED))
-    return running_sum(op, (torch.stack(part).sum(0, dtype=dtype) for part in parts))
-
-
-def _embedded(weight: Tensor, kernel: Sequence[int]) -> Tensor:
-    """The weight in the middle of a larger kernel, with zeros around it."""
-    around = [(k - own) // 2 for k, own in zip(kernel, weight.shape[2:], strict=True)]
-    return F.pad(weight, [zeros for n in reversed(around) for zeros in (n, n)]) if any(around) else weight
-
-
-def _positive(op: str, name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{op}: {name} must be an integer >= 1, got {value!r}")
-    return value
-
-
 def _check_channels(op: str, name: str, channels: int, groups: int) -> None:
-    if _positive(op, name, channels) % groups:
+    check_positive(op, name, channels)
+    if channels % groups:
         raise ValueError(f"{op}: {name} must be divisible by groups={groups}, got {channels}")
 
 

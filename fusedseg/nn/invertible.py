@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ..activation import Activation, parse_invertible
 from ..ops import unfused
 from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
+from .leaf import Unscriptable
 from .stock_norm import StockNorm
-from .unscriptable import Unscriptable
 
 
 class Invertible(Unscriptable, StockNorm, nn.Module):

@@ -4,32 +4,37 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..ops import join_conv as op
-from ..ops.sources import Source, padded, parse_sources, shape_of
-from .leaf import as_leaf, proxy_in
-from .unscriptable import Unscriptable
+from ..ops.conv import join_conv as op
+from ..ops.conv.convolution import RawGeometry
+from ..ops.conv.sources import Source, parse_sources, shape_of
+from .leaf import Unscriptable, as_leaf, proxy_in
 
 
-def arguments_of(conv: nn.Conv2d | nn.Conv3d) -> tuple:
-    """The arguments of ``padded`` for a convolution module."""
+def geometry_of(conv: nn.Conv2d | nn.Conv3d) -> RawGeometry:
+    """The arguments of a convolution module that are no channels."""
     pads = conv._reversed_padding_repeated_twice
-    return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode, pads
+    return RawGeometry(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode, pads)
 
 
-def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
-    if proxy_in(x) is not None:
-        return as_leaf(module, x)
-    name = f"fusedseg.JoinConv{dims}d"
+def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tuple[Source, ...]:
+    """The sources that a module's input stands for; ValueError unless they have ``dims`` spatial dimensions."""
     sources = parse_sources(name, x)
     shape = shape_of(sources)
     if len(shape) != dims + 2:
         raise ValueError(
             f"{name}: input must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
         )
-    sources, geometry = padded(name, sources, *arguments_of(module))
-    sources, weight, bias = op.autocast(sources, module.weight, module.bias)
-    op.check(name, sources, weight, bias, geometry)
-    return op.join_conv(sources, weight, bias, geometry)
+    return sources
+
+
+def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
+    if proxy_in(x) is not None:
+        return as_leaf(module, x)
+    name = f"fusedseg.JoinConv{dims}d"
+    sources = sources_of_input(name, x, dims)
+    call = op.prepared(name, sources, module.weight, module.bias, geometry_of(module))
+    op.check(name, call)
+    return op.join_conv(call)
 
 
 DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A large concatenation is never formed.

@@ -1,14 +1,15 @@
-"""Makes each module of this package one call under ``torch.fx.symbolic_trace``, like the modules of ``torch.nn``.
+"""What modules of this package do under ``torch.fx.symbolic_trace`` and ``torch.jit.script``.
 
-Their forwards check shapes and read values of their inputs, and a ``Proxy`` has neither.
+Under the first, each of them is one call, like the modules of ``torch.nn``: their forwards check shapes and read values
+of their inputs, and a ``Proxy`` has neither.  Under the second they raise an error.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.fx import Proxy
 
-from ..ops.sources import Interpolated
+from ..ops.conv.sources import Interpolated
 
 
 def proxy_in(value: Any) -> Proxy | None:
@@ -40,3 +41,14 @@ def _formed(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_formed(part) for part in value)
     return value.formed() if isinstance(value, Interpolated) else value
+
+
+class Unscriptable:
+    """A base class beside ``nn.Module``: TorchScript cannot compile the module, and the error names alternatives."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"fusedseg.{type(self).__name__}: torch.jit.script cannot compile its source; use torch.export, "
+            "torch.onnx.export or torch.jit.trace, which write it down in stock functions, or first give a model that "
+            "fusedseg.convert has converted its stock modules back by fusedseg.revert"
+        )

@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..ops import max_pool as op
-from .leaf import as_leaf
-from .unscriptable import Unscriptable
+from ..ops.max_pool import op
+from .leaf import Unscriptable, as_leaf
 
 
 class _MaxPool(Unscriptable, nn.Module):

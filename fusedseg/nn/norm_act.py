@@ -16,9 +16,8 @@ from ..ops.norm.spec import Passed, Spec
 from ..ops.recompute.recipes import unwatched
 from ..ops.recompute.saved import recomputing
 from .batch_statistics import BatchStatistics
-from .leaf import as_leaf
+from .leaf import Unscriptable, as_leaf
 from .stock_norm import BATCH_NORMS, GROUP_NORMS, INSTANCE_NORMS, StockNorm
-from .unscriptable import Unscriptable
 
 
 class _NormAct(Unscriptable, StockNorm, nn.Module):

@@ -1,1 +1,1 @@
-"""The ops: one file each, with its schema, aten body, Triton implementation, fake and backward."""
+"""The ops, a folder each, with schema, aten body, Triton implementation, fake and backward; and what they share."""

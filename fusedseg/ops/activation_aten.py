@@ -1,7 +1,7 @@
 """Activations on aten ops: each forward is the stock function's, and each gradient the one that autograd calls for it.
 
 The gradient is that of the stock function given its input, so of ``elu(y)``, not of ``elu_(y)``, whose gradient is
-rounded otherwise.  The ops themselves stand in the table of ``fusedseg/activation.py``.
+rounded otherwise.  The ops themselves stand in the table of ``fusedseg/activation/table.py``.
 """
 
 from torch import Tensor

@@ -8,13 +8,28 @@ HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
 
 
+def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_positive(op: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{op}: {name} must be an integer >= 1, got {value!r}")
+
+
+def check_tensor(op: str, x: object, name: str = "x") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+
+
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
 def check_transforms(op: str) -> None:
-    """No transform of ``torch.func`` is active: it would see neither what is overwritten nor what is rebuilt."""
+    """Raises RuntimeError inside a transform of ``torch.func``, which sees no overwritten or rebuilt tensor."""
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use the unfused modules there"
@@ -22,7 +37,7 @@ def check_transforms(op: str) -> None:
 
 
 def check_tangents(op: str, *tensors: Tensor) -> None:
-    """None of them is a dual tensor of forward-mode differentiation: its tangent would be lost."""
+    """Raises RuntimeError for a dual tensor of forward-mode differentiation, whose tangent would be lost."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -30,8 +45,8 @@ def check_tangents(op: str, *tensors: Tensor) -> None:
 
 
 def check_input(op: str, x: Tensor) -> None:
-    """``x`` is an activation tensor (N, C, *spatial)."""
-    # The conditions of the three functions are asked here first: each call costs the host time in every step.
+    """Raises an error unless ``x`` is an activation tensor (N, C, *spatial)."""
+    # The conditions of the three functions are tested here first, because each call takes host time in every step.
     if torch._C._are_functorch_transforms_active():
         check_transforms(op)
     if not isinstance(x, Tensor):
@@ -47,13 +62,15 @@ def check_input(op: str, x: Tensor) -> None:
 def check_channel_vector(
     op: str, name: str, v: Tensor | None, C: int, dtype: torch.dtype, device: torch.device, of: str
 ) -> None:
-    """``v`` is None, or one value for each of C channels of what ``of`` names, in its dtype, or in fp32 beside half
-    precision."""
+    """Raises an error unless ``v`` is None, or has one value for each of C channels of a tensor.
+
+    Errors call that tensor ``of``.  ``v`` has its dtype, or fp32 if the tensor is in half precision.
+    """
     if v is None:
         return
     if not isinstance(v, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(v).__name__}")
-    # first in short, since nearly every vector passes
+    # Fast check, which nearly every vector passes.
     if v.shape == (C,) and v.dtype == dtype and v.device == device:
         return
     if v.dim() != 1 or v.shape[0] != C:

@@ -17,15 +17,6 @@ def message(op: str) -> str:
     )
 
 
-def refusing(op: str) -> Callable[..., None]:
-    """Makes the backward of an op that is itself a backward; it raises RuntimeError."""
-
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(message(op))
-
-    return backward
-
-
 class _Gradients(torch.autograd.Function):
     """The gradients of an op whose backward records a graph; using that graph raises RuntimeError."""
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# The memory format with adjacent channels, by the number of dimensions.
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class Layout(NamedTuple):
     """A dense tensor as rows or planes, and the groups of values over which a normalisation takes its statistics.
@@ -25,6 +28,11 @@ class Layout(NamedTuple):
     S: int
     I: int = 1
     D: int = 1
+
+    @property
+    def stat(self) -> str:
+        """The constexpr STAT of the kernels.  A single sample counts as a batch of one."""
+        return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
 
     def by_sample(self, samples: int, groups: int | None) -> "Layout":
         """The layout for statistics of each sample, in ``groups`` groups of channels; None keeps those of the batch."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..activation import TABLE, Activation
-from .convolution import Geometry
+from .conv.convolution import Geometry
 from .norm.spec import Passed, Spec
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -45,7 +45,7 @@ def check_dims(block: str, dims: int) -> None:
 
 def check_choice(block: str, name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"fusedseg.unet.{block}: {name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(f"fusedseg.unet.{block}: {name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def groups_of(channels: int) -> int:

@@ -14,7 +14,7 @@ from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 def check_positive(net: str, name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"fusedseg.unet.{net}: {name} must be a positive integer, got {value!r}")
+        raise ValueError(f"fusedseg.unet.{net}: {name} must be an integer >= 1, got {value!r}")
 
 
 def check_widths(net: str, name: str, widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from bench.gpu.norm_variants import LAUNCH, VARIANTS, KernelJob, nbytes, work
 from bench.gpu.variants import Variant, VariantSection, applied, compete_variants
 from bench.harness import Copy, Result, disagreement, relative_error
 from bench.norm_layers import NormCase, expected, make_data
+from fusedseg.ops.layout import Layout
 
 CPU = torch.device("cpu")
 CASE = NormCase("batch", (2, 6, 5, 7), "fp32")
@@ -43,7 +44,7 @@ def compete(case, *variants, job=KernelJob):
 def test_constants_are_put_back_and_nothing_remembers_them():
     from fusedseg.kernels import launch
 
-    args = launch.Layout(False, 8, 64, 512 * 512), torch.float16, CPU
+    args = Layout(False, 8, 64, 512 * 512), torch.float16, CPU
     before = launch.split_blocks(*args)
     with applied({LAUNCH: {"PROGRAMS_PER_SM": 8}}):
         assert launch.split_blocks(*args).splits == 2 * before.splits

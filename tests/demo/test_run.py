@@ -52,9 +52,18 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
         assert len(found["losses"]) == 2
 
 
+SMALL = """
+import dataclasses, sys
+from fusedseg.__main__ import main
+from fusedseg.demo import slices
+slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], widths=(2, 4), batch=2)
+sys.exit(main(["demo", "slices", "--steps", "1"]))
+"""
+
+
 def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
     """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files."""
-    command = [sys.executable, "-m", "fusedseg", "demo", "slices", "--steps", "1"]
+    command = [sys.executable, "-c", SMALL]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "fusedseg_demo" / "slices.png").exists()
@@ -74,12 +83,12 @@ def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
 
 
 def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
-    from fusedseg.demo.report import write_json
+    from fusedseg.memory.export import write_json
 
     path = tmp_path / "slices.json"
     path.write_text("mine")
     with pytest.raises(FileExistsError):
-        write_json(path, {}, overwrite=False)
+        write_json({}, path, overwrite=False)
     assert path.read_text() == "mine"
 
 
@@ -149,9 +158,3 @@ def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
     assert figures["fusedseg / eager"]["kept"] < 0.5
     # learned, rather than alike in having learned nothing
     assert min(figures["networks"]["eager"]["iou"].values()) > 0.4
-
-
-def test_distributed_needs_torchrun(extras, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["demo", "--distributed", "--out", str(tmp_path)]) == 2
-    assert "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
 from fusedseg.conversion import convs
-from fusedseg.ops import sources
+from fusedseg.ops.conv import sources
 
 
 class eager(contextlib.ContextDecorator):

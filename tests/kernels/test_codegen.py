@@ -1,24 +1,28 @@
 """What compilers make of the kernels, for GPUs that are not there: spills, widths of accesses, tensor cores."""
 
-import functools
-import os
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import compile_launches
-
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# launches: a module of this folder, and the name of a dict in it
+# Launches: a module, and the name of a dict in it.
 SUITES = {
-    "norm_act": ("norm_act_launches", "CASES"),
-    "conv_abn": ("conv_abn_launches", "CASES"),
-    "conv_abn-more": ("conv_abn_launches", "MORE"),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW"),
+    "norm_act-all": ("tests.kernels.norm_act_launches", "CASES"),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW"),
+    "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES"),
+    "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE"),
 }
-CONV_SUITES = ["conv_abn", pytest.param("conv_abn-more", marks=pytest.mark.slow)]
+
+
+def marked(*names):
+    """A suite takes minutes unless it is a few launches."""
+    return [pytest.param(name, marks=[] if SUITES[name][1] == "FEW" else [pytest.mark.slow]) for name in names]
+
+
+NORM_SUITES = marked("norm_act", "norm_act-all")
+CONV_SUITES = marked("conv_abn", "conv_abn-all", "conv_abn-more")
 # shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
@@ -52,38 +56,30 @@ SPILLS = {
 ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr"}
 
 
-@functools.cache
-def compilations(suite) -> dict[str, Future]:
-    """One process a target, as many at a time as there are cores."""
-    module, cases = SUITES[suite]
-    pool = ThreadPoolExecutor(os.cpu_count())
-    return {target: pool.submit(compile_launches, target, f"tests.kernels.{module}", cases) for target in TARGETS}
+@pytest.fixture
+def launches(compiled, suite, target):
+    return compiled(*SUITES[suite])[target]
 
 
-def launches(target, suite="norm_act"):
-    return compilations(suite)[target].result()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", ["norm_act", *CONV_SUITES])
-def test_no_spills(suite, target, record_property):
-    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target, suite)}
+@pytest.mark.parametrize("suite", [*NORM_SUITES, *CONV_SUITES])
+def test_no_spills(launches, target, record_property):
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
     print(f"\nregisters a thread, {target}")
     for name, count in registers.items():
         print(f"{count:5d}  {name}")
     spilled = {
         f"{of['case']} {of['kernel']}": of["spilled"]
-        for of in launches(target, suite)
+        for of in launches
         if of["spilled"] > SPILLS.get((target, of["case"]), 0)
     }
     assert spilled == {}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_16_byte_loads_and_stores(target):
+@pytest.mark.parametrize("suite", NORM_SUITES)
+def test_16_byte_loads_and_stores(launches):
     narrow, seen = [], Counter()
-    for of in launches(target):
+    for of in launches:
         for argument in ACTIVATIONS & of["accesses"].keys():
             for kind, widths in of["accesses"][argument].items():
                 seen[argument, kind] += sum(widths.values())
@@ -96,9 +92,9 @@ def test_16_byte_loads_and_stores(target):
     assert {access for access, count in seen.items() if count} == expected
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_path_was_compiled(target):
-    kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches(target)}
+@pytest.mark.parametrize("suite", NORM_SUITES)
+def test_every_path_was_compiled(launches):
+    kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {
         *("stats", "merge", "act_fwd_apply", "act_fwd_onchip"),
         *("act_bwd_reduce", "act_bwd_apply", "act_bwd_onchip"),
@@ -125,11 +121,10 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     return vectors
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_load_and_store_16_bytes(suite, target):
+def test_convolutions_load_and_store_16_bytes(launches, target):
     narrow = []
-    for of in launches(target, suite):
+    for of in launches:
         for argument, kind in whole_vectors(of["case"], target):
             widths = of["accesses"][argument][kind]
             if set(widths) != {"16"}:
@@ -137,17 +132,15 @@ def test_convolutions_load_and_store_16_bytes(suite, target):
     assert not narrow
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_run_on_tensor_cores(suite, target):
+def test_convolutions_run_on_tensor_cores(launches, target):
     """All but fp32 itself, which AMD's have too."""
-    for of in launches(target, suite):
+    for of in launches:
         without = "fp32" in of["case"] and target != "gfx942"
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_fit_in_shared_memory(suite, target):
-    most = max(launches(target, suite), key=lambda of: of["shared"])
+def test_convolutions_fit_in_shared_memory(launches, target):
+    most = max(launches, key=lambda of: of["shared"])
     assert most["shared"] <= SHARED.get(target, LEAST_SHARED), most["case"]

@@ -21,7 +21,7 @@ CHECKS = (
     "takes_the_current_device_and_stream",
     "hooks_see_launches",
     "options_take_the_public_way",
-    "every_launch_names_fp_fusion",
+    "no_launch_fuses",
     "dry_run_lists_every_launch",
     "unknown_versions_take_the_public_way",
 )

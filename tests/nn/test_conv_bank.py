@@ -336,7 +336,11 @@ def test_compile_fullgraph_before_and_after_growth(device, combine, compiler):
 @pytest.mark.parametrize(
     ("attempt", "error", "text"),
     [
-        (lambda: ConvBank2d(2, 3, 3, combine="mean"), ValueError, "ConvBank2d: combine must be 'sum' or 'cat', got 'm"),
+        (
+            lambda: ConvBank2d(2, 3, 3, combine="mean"),
+            ValueError,
+            "combine must be one of sum, cat, got .mean",
+        ),
         (lambda: ConvBank2d(2, 3, 3, padding_mode="same"), ValueError, "padding_mode must be one of zeros, .* 'same'"),
         (lambda: ConvBank2d(2, 3, 3, branches=0), ValueError, "branches must be an integer >= 1, got 0"),
         (lambda: ConvBank2d(2, 3, 3, branches=[]), ValueError, r"branches must be a number >= 1 or .* got \[\]"),

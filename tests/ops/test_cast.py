@@ -8,7 +8,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.memory import SavedBytes
-from fusedseg.ops import conv_abn, join_conv
+from fusedseg.ops.conv import conv_abn, join_conv
 
 LAYERS = {
     "Conv2d": lambda: nn.Conv2d(32, 32, 3, padding=1),

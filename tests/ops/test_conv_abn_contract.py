@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.functional import conv_abn
 from fusedseg.memory import measure
-from fusedseg.ops import conv_abn as op
+from fusedseg.ops.conv import conv_abn as op
 from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 from tests.tools.precision import cudnn_set

@@ -5,7 +5,7 @@ import torch
 
 import fusedseg
 from fusedseg.functional import conv_abn
-from fusedseg.ops import conv_abn as op
+from fusedseg.ops.conv import conv_abn as op
 
 
 def call(x=(2, 6, 5, 5), w=(4, 6, 3, 3), conv_bias=None, running_mean=None, running_var=None, training=True, **options):
@@ -82,7 +82,7 @@ REFUSED = {
         ValueError,
         r"groups=3 must divide the output channels, got 4",
     ),
-    "groups 0": ({"groups": 0}, ValueError, r"groups must be a positive integer, got 0"),
+    "groups 0": ({"groups": 0}, ValueError, r"groups must be an integer >= 1, got 0"),
     "shape of the bias": (
         {"conv_bias": ones(6)},
         ValueError,

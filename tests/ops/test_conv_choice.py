@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.functional import conv_abn
 from fusedseg.memory import allocator_peak
-from fusedseg.ops import conv_choice
-from fusedseg.ops.conv_choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
-from fusedseg.ops.convolution import Geometry
+from fusedseg.ops.conv import choice as conv_choice
+from fusedseg.ops.conv.choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
+from fusedseg.ops.conv.convolution import Geometry
 from fusedseg.ops.layout import layout_of
 from tests.tools.precision import cudnn_set
 
@@ -344,9 +344,9 @@ def test_a_cpu_takes_aten_and_measures_nothing(backend, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU it is measured")
     names = []
-    forward_with = fusedseg.ops.conv_abn._forward_with
+    forward_with = fusedseg.ops.conv.conv_abn._forward_with
     monkeypatch.setattr(
-        fusedseg.ops.conv_abn, "_forward_with", lambda name, *args: names.append(name) or forward_with(name, *args)
+        fusedseg.ops.conv.conv_abn, "_forward_with", lambda name, *args: names.append(name) or forward_with(name, *args)
     )
     x = torch.randn(2, 16, 6, 6, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     conv_abn(x, torch.randn(16, 16, 3, 3, dtype=torch.bfloat16), None, None, None, training=True)

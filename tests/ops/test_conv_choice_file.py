@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fusedseg.functional import load_conv_choices, save_conv_choices
-from fusedseg.ops import conv_choice
+from fusedseg.ops.conv import choice as conv_choice
 from tests.ops.test_conv_choice import FASTER, SLOWER, WRONG, chosen, no_records, on_a_gpu, remember
 
 # fixtures

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusedseg.ops import convolution
-from fusedseg.ops.convolution import Geometry, convolve, convolve_backward
+from fusedseg.ops.conv import convolution
+from fusedseg.ops.conv.convolution import Geometry, convolve, convolve_backward
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 PLAIN = Geometry((1,) * 3, (1,) * 3, (1,) * 3, 1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
-from fusedseg.ops.norm import aten_output, op
+from fusedseg.ops.norm import aten_chunks, op
 from fusedseg.ops.norm.kept import find
 from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
@@ -57,9 +57,9 @@ def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
 def chunking(request, monkeypatch):
     """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
     if request.param == "chunked":
-        monkeypatch.setattr(aten_output, "_chunk_elements", lambda x: 7)
-        monkeypatch.setattr(aten_output, "WHOLE", 1)
-        monkeypatch.setattr(aten_output, "SLOW_STATISTICS", 0)
+        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
 
 
 def check(groups, leaves, numerically=False, fast=False, **options):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
-from fusedseg.ops import sources as module
-from fusedseg.ops.convolution import Geometry, convolve, output_format
+from fusedseg.ops.conv import sources as module
+from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 
 CONV = {2: F.conv2d, 3: F.conv3d}
 # (mode, align_corners) by number of dimensions

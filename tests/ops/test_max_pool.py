@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from fusedseg.functional import max_pool
 from fusedseg.memory import measure
-from fusedseg.ops import max_pool as op
-from fusedseg.ops import max_pool_aten
+from fusedseg.ops.max_pool import aten as max_pool_aten
+from fusedseg.ops.max_pool import op
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
@@ -168,6 +168,7 @@ def test_refused():
     refused(ValueError, r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d", (17, 16))
     refused(ValueError, r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)", 2, x=torch.randn(2, 0, 4, 4))
     refused(ValueError, r"x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)", 2, x=torch.randn(4, 4))
+    refused(TypeError, "fusedseg.max_pool: x must be a tensor, got list", 2, x=[[1.0]])
     refused(TypeError, "x must be float16, .* got torch.int64", 2, x=torch.ones(1, 1, 4, 4, dtype=torch.int64))
 
 

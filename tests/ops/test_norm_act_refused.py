@@ -16,7 +16,7 @@ REFUSED = {
         lambda: call(residual=torch.randn(2, 64, 3, 1)),
         r"fusedseg.norm_act: residual must have the shape of x, \(2, 64, 3, 3\), got \(2, 64, 3, 1\)",
     ),
-    "unknown norm": (lambda: call(norm="layer"), "norm must be 'batch', 'instance' or 'group', got 'layer'"),
+    "unknown norm": (lambda: call(norm="layer"), "norm must be one of batch, instance, group, got 'layer'"),
     "group without groups": (lambda: call(norm="group"), "num_groups must be given for norm 'group' and for no other"),
     "batch with groups": (lambda: call(num_groups=2), "num_groups must be given for norm 'group' and for no other"),
     "groups that do not divide": (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fusedseg
-from fusedseg.ops import conv_abn as conv_abn_op
+from fusedseg.ops.conv import conv_abn as conv_abn_op
 
 SLOPE = 0.01
 

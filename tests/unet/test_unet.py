@@ -97,7 +97,7 @@ def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(nor
 
 
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="norm_act must be 'batch' or 'instance' or 'group', got 'layer'"):
+    with pytest.raises(ValueError, match="norm_act must be one of batch, instance, group, got 'layer'"):
         UNet(1, 2, norm_act="layer")
 
 
@@ -182,12 +182,12 @@ def test_weights_of_another_structure_are_refused_and_nothing_is_loaded():
         (lambda: UNet(1, 2, dims=1), r"fusedseg\.unet\.UNet: dims must be 2 or 3, got 1"),
         (lambda: UNet(1, 2, widths=(8,)), r"fusedseg\.unet\.UNet: widths must be two or more positive .*, got \(8,\)"),
         (lambda: UNet(1, 2, widths=(8, 8), up_widths=(4, 4)), r"UNet: up_widths must be 1 positive .*, got \(4, 4\)"),
-        (lambda: UNet(1, 2, fit="crop"), r"Up: fit must be 'resize' or 'pad', got 'crop'"),
+        (lambda: UNet(1, 2, fit="crop"), r"Up: fit must be one of resize, pad, got 'crop'"),
         (lambda: MultiEncoderUNet((), 2), r"MultiEncoderUNet: in_channels must name at least one image, got none"),
         (lambda: UNet(1, 2, widths=(8, 0)), r"fusedseg\.unet\.UNet: widths must be .*, got \(8, 0\)"),
-        (lambda: UNet(0, 2), r"fusedseg\.unet\.UNet: in_channels must be a positive integer, got 0"),
-        (lambda: UNet(1, 2.0), r"fusedseg\.unet\.UNet: num_classes must be a positive integer, got 2\.0"),
-        (lambda: UNet(1, 2, mode="cubic"), r"fusedseg\.unet\.Up: mode must be 'linear' or 'transposed', got 'cubic'"),
+        (lambda: UNet(0, 2), r"fusedseg\.unet\.UNet: in_channels must be an integer >= 1, got 0"),
+        (lambda: UNet(1, 2.0), r"fusedseg\.unet\.UNet: num_classes must be an integer >= 1, got 2\.0"),
+        (lambda: UNet(1, 2, mode="cubic"), r"fusedseg\.unet\.Up: mode must be one of linear, transposed, got 'cubic'"),
         (lambda: ConvNormAct(1, 2, dims=4), r"fusedseg\.unet\.ConvNormAct: dims must be 2 or 3, got 4"),
         (lambda: DoubleConv(1, 2, dims=4), r"fusedseg\.unet\.DoubleConv: dims must be 2 or 3, got 4"),
         (lambda: Down(1, 2, dims=4), r"fusedseg\.unet\.Down: dims must be 2 or 3, got 4"),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ... import _backend
+from ..._backend import device_of
 from ...activation import TABLE, Activation
-from ..device import device_of
 from ..layout import Layout
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running

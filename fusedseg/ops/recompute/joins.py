@@ -1,8 +1,9 @@
 """Notes about concatenations inside the scope, for the convolutions that read them.
 
 The scope notes the sources of each ``torch.cat`` along the channels, and the input of each ``interpolate``.  A
-convolution of a converted model convolves such a tensor as it is, but keeps its sources (``ops/sources.py``).  If they
-are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that size.
+convolution of a converted model convolves such a tensor as it is, but keeps its sources (``ops/conv/sources.py``).  If
+they are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that
+size.
 
 The registry holds the notes by tensor, and drops each with its tensor.  A note no longer counts once a source was
 written to, or if a source is the caller's own memory, which eager mode would not keep.
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from ..conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
 from .plain import plain
 from .recipes import active
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..convolution import FORMATS
+from ..layout import FORMATS
 from .calls import replay
 from .plain import Place, plain
 from .registry import Registry

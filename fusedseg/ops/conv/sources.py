@@ -15,8 +15,8 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import unfused
-from .convolution import Geometry, convolve, convolve_backward, parse_geometry
+from .. import unfused
+from .convolution import Geometry, RawGeometry, convolve, convolve_backward, parse_geometry
 
 MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
@@ -189,27 +189,26 @@ def shape_of(sources: Sequence[Source]) -> torch.Size:
     return torch.Size([N, sum(source.shape[1] for source in sources), *size])
 
 
-def padded(
-    op: str,
-    sources: tuple[Source, ...],
-    kernel: Sequence[int],
-    stride: int | Sequence[int],
-    padding: int | str | Sequence[int],
-    dilation: int | Sequence[int],
-    groups: int,
-    mode: str = "zeros",
-    pads: Sequence[int] = (),
-) -> tuple[tuple[Source, ...], Geometry]:
+class Convolution(NamedTuple):
+    """A call of a convolution of sources, checked or not: the arguments that travel together."""
+
+    sources: tuple[Source, ...]
+    w: Tensor
+    bias: Tensor | None
+    geometry: Geometry
+
+
+def padded(op: str, sources: tuple[Source, ...], raw: RawGeometry) -> tuple[tuple[Source, ...], Geometry]:
     """The sources and the geometry of a convolution.
 
     If a convolution cannot pad as asked, the sources become one tensor that is padded already.  This is so for a
-    ``mode`` other than zeros, which pads by ``pads``, and for "same" with an even kernel.
+    ``mode`` other than zeros, and for "same" with an even kernel.
     """
-    if mode != "zeros":
-        sources, padding = (F.pad(concatenated(sources), pads, mode=mode),), 0
-    geometry, uneven = parse_geometry(op, kernel, stride, padding, dilation, groups)
+    if raw.mode != "zeros":
+        sources, raw = (F.pad(concatenated(sources), raw.pads, mode=raw.mode),), raw._replace(padding=0)
+    geometry, uneven = parse_geometry(op, raw)
     # `check_convolution` will refuse sources with another number of dimensions.
-    if uneven and len(sources[0].shape) == len(kernel) + 2:
+    if uneven and len(sources[0].shape) == len(raw.kernel) + 2:
         sources = (F.pad(concatenated(sources), uneven),)
     return sources, geometry
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .check import check_dtype, check_transforms
+from ..check import check_dtype, check_positive, check_transforms
+from ..layout import FORMATS
 
 aten = torch.ops.aten
 
 # Torch convolves one volume by a loop if channels x depth x height is at most this.
 LOOPED = 20480
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Geometry(NamedTuple):
@@ -31,6 +31,21 @@ class Geometry(NamedTuple):
         return torch.Size([x[0], w[0], *size])
 
 
+class RawGeometry(NamedTuple):
+    """The arguments of a convolution as a stock function or module takes them.
+
+    ``mode`` pads by ``pads``, the argument of ``torch.nn.functional.pad``, unless it is "zeros".
+    """
+
+    kernel: Sequence[int]
+    stride: int | Sequence[int] = 1
+    padding: int | str | Sequence[int] = 0
+    dilation: int | Sequence[int] = 1
+    groups: int = 1
+    mode: str = "zeros"
+    pads: Sequence[int] = ()
+
+
 def per_dimension(op: str, name: str, value: int | Sequence[int], dims: int, least: int) -> tuple[int, ...]:
     values = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(values) != dims or not all(isinstance(v, int) and v >= least for v in values):
@@ -38,23 +53,15 @@ def per_dimension(op: str, name: str, value: int | Sequence[int], dims: int, lea
     return values
 
 
-def parse_geometry(
-    op: str,
-    kernel: Sequence[int],
-    stride: int | Sequence[int],
-    padding: int | str | Sequence[int],
-    dilation: int | Sequence[int],
-    groups: int,
-) -> tuple[Geometry, list[int]]:
+def parse_geometry(op: str, raw: RawGeometry) -> tuple[Geometry, list[int]]:
     """The geometry, and the argument of ``torch.nn.functional.pad`` for zeros that must be added before.
 
     The second result is empty unless "same" needs different padding on the two sides.
     """
-    dims = len(kernel)
-    stride = per_dimension(op, "stride", stride, dims, 1)
-    dilation = per_dimension(op, "dilation", dilation, dims, 1)
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
+    kernel, padding, groups, dims = raw.kernel, raw.padding, raw.groups, len(raw.kernel)
+    stride = per_dimension(op, "stride", raw.stride, dims, 1)
+    dilation = per_dimension(op, "dilation", raw.dilation, dims, 1)
+    check_positive(op, "groups", groups)
     uneven: list[int] = []
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
@@ -149,7 +156,10 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> T
         y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
         return y.contiguous(memory_format=output_format(x, w))
     # A call through torch.ops would take half as long again.
-    y = torch.convolution(x, w, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+    y = torch.convolution(
+        x, w, bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
+        output_padding=(0,) * len(stride), groups=groups,
+    )  # fmt: skip
     return y.contiguous(memory_format=output_format(x, w))
 
 

@@ -5,24 +5,24 @@ values from the same positions, so that gradients of any order are right.  Eager
 under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import _backend
-from . import max_pool_aten, unfused
-from .check import check_dtype, check_tangents, check_transforms
-from .convolution import FORMATS, per_dimension
-from .device import device_of
-from .double_backward import batched, one_by_one
-from .layout import dense
-from .max_pool_aten import Pool
-from .recompute import recipes
+from ... import _backend
+from .. import unfused
+from ..check import HALF, check_dtype, check_tangents, check_tensor, check_transforms
+from ..conv.convolution import per_dimension
+from ..double_backward import batched, one_by_one
+from ..layout import FORMATS, dense
+from ..recompute import recipes
+from . import aten
+from .aten import Pool
 
 OP = "fusedseg.max_pool"
-HALF = (torch.float16, torch.bfloat16)
 MAX_POSITIONS = 256
 
 
@@ -41,6 +41,11 @@ def _rows(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 
+def _has_no_values(t: Tensor) -> bool:
+    """Whether there is nothing to compute.  Thousands of pieces of a fake tensor would take seconds."""
+    return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
+
+
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     """z and, if ``coded``, the codes, both in the memory format of ``x``."""
     x, _ = dense(x)
@@ -48,15 +53,14 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
-    if x.numel() == 0 or isinstance(x, FakeTensor):
-        # Without values nothing must be computed, and thousands of pieces would take seconds.
+    if _has_no_values(x):
         return z, codes
     if not _backend.use_triton(x):
-        max_pool_aten.forward(x, z, codes, rows, pool)
+        aten.forward(x, z, codes, rows, pool)
         return z, codes
-    from ..kernels.max_pool import max_pool_fwd
+    from ...kernels.max_pool import max_pool_fwd
 
-    with device_of(x):
+    with _backend.device_of(x):
         max_pool_fwd(x, z, codes, rows, pool.kernel, (*pool[1:4], 1))
     return z, codes
 
@@ -64,15 +68,15 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
 def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: Pool) -> Tensor:
     """dx, with the spatial size ``size``."""
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
-    if dx.numel() == 0 or isinstance(dx, FakeTensor):
+    if _has_no_values(dx):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz):
-        max_pool_aten.backward(dz, codes, dx, rows, pool)
+        aten.backward(dz, codes, dx, rows, pool)
         return dx
-    from ..kernels.max_pool import max_pool_bwd
+    from ...kernels.max_pool import max_pool_bwd
 
-    with device_of(dz):
+    with _backend.device_of(dz):
         max_pool_bwd(dz, codes, dx, rows, pool.kernel, (*pool[1:4], 1))
     return dx
 
@@ -82,8 +86,9 @@ def pick(ddx: Tensor, codes: Tensor, rows: bool, pool: Pool) -> Tensor:
 
     It always runs on aten, because it is rarely needed.
     """
-    picked = max_pool_aten.pick(ddx, codes, pool) if ddx.numel() else ddx.new_empty(codes.shape)
-    return _dense_as(picked, rows)
+    if _has_no_values(ddx):
+        return _empty(codes.shape, rows, ddx, ddx.dtype)
+    return _dense_as(aten.pick(ddx, codes, pool), rows)
 
 
 class MaxPoolFunction(torch.autograd.Function):
@@ -107,100 +112,48 @@ class MaxPoolFunction(torch.autograd.Function):
         if batched((dz,)):
             args = dz, codes, ctx.size, ctx.rows, ctx.pool
             return *one_by_one(lambda *args: (backward(*args),), *args), None
-        return _Backward.apply(dz, codes, ctx.size, ctx.rows, ctx.pool), None
+        if torch.is_grad_enabled():
+            # Backward itself is differentiated, and the op has a gradient.
+            return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
+        return backward(dz, codes, ctx.size, ctx.rows, ctx.pool), None
 
 
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, dz, codes, size, rows, pool):
-        ctx.size, ctx.rows, ctx.pool = size, rows, pool
-        ctx.save_for_backward(codes)
-        return backward(dz, codes, size, rows, pool)
-
-    @staticmethod
-    def backward(ctx, ddx):
-        (codes,) = ctx.saved_tensors
-        return _Pick.apply(ddx, codes, ctx.size, ctx.rows, ctx.pool), None, None, None, None
+# A ``Pool`` as the ops take it.
+WINDOW = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode"
 
 
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ddx, codes, size, rows, pool):
-        ctx.size, ctx.rows, ctx.pool = size, rows, pool
-        ctx.save_for_backward(codes)
-        return pick(ddx, codes, rows, pool)
-
-    @staticmethod
-    def backward(ctx, dz):
-        (codes,) = ctx.saved_tensors
-        return _Backward.apply(dz, codes, ctx.size, ctx.rows, ctx.pool), None, None, None, None
+def _pool(*window) -> Pool:
+    *lists, ceil_mode = window
+    return Pool(*map(tuple, lists), ceil_mode)
 
 
-def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
-    return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
-
-
-@torch.library.custom_op("fusedseg::max_pool", mutates_args=())
-def max_pool_op(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    coded: bool,
-) -> tuple[Tensor, Tensor]:
+def _op(x, *flat):
     """The functional op: returns z and the codes; the codes are empty unless ``coded``."""
-    z, codes = forward(x, _pool(kernel, stride, padding, dilation, ceil_mode), coded)
+    *window, coded = flat
+    z, codes = forward(x, _pool(*window), coded)
     return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
 
 
-@max_pool_op.register_fake
-def _(x, kernel, stride, padding, dilation, ceil_mode, coded):
-    x, _ = dense(x)
-    shape = (*x.shape[:2], *_pool(kernel, stride, padding, dilation, ceil_mode).output_size(tuple(x.shape[2:])))
-    rows = _rows(x)
-    codes = _empty(shape, rows, x, torch.uint8) if coded else x.new_empty(0, dtype=torch.uint8)
-    return _empty(shape, rows, x, x.dtype), codes
+def _backward_op(dz, codes, size, rows, *window):
+    return backward(dz, codes, size, rows, _pool(*window))
 
 
-@torch.library.custom_op("fusedseg::max_pool_backward", mutates_args=())
-def max_pool_backward_op(
-    dz: Tensor,
-    codes: Tensor,
-    size: Sequence[int],
-    rows: bool,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
-    return backward(dz, codes, size, rows, _pool(kernel, stride, padding, dilation, ceil_mode))
+def _pick_op(ddx, codes, rows, *window):
+    return pick(ddx, codes, rows, _pool(*window))
 
 
-@max_pool_backward_op.register_fake
-def _(dz, codes, size, rows, kernel, stride, padding, dilation, ceil_mode):
-    return _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
+def _custom_op(name: str, function: Callable, schema: str) -> Any:
+    """An op whose fake is the function itself, which computes nothing for tensors without values."""
+    op = torch.library.custom_op(f"fusedseg::{name}", function, mutates_args=(), schema=schema)
+    op.register_fake(function)
+    return op
 
 
-@torch.library.custom_op("fusedseg::max_pool_pick", mutates_args=())
-def max_pool_pick_op(
-    ddx: Tensor,
-    codes: Tensor,
-    rows: bool,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
-    return pick(ddx, codes, rows, _pool(kernel, stride, padding, dilation, ceil_mode))
-
-
-@max_pool_pick_op.register_fake
-def _(ddx, codes, rows, kernel, stride, padding, dilation, ceil_mode):
-    return _empty(tuple(codes.shape), rows, ddx, ddx.dtype)
+max_pool_op = _custom_op("max_pool", _op, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
+max_pool_backward_op = _custom_op(
+    "max_pool_backward", _backward_op, f"(Tensor dz, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
+)
+max_pool_pick_op = _custom_op("max_pool_pick", _pick_op, f"(Tensor ddx, Tensor codes, bool rows, {WINDOW}) -> Tensor")
 
 
 def _setup_context(ctx, inputs, output):
@@ -314,10 +267,20 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
     return z
 
 
+def dims_of(op: str, x: Tensor, kernel_size: int | Sequence[int]) -> int:
+    """The number of spatial dimensions of a pool without a module."""
+    check_tensor(op, x)
+    if not 3 <= x.dim() <= 5:
+        raise ValueError(
+            f"{op}: x must have shape (N, C, *spatial) or (C, *spatial), in two or three dimensions, "
+            f"got {tuple(x.shape)}"
+        )
+    return 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
+
+
 def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
     """The op on an unchecked ``x``, (N, C, *spatial) or (C, *spatial)."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    check_tensor(op, x)
     if x.dim() not in (dims + 1, dims + 2):
         raise ValueError(
             f"{op}: x must have shape (N, C, *spatial) or (C, *spatial) with {dims} spatial dimensions, "

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import _backend
+from ... import _backend
+from ..check import HALF, check_choice
+from ..layout import Layout, layout_of
 from .convolution import Geometry
-from .layout import Layout, layout_of
 
 NAMES = ("auto", "triton", "aten")
-HALF = (torch.float16, torch.bfloat16)
 # With more input channels, a kernel of several taps is bound by arithmetic, where the vendors' libraries are faster.
 MOST_CHANNELS = 128
 # Fewer channels waste tensor cores, whose smallest step sums 16 products.
@@ -95,8 +95,7 @@ def tf32_allowed() -> bool:
 
 
 def check_conv_backend(op: str, name: str) -> None:
-    if name not in NAMES:
-        raise ValueError(f"{op}: conv_backend must be one of {', '.join(NAMES)}, got {name!r}")
+    check_choice(op, "conv_backend", name, NAMES)
 
 
 def unfit(x: Tensor, positions: int) -> str:

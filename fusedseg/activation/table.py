@@ -1,4 +1,4 @@
-"""Activation functions: the one table of what the package knows about each, and how arguments name them.
+"""The one table of what the package knows about each activation function.
 
 Everything outside ``kernels/`` reads ``TABLE``: the ops on aten, programs that are exported, modules, conversion and
 the memory report.  To add an activation, add a row here and a branch to each function of ``kernels/activation.py``.
@@ -35,13 +35,13 @@ class Parameter:
 class Inverse:
     """What an op needs that stores z alone.  An activation with a parameter is invertible where the parameter is > 0.
 
-    y: (z, p) -> y.
+    y: (z, p, out) -> y, in ``out`` unless that is None; z itself where that is y.
     grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless that is None.
     into: (y, p, out); writes z to ``out``.
     slope: p -> how much smaller than a small y its z may be, at most 1.
     """
 
-    y: Callable[[Tensor, float], Tensor]
+    y: Callable[[Tensor, float, Tensor | None], Tensor]
     grad: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
     into: Callable[[Tensor, float, Tensor], object]
     slope: Callable[[float], float] = lambda p: 1.0
@@ -60,6 +60,7 @@ class Row:
     node: how the name of the node begins that autograd makes for it; "" where the memory report gives no advice.
     parameter: what ``activation_param`` is, if there is one.
     inverse: None where y cannot be found from z.
+    identity: z is y, so the gradient of y is dz, and a parameter means nothing.
     idempotent: to apply it twice is the same as to apply it once.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they stand for.
     selected_by: for a row that a word selects, the public name and the word.
@@ -75,10 +76,15 @@ class Row:
     node: str = ""
     parameter: Parameter | None = None
     inverse: Inverse | None = None
+    identity: bool = False
     idempotent: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
     learned: bool = False
+
+
+def _leaky_relu_inverse(z: Tensor, p: float, out: Tensor | None) -> Tensor:
+    return aten.leaky_relu(z, 1.0 / p) if out is None else aten.leaky_relu.out(z, 1.0 / p, out=out)
 
 
 def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
@@ -93,11 +99,11 @@ def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float 
     return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
 
 
-def _elu_inverse(z: Tensor, p: float, scale: float = 1) -> Tensor:
+def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     # The tail saturates at -1.  What has rounded to -1 is taken for the middle of the values that round to it.
     least = math.log(torch.finfo(z.dtype).eps / 8)
     tail = z.div(scale * p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
-    return torch.where(z > 0, z if scale == 1 else z / scale, tail)
+    return torch.where(z > 0, z if scale == 1 else z / scale, tail, out=out)
 
 
 # selu is scale * elu, with these numbers, which PyTorch has too
@@ -128,7 +134,7 @@ _ROWS = (
         node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
-            y=lambda z, p: F.leaky_relu(z, 1.0 / p),
+            y=_leaky_relu_inverse,
             grad=_leaky_relu_grad,
             into=lambda y, p, out: aten.leaky_relu.out(y, p, out=out),
             slope=lambda p: min(p, 1.0),
@@ -157,7 +163,7 @@ _ROWS = (
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=y),
         node="Elu",
         inverse=Inverse(
-            y=lambda z, p: _elu_inverse(z, _SELU_ALPHA, _SELU_SCALE),
+            y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
             into=lambda y, p, out: aten.elu.out(y, _SELU_ALPHA, _SELU_SCALE, 1, out=out),
         ),
@@ -168,9 +174,10 @@ _ROWS = (
         function=lambda y, p: y,
         forward=lambda y, p: y,
         grad=lambda dz, y, p: dz,
+        identity=True,
         idempotent=True,
         inverse=Inverse(
-            y=lambda z, p: z,
+            y=lambda z, p, out: z,
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
             into=lambda y, p, out: out.copy_(y),
         ),
@@ -281,91 +288,13 @@ OTHERS = (
     Other("clamp_min", None),
 )
 
-# what the argument ``activation`` may be: of any op, of an op that stores its output, and the rest
-NAMES = tuple(row.name for row in _ROWS if row.selected_by is None)
-INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
-EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)
 # the stock module's class -> its row, the first one where a word selects among several
 OF_MODULE: dict[type[nn.Module], Row] = {
     row.module: row for row in _ROWS if row.module is not None and row.selected_by is None
 }
 
 
-class Activation(NamedTuple):
-    """The name of a row of the table, and the parameter: 0 for rows without one, the initial slope for prelu."""
-
-    name: str
-    param: float
-
-    def __str__(self) -> str:
-        """As users wrote it."""
-        row = TABLE[self.name]
-        if row.selected_by is not None:
-            name, word = row.selected_by
-            return f"{name}({word!r})"
-        return self.name if row.parameter is None or row.parameter.choices else f"{self.name}({self.param})"
-
-
 def is_invertible(name: str, param: Any) -> bool:
     """Whether an op can store the output alone, with this number as the parameter."""
     row = TABLE[name]
     return row.inverse is not None and (row.parameter is None or param > 0)
-
-
-def _check_name(op: str, name: str, names: tuple[str, ...]) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"{op}: activation must be a string, one of {', '.join(names)}, got {name!r}")
-    if name not in names:
-        raise ValueError(f"{op}: activation must be one of {', '.join(names)}, got {name!r}")
-
-
-def _check_number(op: str, name: str, what: str, param: object) -> float:
-    if isinstance(param, bool) or not isinstance(param, (int, float)) or not math.isfinite(param):
-        raise TypeError(f"{op}: activation_param must be a finite number, the {what} of {name}, got {param!r}")
-    return float(param)
-
-
-def parse_activation(op: str, name: str, param: float | str | None = None) -> Activation:
-    """The activation of an op that stores its input, which is exact for all of them; None: the stock default.
-
-    ``param``: a number for leaky_relu, elu and prelu, "none" or "tanh" for gelu, None for those without a parameter.
-    Identity takes no notice of it, as in ``parse_invertible``.
-    """
-    _check_name(op, name, NAMES)
-    parameter = TABLE[name].parameter
-    if parameter is None:
-        if param is not None and name != "identity":
-            raise ValueError(
-                f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}"
-            )
-        return Activation(name, 0.0)
-    if parameter.choices is not None:
-        if param not in (None, *parameter.choices):
-            words = " or ".join(map(repr, parameter.choices))
-            raise ValueError(f"{op}: activation_param of {name} must be {words}, its {parameter.name}, got {param!r}")
-        return Activation(parameter.choices[str(param or parameter.default)], 0.0)
-    return Activation(name, parameter.default if param is None else _check_number(op, name, parameter.name, param))
-
-
-def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAct") -> Activation:
-    """The activation of an op that stores its output; ValueError for one that cannot be inverted, which names the
-    module that is exact for it.
-
-    ``param`` has a default in every signature, the slope of leaky_relu.  So activations without a parameter take that
-    default and 0, which is what ``Activation`` holds for them, and no other number; identity takes any.
-    """
-    if name in EXACT_ONLY:
-        raise ValueError(f"{op}: activation {name!r} cannot be inverted; use fusedseg.{exact}, which is exact for it")
-    _check_name(op, name, INVERTIBLE)
-    parameter = TABLE[name].parameter
-    if parameter is None:
-        if name != "identity" and param not in (None, 0.0, 0.01):
-            raise ValueError(f"{op}: activation {name!r} has no parameter, leave activation_param out, got {param!r}")
-        return Activation(name, 0.0)
-    value = _check_number(op, name, parameter.name, param)
-    if not is_invertible(name, value):
-        raise ValueError(
-            f"{op}: {name} with {parameter.name} {param} cannot be inverted (the {parameter.name} must be > 0); "
-            f"use fusedseg.{exact}, which is exact for it"
-        )
-    return Activation(name, value)

@@ -1,16 +1,15 @@
-"""A convolution of sources (``ops/sources.py``), whose concatenation is not kept, nor formed if it is large."""
-
-from collections.abc import Sequence
+"""A convolution of sources (``sources.py``), whose concatenation is not kept, nor formed if it is large."""
 
 import torch
 from torch import Tensor
 
-from . import unfused
-from .cast import cast, uncast
-from .check import check_tangents
-from .convolution import Geometry, check_convolution
-from .double_backward import differentiated_once
+from .. import unfused
+from ..cast import cast, uncast
+from ..check import check_tangents
+from ..double_backward import differentiated_once
+from .convolution import RawGeometry, check_convolution
 from .sources import (
+    Convolution,
     Source,
     cast_sources,
     check_agree,
@@ -18,6 +17,8 @@ from .sources import (
     convolve_sources,
     convolve_sources_backward,
     enlarges_of,
+    padded,
+    parse_sources,
     shape_of,
     sources_of,
     tensors_of,
@@ -45,11 +46,32 @@ class JoinConvFunction(torch.autograd.Function):
         return None, None, None, *differentiated_once(OP, convolve_sources_backward, *args)
 
 
-def check(op: str, sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> torch.Size:
+def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
+    """The call of a convolution with a stock convolution's arguments: padded where it must be, and cast by autocast."""
+    sources, geometry = padded(op, sources, raw)
+    return Convolution(*autocast(sources, w, bias), geometry)
+
+
+def parsed(op: str, x, w, bias, stride, padding, dilation, groups) -> Convolution:
+    """``prepared``, for the arguments of a function."""
+    sources = parse_sources(op, x)
+    if not isinstance(w, Tensor):
+        raise TypeError(f"{op}: conv_weight must be a tensor, got {type(w).__name__}")
+    if w.dim() not in (4, 5):
+        raise ValueError(
+            f"{op}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "
+            f"got {tuple(w.shape)}"
+        )
+    return prepared(op, sources, w, bias, RawGeometry(w.shape[2:], stride, padding, dilation, groups))
+
+
+def check(op: str, call: Convolution) -> torch.Size:
     """The shape of the result; raises ValueError or TypeError if the arguments do not fit a convolution of sources."""
+    sources, w, bias, geometry = call
     check_agree(op, sources)
-    check_tangents(op, w, *tensors_of(sources))
-    first = tensors_of(sources)[0]
+    tensors = tensors_of(sources)
+    check_tangents(op, w, *tensors)
+    first = tensors[0]
     shape = check_convolution(op, shape_of(sources), first.dtype, first.device, w, bias, geometry)
     if len(sources) > 1 and geometry.groups > 1:
         raise ValueError(f"{op}: groups must be 1 for several sources, got {geometry.groups}")
@@ -71,14 +93,9 @@ def autocast(
     return cast_sources(sources, dtype), cast(w, dtype), None if bias is None else bias.to(dtype)
 
 
-def join_conv(
-    sources: tuple[Source, ...],
-    w: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    formed: Tensor | None = None,
-) -> Tensor:
+def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     """The op on checked arguments.  ``formed`` is the concatenation of the sources if the caller has formed it."""
+    sources, w, bias, geometry = call
     if unfused.wanted():
         return unfused.convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():

@@ -1,0 +1,85 @@
+"""Reads the arguments ``activation`` and ``activation_param``, which name a row of the table and its parameter."""
+
+import math
+from typing import NamedTuple
+
+from .table import TABLE, is_invertible
+
+# What ``activation`` may be: for any op, for an op that stores its output, and only for one that stores its input.
+NAMES = tuple(row.name for row in TABLE.values() if row.selected_by is None)
+INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
+EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)
+
+
+class Activation(NamedTuple):
+    """The name of a row of the table, and the parameter: 0 for rows without one, the initial slope for prelu."""
+
+    name: str
+    param: float
+
+    def __str__(self) -> str:
+        """As users wrote it."""
+        row = TABLE[self.name]
+        if row.selected_by is not None:
+            name, word = row.selected_by
+            return f"{name}({word!r})"
+        return self.name if row.parameter is None or row.parameter.choices else f"{self.name}({self.param})"
+
+
+def _check_name(op: str, name: str, names: tuple[str, ...]) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{op}: activation must be a string, one of {', '.join(names)}, got {name!r}")
+    if name not in names:
+        raise ValueError(f"{op}: activation must be one of {', '.join(names)}, got {name!r}")
+
+
+def _check_number(op: str, name: str, what: str, param: object) -> float:
+    if isinstance(param, bool) or not isinstance(param, (int, float)) or not math.isfinite(param):
+        raise TypeError(f"{op}: activation_param must be a finite number, the {what} of {name}, got {param!r}")
+    return float(param)
+
+
+def parse_activation(op: str, name: str, param: float | str | None = None) -> Activation:
+    """The activation of an op that stores its input, which is exact for all of them; None: the stock default.
+
+    ``param``: a number for leaky_relu, elu and prelu, "none" or "tanh" for gelu, None for those without a parameter.
+    Identity takes no notice of it, as in ``parse_invertible``.
+    """
+    _check_name(op, name, NAMES)
+    parameter = TABLE[name].parameter
+    if parameter is None:
+        if param is not None and not TABLE[name].identity:
+            raise ValueError(
+                f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}"
+            )
+        return Activation(name, 0.0)
+    if parameter.choices is not None:
+        if param not in (None, *parameter.choices):
+            words = " or ".join(map(repr, parameter.choices))
+            raise ValueError(f"{op}: activation_param of {name} must be {words}, its {parameter.name}, got {param!r}")
+        return Activation(parameter.choices[str(param or parameter.default)], 0.0)
+    return Activation(name, parameter.default if param is None else _check_number(op, name, parameter.name, param))
+
+
+def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAct") -> Activation:
+    """The activation of an op that stores its output; ValueError for one that cannot be inverted, which names the
+    module that is exact for it.
+
+    ``param`` has a default in every signature, the slope of leaky_relu.  So activations without a parameter take that
+    default and 0, which is what ``Activation`` holds for them, and no other number; identity takes any.
+    """
+    if name in EXACT_ONLY:
+        raise ValueError(f"{op}: activation {name!r} cannot be inverted; use fusedseg.{exact}, which is exact for it")
+    _check_name(op, name, INVERTIBLE)
+    parameter = TABLE[name].parameter
+    if parameter is None:
+        if not TABLE[name].identity and param not in (None, 0.0, 0.01):
+            raise ValueError(f"{op}: activation {name!r} has no parameter, leave activation_param out, got {param!r}")
+        return Activation(name, 0.0)
+    value = _check_number(op, name, parameter.name, param)
+    if not is_invertible(name, value):
+        raise ValueError(
+            f"{op}: {name} with {parameter.name} {param} cannot be inverted (the {parameter.name} must be > 0); "
+            f"use fusedseg.{exact}, which is exact for it"
+        )
+    return Activation(name, value)

@@ -1,0 +1,274 @@
+"""Convolution, BatchNorm and activation as one op: z = phi(weight * xhat + bias), xhat = (y - mean) * rstd,
+y = conv(x, conv_weight).
+
+Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is freed.  Backward first runs
+that of ``ops/norm/op.py``, which rebuilds dy from z, and then ``aten.convolution_backward``.
+
+In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
+y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.
+
+The functions below take the same objects: ``call`` is the convolution, ``norm`` and ``spec`` are those of the norm
+behind it.  ``norm.x`` is the output of the convolution; before the convolution has run, conv_weight stands there.
+"""
+
+import torch
+from torch import Tensor
+
+from ..._backend import device_of
+from ...activation import Activation
+from .. import unfused
+from ..cast import uncast
+from ..double_backward import differentiated_once
+from ..layout import dense, layout_of
+from ..norm import op as norm_op
+from ..norm.aten_output import activate_
+from ..norm.checks import check_norm
+from ..norm.kept import Kept
+from ..norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
+from . import choice, join_conv
+from .convolution import Geometry, convolve_backward, output_format
+from .sources import (
+    Convolution,
+    concatenated,
+    convolve_sources,
+    convolve_sources_backward,
+    enlarges_of,
+    is_tensor,
+    shape_of,
+    sources_of,
+    tensors_of,
+)
+
+OP = "fusedseg.conv_abn"
+
+
+def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: Kept | None) -> Normalised:
+    """z, its statistics, and xhat of the kept channels; backend ``name`` computes the convolution."""
+    sources, w, conv_bias, geometry = call
+    if spec.own:
+        conv_bias = None
+    if name == "aten":
+        if not spec.own and kept is None and _folds(call):
+            return _folded(call, norm, spec)
+        z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
+        return norm_op.forward(norm._replace(x=z), spec, layout, kept, z)
+    from ...kernels.conv_abn import conv_abn_fwd
+
+    x, x_layout = dense(*sources)
+    shape = geometry.output_shape(x.shape, w.shape)
+    z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
+    with device_of(x):
+        found = conv_abn_fwd(
+            x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
+            running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,
+            eps=spec.eps, act=spec.act, kept=None if kept is None else (kept.slots, kept.count),
+            tf32=x.dtype == torch.float32 and choice.tf32_allowed(),
+        )  # fmt: skip
+    return Normalised(z, *found)
+
+
+def _folds(call: Convolution) -> bool:
+    """Whether the norm is folded into the weight in eval mode.
+
+    It is not in half precision, where the scaled weight would be rounded once more.  Nor is it if the weight is larger
+    than the result, because scaling the result is cheaper then.
+    """
+    w = call.w
+    wide = w.dtype in (torch.float32, torch.float64)
+    return wide and w.numel() <= call.geometry.output_shape(shape_of(call.sources), w.shape).numel()
+
+
+def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
+    """``_forward_with`` in eval mode: a convolution with a scaled weight, and the activation over its output."""
+    sources, w, conv_bias, geometry = call
+    running_mean, running_var = norm.running_mean, norm.running_var
+    assert running_mean is not None
+    assert running_var is not None
+    rstd = torch.rsqrt(running_var + spec.eps)
+    scale = rstd if norm.weight is None else norm.weight * rstd
+    shift = -running_mean if conv_bias is None else conv_bias - running_mean
+    shift = shift * scale if norm.bias is None else torch.addcmul(norm.bias, shift, scale)
+    z = convolve_sources(sources, w * scale.view(-1, *(1,) * (w.dim() - 1)), shift, geometry)
+    return Normalised(activate_(dense(z)[0], spec.act), running_mean, rstd)
+
+
+def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
+    """``_forward_with``, with the backend that ``choice.py`` chooses."""
+    name = "aten"
+    sources, w, _, geometry = call
+    if is_tensor(sources) and choice.is_open(conv_backend, sources[0]):
+        x = sources[0]
+        shape = geometry.output_shape(x.shape, w.shape)
+        if shape.numel():
+            # The measurement must not move the running statistics.
+            unmoved = norm._replace(running_mean=None, running_var=None) if spec.own else norm
+            name = choice.choose(
+                OP, conv_backend, x, w, geometry, spec.own, shape.numel() // shape[1],
+                lambda name: _forward_with(name, call, unmoved, spec, kept).z,
+            )  # fmt: skip
+    return _forward_with(name, call, norm, spec, kept)
+
+
+def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
+    """``_forward``, which also moves the running statistics."""
+    found = _forward(call, norm, spec, kept, conv_backend)
+    # An empty batch moves no running statistics.
+    if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():
+        norm.running_mean.add_(call.bias, alpha=spec.momentum)
+    return found
+
+
+class _Convolution(torch.autograd.Function):
+    """The whole forward, but only the convolution's part of backward.
+
+    ``NormFunction`` is called on the result, and has the norm's part of backward.  With one node for both parts,
+    backward would hold dz, dy and dx at once; each of the two nodes holds only two of them.
+
+    ``step``: the arguments of ``_step``.  ``done``: a list that receives rstd and xhat of the kept channels.
+    ``tensors``: those of the sources.  Autograd sees w, the bias and these alone.
+    """
+
+    @staticmethod
+    def forward(ctx, step, done, w, conv_bias, *tensors):
+        call, _, spec, *_ = step
+        found = _step(*step)
+        done += found.second, found.xhat
+        ctx.geometry, ctx.training, ctx.enlarges, ctx.dtype = (
+            call.geometry,
+            spec.own,
+            enlarges_of(call.sources),
+            w.dtype,
+        )
+        ctx.save_for_backward(uncast(w), *tensors)
+        return found.z
+
+    @staticmethod
+    def backward(ctx, dy):
+        w, *tensors = ctx.saved_tensors
+        need_w, need_bias, *needs = ctx.needs_input_grad[2:]
+        args = (
+            dy,
+            sources_of(tensors, ctx.enlarges),
+            w.to(ctx.dtype),
+            ctx.geometry,
+            (need_w, need_bias and not ctx.training, *needs),
+        )
+        dw, dbias, *dtensors = differentiated_once(OP, convolve_sources_backward, *args)
+        if need_bias and ctx.training:
+            dbias = dy.new_zeros(w.shape[0])
+        return None, None, dw, dbias, *dtensors
+
+
+@torch.library.custom_op(
+    "fusedseg::conv_abn",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w, Tensor? conv_bias, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, float eps, str activation, "
+    "float activation_param, Tensor? slots, SymInt kept_count, str conv_backend) -> (Tensor, Tensor, Tensor)",
+)
+def conv_abn_op(*flat):
+    """The functional op: returns z, statistics (2, K) with mean and rstd, and xhat of the kept channels.
+
+    xhat is flat, and empty without kept channels.  If ``mean`` and ``var`` are None, the op takes the statistics of the
+    batch, of the convolution without its bias.
+    """
+    step = _rebuilt(flat)
+    found, (call, norm, *_) = _forward(*step), step
+    mean = found.mean if norm.running_mean is None else norm.running_mean.to(found.second.dtype)
+    return found.z, torch.stack([mean, found.second]), call.w.new_empty(0) if found.xhat is None else found.xhat
+
+
+def _flat(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> tuple:
+    """The arguments of ``_forward`` as the op takes them.  The momentum is missing: the op moves nothing."""
+    (x,), w, conv_bias, geometry = call
+    mean, var = (None, None) if spec.own else (norm.running_mean, norm.running_var)
+    slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
+    return (
+        x, w, conv_bias, norm.weight, norm.bias, mean, var, *geometry, spec.eps, *spec.act, slots, count, conv_backend
+    )  # fmt: skip
+
+
+def _rebuilt(flat: tuple) -> tuple[Convolution, Passed, Spec, Kept | None, str]:
+    """The arguments of ``_forward``, from what ``_flat`` made of them."""
+    x, w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, *act, slots, count, backend = flat
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    norm = Passed(w, weight=weight, bias=bias, running_mean=mean, running_var=var)
+    spec = Spec("output", Activation(*act), eps=eps, own=mean is None)
+    return Convolution((x,), w, conv_bias, geometry), norm, spec, None if slots is None else Kept(slots, count), backend
+
+
+@conv_abn_op.register_fake
+def _(*flat):
+    ((x,), w, _, geometry), _, _, kept, _ = _rebuilt(flat)
+    shape = geometry.output_shape(x.shape, w.shape)
+    z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
+    xhat = x.new_empty(0 if kept is None else z.numel() // shape[1] * kept.count)
+    return z, x.new_empty((2, shape[1]), dtype=stats_dtype(x)), xhat
+
+
+def _op_setup_context(ctx, inputs, output):
+    ((x,), w, conv_bias, geometry), norm, spec, kept, _ = _rebuilt(inputs)
+    z, stats, xhat = output
+    ctx.mark_non_differentiable(stats, xhat)
+    ctx.geometry, ctx.spec = geometry, spec
+    ctx.conv_bias_dtype = None if conv_bias is None else conv_bias.dtype
+    slots, ctx.kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
+    of_norm = z, norm.weight, norm.bias, None, None, stats, xhat, slots
+    ctx.save_for_backward(x, w, *of_norm)
+
+
+def _op_backward(ctx, dz, *unused):
+    x, w, *of_norm = ctx.saved_tensors
+    need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
+    rest = ctx.kept_count, need_weight or need_bias, False, *norm_op.flat(ctx.spec)
+    dy, dweight, dbias, _, _ = norm_op.norm_backward_op(dz, *of_norm, *rest)
+    training = ctx.spec.own
+    dx, dw, dconv_bias = convolve_backward(dy, x, w, ctx.geometry, (need_x, need_w, need_conv_bias and not training))
+    if need_conv_bias and training:
+        dconv_bias = dz.new_zeros(w.shape[0], dtype=ctx.conv_bias_dtype)
+    dweight, dbias = dweight if need_weight else None, dbias if need_bias else None
+    return dx, dw, dconv_bias, dweight, dbias, *(None,) * 12
+
+
+conv_abn_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+
+
+def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> None:
+    """Raises ValueError or TypeError if the arguments do not fit the op."""
+    shape = join_conv.check(OP, call)
+    if conv_backend == "triton" and not is_tensor(call.sources):
+        raise ValueError(
+            f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
+        )
+    check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
+
+
+def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Tensor:
+    """The op on checked arguments."""
+    sources, w, conv_bias, geometry = call
+    step = call, norm, spec, kept, conv_backend
+    if unfused.wanted():
+        y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)
+        return unfused.norm_act(norm._replace(x=y), spec)
+    if not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return _step(*step).z
+        # The first node fills this list with rstd and xhat of the kept channels, which the second node keeps beside z.
+        done: list[Tensor | None] = []
+        z = _Convolution.apply(step, done, w, conv_bias, *tensors_of(sources))
+        return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+    running_mean = norm.running_mean
+    moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None
+    if not is_tensor(sources):
+        # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
+        y = convolve_sources(sources, w, None if spec.own else conv_bias, geometry)
+        z = norm_op.normalise(norm._replace(x=y), spec, kept)
+    else:
+        z, stats, _ = conv_abn_op(*_flat(*step))
+        if spec.own:
+            found = Normalised(z, *stats)
+            move_running(norm._replace(x=z), spec, found, z.numel() // z.shape[1])
+    if moved is not None and running_mean is not None:
+        with torch.no_grad():
+            running_mean.add_(moved, alpha=spec.momentum)
+    return z

@@ -1,0 +1,1 @@
+"""The max-pooling op."""

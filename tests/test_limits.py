@@ -1,0 +1,81 @@
+"""Sizes that keep the code readable: parameters of a function, arguments by position, lines of a file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fusedseg"
+PARAMETERS, POSITIONAL = 8, 8
+LINES, FEWEST_LINES = 350, 20
+
+# (file, function) -> why it may take more than PARAMETERS; constructors of modules follow their stock class
+LONG = {
+    ("functional.py", "inplace_abn"): "the arguments of F.batch_norm, and those of the activation",
+    ("functional.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and those of the activation",
+    ("functional.py", "norm_act"): "the arguments of F.batch_norm, and those of norm and activation",
+    ("functional.py", "conv_abn"): "the arguments of F.conv2d and F.batch_norm, and those of the activation",
+    ("memory/plan.py", "plan"): "options of a search, by keyword only",
+}
+MODULES = ("nn", "unet")
+# file -> why its calls may pass more than POSITIONAL arguments by position
+CALLS = {
+    "doctor.py": "launches kernels directly",
+    "ops/norm/op.py": "the flat schemas of the norm op",
+}
+
+
+def files() -> Iterator[tuple[str, ast.Module, int]]:
+    """(path in the package, syntax tree, number of lines) of each file."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        yield str(path.relative_to(PACKAGE)), ast.parse(text), len(text.splitlines())
+
+
+def count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    """The parameters of a function; ``self``, ``cls`` and ``ctx`` do not count."""
+    of = function.args
+    named = [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+    return (
+        len(named) - (named[:1] in (["self"], ["cls"], ["ctx"])) + sum(one is not None for one in (of.vararg, of.kwarg))
+    )
+
+
+def is_schema(function: ast.AST) -> bool:
+    """Whether ``torch.library`` reads the parameters, and takes no objects of ours."""
+    decorators = [ast.unparse(one) for one in getattr(function, "decorator_list", [])]
+    return any("custom_op" in one or one.endswith("register_fake") for one in decorators)
+
+
+def test_functions_take_few_parameters():
+    found = {
+        (path, getattr(node, "name", "lambda")): count(node)
+        for path, tree, _ in files()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and count(node) > PARAMETERS
+        if not is_schema(node) and not (node.name == "__init__" and path.split("/")[0] in MODULES)
+    }
+    assert set(found) == set(LONG), f"pass an object with named fields, or give the reason here: {found}"
+
+
+def test_calls_pass_few_arguments_by_position():
+    found = [
+        f"{path}:{node.lineno} {ast.unparse(node.func)}, {len(node.args)}"
+        for path, tree, _ in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and len(node.args) > POSITIONAL and path not in CALLS
+        # PyTorch sets the order there, and no name would be shorter
+        if not ast.unparse(node.func).startswith("aten.")
+    ]
+    assert not found
+
+
+def test_files_are_neither_long_nor_tiny():
+    sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
+    assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
+
+
+@pytest.mark.parametrize(("text", "parameters"), [("lambda self, a, *b: 0", 2), ("lambda a, /, b, *, c, **d: 0", 4)])
+def test_what_counts_as_a_parameter(text, parameters):
+    assert count(ast.parse(text, mode="eval").body) == parameters
