@@ -12,7 +12,7 @@ The table has what aten saves for backward, and what is saved inside the scope:
     mul, div                                 both inputs           the inputs or their recipes; the output has a recipe
     convolutions under autocast              the cast weight       the parameter
     dropout                                  a mask of floats      a mask of one byte per element; it is drawn once
-    max_pool                                 input, int64 indices  one byte per element (``max_pool.py``), and no input
+    max_pool                                 input, int64 indices  one byte per element (``ops/max_pool``), and no input
 
 A tensor of a quarter of its input or less, such as a pool's output, is kept if the input would have to be rebuilt
 first.  All other functions run as they are; ``watch.py`` tells the registry about those that write in place.
@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...activation import OF_MODULE, OTHERS
-from .. import max_pool
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
+from ..max_pool import op as max_pool
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted
