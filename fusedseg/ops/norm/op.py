@@ -69,12 +69,18 @@ class NormFunction(torch.autograd.Function):
             residual = None
         ctx.reuse = in_place and reuse.wanted()
         ctx.save_for_backward(source, weight, bias, residual, slope, mean, second, xhat, share)
+        if spec.process_group is None:
+            # As in the stock functions, no gradient gives no gradient: zeros would count as one for an optimizer.
+            # Processes that share their statistics all take part in backward, with zeros if need be.
+            ctx.set_materialize_grads(False)
         if for_others is not None:
             for_others.append(Saved(source, weight, bias, None, slope, mean, second))
         return z
 
     @staticmethod
     def backward(ctx, dz):
+        if dz is None:
+            return (None,) * len(ctx.needs_input_grad)
         saved, spec = ctx.saved_tensors, ctx.spec
         # residual and slope are not among the arguments where both are None
         needs = *ctx.needs_input_grad[1:], False, False
