@@ -134,7 +134,7 @@ class Registry:
 
         Returns the recipe of ``x`` as it is, and the offer of what ``x`` becomes.
         """
-        if not self.before_change(x) or not plain(x):
+        if not self.before_change(x):
             return None, None
         memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
         offer = memory.offer_of(at, version)
@@ -200,11 +200,12 @@ class Registry:
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, t: Tensor) -> bool:
-        """``t`` is about to be written to: copies what recipes read from its memory.
+    def before_change(self, x: Tensor) -> bool:
+        """``x`` is about to be written to: copies what recipes read from its memory.
 
-        Returns whether something is known of the memory, so that ``t`` may have a recipe.
+        Returns whether ``x`` is plain and something is known of its memory, so that it may have a recipe.
         """
+        t = x
         if not plain(t):
             t = unwrapped(t)
             if not plain(t):
@@ -219,7 +220,7 @@ class Registry:
             for kept in memory.keepers():
                 if kept.in_recipe:
                     kept.copy_before_change(storage)
-        return memory is not None
+        return memory is not None and t is x
 
     def expose(self, t: Tensor) -> None:
         """From now on, something may write to the memory of ``t`` without raising a version.
