@@ -71,12 +71,18 @@ class NormFunction(torch.autograd.Function):
             # nothing is computed again where the activation changes nothing
             residual = None
         ctx.save_for_backward(source, weight, bias, residual, slope, mean, second, xhat, share)
+        if spec.process_group is None:
+            # As in the stock functions, no gradient gives no gradient: zeros would count as one for an optimizer.
+            # Processes that share their statistics all take part in backward, with zeros if need be.
+            ctx.set_materialize_grads(False)
         if for_others is not None:
             for_others.append(Saved(source, weight, bias, None, slope, mean, second))
         return z
 
     @staticmethod
     def backward(ctx, dz):
+        if dz is None:
+            return (None,) * len(ctx.needs_input_grad)
         tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
         # residual and slope are not among the arguments where both are None
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
