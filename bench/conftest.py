@@ -1,4 +1,4 @@
-"""Options and fixtures of the benches, and the tables at the end of a run."""
+"""Options and fixtures of the benches, the progress of a run, and the tables and lines at its end."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from . import harness
+from .closing import closing_lines
+from .progress import ProgressLines
 from .results import COPY_PASSES, PASSES, Report, default_directory, machine
 
 REPORT = pytest.StashKey[Report]()
@@ -29,14 +31,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Benches run in one process, whatever -n says, because processes that share the cores disturb each other."""
+    if getattr(config.option, "numprocesses", None):
+        config.option.numprocesses = 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
     device = torch.device(config.getoption("--device"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[REPORT] = Report(device, config.getoption("--json-out") or default_directory(device))
     harness.rehearsal = config.getoption("--rehearse")
-    # These columns fit a terminal.  pytest-benchmark reads the option later, in its own `pytest_configure`.
+    # pytest-benchmark reads its options later, in its own `pytest_configure`.  These columns fit a terminal.
     config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
+    # Its tables have hundreds of lines.
+    config.option.benchmark_quiet = config.option.verbose <= 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,6 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.filterwarnings("default"))
         if config.getoption("--device") == getattr(getattr(item, "module", None), "SLOW_ON", None):
             item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    here, config = Path(__file__).parent, session.config
+    benches = [item for item in session.items if here in item.path.parents]
+    if not benches or config.option.collectonly:
+        return
+    config.pluginmanager.register(ProgressLines(config, benches))
+    if len(benches) == len(session.items):
+        # The line of a case names its file.
+        config.pluginmanager.getplugin("terminalreporter").showfspath = False
 
 
 @pytest.fixture(scope="session")
@@ -95,4 +117,6 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for note in report.notes:
         terminalreporter.write_line("")
         terminalreporter.write_line(note)
-    terminalreporter.write_line(f"\nwritten to {report.directory}")
+    terminalreporter.section("in short")
+    for line in closing_lines(report):
+        terminalreporter.write_line(line)

@@ -1,6 +1,6 @@
 """The contenders: the layer or network of each, and how the module is treated before it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ class Compiled(nn.Module):
         try:
             out = self.compiled(x)
         except Exception as error:
-            raise Missing(f"torch.compile failed: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+            # Dynamo's own error only says that the backend failed.
+            cause = getattr(error, "inner_exception", error)
+            first = next(iter(str(cause).strip().splitlines()), "")
+            raise Missing(f"torch.compile failed: {type(cause).__name__}: {first}") from error
         self.works = True
         return out
 
@@ -128,8 +131,14 @@ CUDA_ONLY = ("ours-triton", "ours-aten")
 CPU_ONLY = ("relu",)
 # It has no backward.
 INFERENCE_ONLY = ("folded",)
+# A C++ compiler takes seconds for each of them, so on a CPU they compete in a few cases only.
+COMPILERS = ("compiled", "aggressive")
 # It differs from "compiled" in backward only.
 TRAINING_ONLY = ("aggressive",)
+
+
+def uncompiled(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in COMPILERS]
 
 
 def norm_contenders(kind: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Tensors of the benches, by the names that cases give their dtype and memory format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,21 @@ def parametrize_cases(
     kind = torch.device(metafunc.config.getoption("--device")).type
     slow = [pytest.param(case, marks=pytest.mark.slow) for case in (more or {}).get(kind, ())]
     metafunc.parametrize("case", [*cases[kind], *slow], ids=str)
+
+
+def parametrize_pairs(metafunc: pytest.Metafunc, cases: Iterable[tuple[Any, Iterable[str], bool]]) -> None:
+    """Parametrizes ``case`` and ``contender`` where each case has contenders of its own.
+
+    ``cases`` has each case, its contenders, and whether it is marked slow.
+    """
+    metafunc.parametrize(
+        ("case", "contender"),
+        [
+            pytest.param(case, name, marks=[pytest.mark.slow] * slow, id=f"{case}-{name}")
+            for case, contenders, slow in cases
+            for name in contenders
+        ],
+    )
 
 
 def describe(shape: tuple[int, ...], dtype: str, channels_last: bool) -> str:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,20 @@ class Job(Protocol):
 
     def owned(self) -> Iterable[Tensor]:
         """Parameters and buffers."""
+
+
+class Timing(NamedTuple):
+    """How jobs are timed.
+
+    device: the device of the jobs.  seconds: the approximate duration of the timing.  ahead: whether kernels are timed
+    without the latency of their launches.  host_calls: the number of calls in a row over which the host is timed; with
+    0 the device is timed.
+    """
+
+    device: torch.device
+    seconds: float
+    ahead: bool = False
+    host_calls: int = 0
 
 
 @dataclass
@@ -180,10 +194,9 @@ def host_lap(job: Any, device: torch.device, calls: int) -> tuple[float, float, 
     return forward / calls, backward / calls, (forward + backward) / calls
 
 
-def interleave(
-    jobs: Mapping[str, Any], device: torch.device, seconds: float, ahead: bool = False, host_calls: int = 0
-) -> dict[str, Result]:
-    """Times all jobs in turn for about ``seconds``: their kernels, or the host if ``host_calls`` is given."""
+def interleave(jobs: Mapping[str, Any], timing: Timing) -> dict[str, Result]:
+    """Times all jobs in turn."""
+    device, seconds, ahead, host_calls = timing
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
     def once_round(job: Any) -> tuple[float, float, float]:
@@ -239,12 +252,9 @@ def compete(
     contenders: Mapping[str, Callable[[], Job]],
     references: Mapping[str, Callable[[], dict[str, Tensor]]],
     tolerance: Mapping[str, float],
-    device: torch.device,
-    seconds: float,
+    timing: Timing,
     probes: Mapping[str, Any] | None = None,
     baseline: str = "eager",
-    ahead: bool = False,
-    host_calls: int = 0,
 ) -> dict[str, Result]:
     """Checks, counts and times all contenders.  In a rehearsal it only takes the first step of each.
 
@@ -252,12 +262,9 @@ def compete(
         contenders: name -> a function that builds the job, and may raise ``Missing``.  The baseline comes first.
         references: contender -> a function that computes its float64 results; "" stands for all other contenders.
         tolerance: the relative error allowed for each result; twice the baseline's error is allowed too.
-        device: the device of the jobs.
-        seconds: the approximate duration of the timing.
+        timing: how they are timed.
         probes: jobs that are timed too, but neither checked nor counted.
         baseline: the name of the contender whose errors the others may double.
-        ahead: whether kernels are timed without the latency of their launches.
-        host_calls: the number of calls in a row over which the host is timed; 0 times the device.
     """
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}
@@ -282,12 +289,12 @@ def compete(
         result.refused = disagreement(result.errors, outcome[baseline].errors, tolerance)
         del out, grads
         if not result.refused:
-            result.kept, result.peak, result.reserved = count_bytes(job, device)
+            result.kept, result.peak, result.reserved = count_bytes(job, timing.device)
             jobs[name] = job
     del computed, reference_of
     if rehearsal:
         return outcome
-    timed = interleave({**jobs, **(probes or {})}, device, seconds, ahead, host_calls)
+    timed = interleave({**jobs, **(probes or {})}, timing)
     for name, times in timed.items():
         result = outcome.setdefault(name, Result())
         result.forward, result.backward, result.step = times.forward, times.backward, times.step

@@ -1,16 +1,25 @@
 """The jobs of the contenders in a round: a layer, or a network."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .harness import Job, Result, Timing, compete
 
 Treat = Callable[[nn.Module], nn.Module]
 
 
 def as_it_is(module: nn.Module) -> nn.Module:
     return module
+
+
+def step_results(job: Job) -> dict[str, Tensor]:
+    """The results of one step."""
+    out = job.forward(job.prepare())
+    return job.results(out, job.backward(out))
 
 
 class LayerJob:
@@ -117,3 +126,28 @@ class NetJob:
 
     def owned(self) -> list[Tensor]:
         return [*self.net.parameters(), *self.net.buffers()]
+
+    def exact_results(self) -> dict[str, Tensor]:
+        """The results in float64; the network is of no use afterwards."""
+        return step_results(NetJob(self.net.double(), self.x.double(), self.target))
+
+
+def net_tolerance(autocast: bool) -> dict[str, float]:
+    """The allowed relative error of the logits and of all gradients together (2-norms).
+
+    Rounding adds up over the layers.  If it crosses a kink or swaps the maximum of a pooling window, a gradient changes
+    by more than a rounding error.
+    """
+    return {"logits": 2e-2, "gradients": 5e-2} if autocast else {"logits": 1e-4, "gradients": 1e-2}
+
+
+def compete_networks(
+    contenders: Iterable[str], build: Callable[[str], NetJob], autocast: bool, timing: Timing
+) -> dict[str, Result]:
+    """Lets the networks that ``build`` makes of the contenders' names compete; eager's in float64 is the reference."""
+    return compete(
+        {name: partial(build, name) for name in contenders},
+        {"": lambda: build("eager").exact_results()},
+        net_tolerance(autocast),
+        timing,
+    )

@@ -1,18 +1,19 @@
 """Cases, data, references and report for the benches of a norm and its activation as a single layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
-from .contenders import BATCH_NORM, INSTANCE_NORM
-from .data import DTYPES, Source, describe
-from .harness import Copy, Result, compete
-from .jobs import LayerJob, Treat
+from .contenders import BATCH_NORM, INSTANCE_NORM, aggressive, compiled, uncompiled
+from .data import DTYPES, Source, describe, parametrize_pairs
+from .harness import Copy, Result, Timing, compete
+from .jobs import LayerJob, Treat, as_it_is
 from .replay import report_step
 from .results import COPY, Report, Section
 
@@ -48,6 +49,27 @@ def stock_norm(case: NormCase) -> nn.Module:
     return BATCH_NORM[case.dims](C) if case.norm == "batch" else INSTANCE_NORM[case.dims](C, affine=True)
 
 
+def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
+    """The layer of a case, from a function of dimensions that returns a function of channels."""
+    return lambda case: build(case.dims)(case.shape[1])
+
+
+def beside_stock(
+    activation: Callable[[], nn.Module], ours: Callable[[NormCase], nn.Module]
+) -> dict[str, tuple[Callable[[NormCase], nn.Module], Treat]]:
+    """Contenders: the stock norm and activation in eager mode and compiled both ways, and our layer."""
+
+    def stock(case: NormCase) -> nn.Module:
+        return nn.Sequential(stock_norm(case), activation())
+
+    return {
+        "eager": (stock, as_it_is),
+        "compiled": (stock, compiled),
+        "aggressive": (stock, aggressive),
+        "ours": (ours, as_it_is),
+    }
+
+
 def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
     source, channels = Source(device), case.shape[1]
     # The weight is positive, because inplace_abn takes its absolute value.
@@ -67,6 +89,24 @@ def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str,
     assert grads.dbias is not None
     out = norm_act(x, weight, bias, param=slope, groups=case.groups).out
     return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
+
+
+def contenders_of(case: NormCase, names: Iterable[str], compiled: Container[NormCase]) -> list[str]:
+    """Those of ``names`` that compete in a case.  Compilers do in the cases of ``compiled`` only."""
+    return list(names) if case in compiled else uncompiled(names)
+
+
+def parametrize_norms(
+    metafunc: pytest.Metafunc,
+    names: Iterable[str],
+    cases: Mapping[str, Sequence[NormCase]],
+    more: Mapping[str, Sequence[NormCase]],
+    compiled: Container[NormCase],
+) -> None:
+    """Parametrizes the cases of the device with their contenders.  Those in ``more`` are marked slow."""
+    kind = torch.device(metafunc.config.getoption("--device")).type
+    both = [(case, slow) for group, slow in ((cases, False), (more, True)) for case in group.get(kind, ())]
+    parametrize_pairs(metafunc, [(case, contenders_of(case, names, compiled), slow) for case, slow in both])
 
 
 def compete_norms(
@@ -89,12 +129,9 @@ def compete_norms(
         {name: partial(build, name) for name in contenders},
         {name: partial(expected, case, data, slope) for name, slope in slopes.items()},
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
-        device,
-        seconds,
+        # `bench/test_launch.py` measures the host's time of a launch, the other benches leave it out.
+        Timing(device, seconds, ahead=device.type == "cuda", host_calls=host_calls),
         probes=None if host_calls else {COPY: Copy(data["x"])},
-        # `bench/test_launch.py` measures the host's time of a launch.
-        ahead=device.type == "cuda",
-        host_calls=host_calls,
     )
 
 

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 from .files import CaseResults, Files, ReportError, figure, load, sections
 from .gpu import goals
-from .results import COPY, two_digits
+from .results import COPY, NOISE, two_digits
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PARTS = ("forward", "backward", "step")
 BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
-# A median has not changed if it lies within the old 20th to 80th percentile, or differs by less than this share.
-NOISE = 0.02
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -151,7 +149,10 @@ def changes(old: Files, new: Files) -> list[str]:
 
 
 def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yields (figure, old, new, ratio) for each change of a contender in a case."""
+    """Yields (figure, old, new, ratio) for each change of a contender in a case.
+
+    A median has not changed if it lies within the old 20th to 80th percentile, or differs by less than ``NOISE``.
+    """
     for part in PARTS:
         if part in old and part in new:
             a, b = old[part], new[part]

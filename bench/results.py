@@ -33,6 +33,8 @@ SHOWN = ("eager", "compiled", "aggressive", "checkpoint", "ours")
 # The passes over the tensor that a fused norm of a large tensor needs.  A copy makes two.
 PASSES = {"forward": 3, "backward": 5, "step": 8}
 COPY_PASSES = 2
+# Medians that differ by less than this share count as equal.
+NOISE = 0.02
 
 
 AnySection = TypeVar("AnySection", bound="Section")

@@ -14,14 +14,14 @@ from fusedseg.ops.conv.choice import tf32_allowed
 from fusedseg.ops.conv.convolution import Geometry
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
-from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders
-from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Result, compete, once
+from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders, uncompiled
+from .data import DTYPES, Source, describe, parametrize_pairs
+from .harness import Result, Timing, compete, once
 from .jobs import ConvJob, InferenceJob
 from .replay import CLOCK, report_step
 from .results import Section
 
-SECONDS = {"cpu": 1.5, "cuda": 1.0}
+SECONDS = {"cpu": 1.0, "cuda": 1.0}
 # Wider than the errors of y from rounding the convolution's output, and from TF32 in fp32 on a GPU.
 KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
 # TF32 keeps as many bits of the factors as fp16 does, and some hardware cuts off the rest without rounding.
@@ -107,6 +107,15 @@ MORE = {
 }
 
 
+# On a CPU the compilers compete in one contiguous and one channels_last case.
+UNCOMPILED = CASES["cpu"][2:]
+
+
+def contenders_of(case: Case, kind: str, inference: bool) -> list[str]:
+    names = conv_contenders(kind, inference)
+    return uncompiled(names) if case in UNCOMPILED else names
+
+
 def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
     source, channels = Source(device), case.out_channels
     layout = case.dtype, case.channels_last
@@ -174,12 +183,10 @@ def run(case: Case, device: torch.device, inference: bool) -> dict[str, Result]:
         return job_of(module(name, case, device, data), data, CONV_CONTENDERS[name][1])
 
     return compete(
-        {name: partial(build, name) for name in conv_contenders(device.type, inference)},
+        {name: partial(build, name) for name in contenders_of(case, device.type, inference)},
         {"": lambda: exact(case, data, SLOPE), "relu": lambda: exact(case, data, 0.0)},
         {"z": output, **dict.fromkeys(("dx", *(f"d{name}" for name in PARAMETERS)), gradient)},
-        device,
-        SECONDS[device.type],
-        ahead=device.type == "cuda",
+        Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
     )
 
 
@@ -205,8 +212,7 @@ def test_inference(case, contender, device, report, benchmark):
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
     inference = metafunc.function is test_inference
-    metafunc.parametrize("contender", conv_contenders(kind, inference))
-    if inference:
-        parametrize_cases(metafunc, {**CASES, "cuda": []}, {"cuda": CASES["cuda"] + MORE["cuda"]})
-    else:
-        parametrize_cases(metafunc, CASES, MORE)
+    # On a GPU all cases of inference are slow.
+    cases = [(case, inference and kind == "cuda") for case in CASES[kind]]
+    cases += [(case, True) for case in MORE.get(kind, ())]
+    parametrize_pairs(metafunc, [(case, contenders_of(case, kind, inference), slow) for case, slow in cases])

@@ -13,7 +13,8 @@ from fusedseg import ConvBank2d
 from tests.reference import GRADIENT_TOLERANCE
 
 from .contenders import aggressive, as_it_is, compiled
-from .harness import Result, compete, interleave, once
+from .harness import Result, Timing, compete, interleave, once
+from .jobs import step_results
 from .replay import CLOCK, report_step
 from .results import Section, aligned
 
@@ -99,16 +100,13 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
 
     def expected() -> dict[str, Tensor]:
         bank = bank_of(case.shape[1], case.branches, device).double()
-        exact = BankJob(Stack(bank), x.detach().double().requires_grad_(), dy.double())
-        out = exact.forward(exact.prepare())
-        return exact.results(out, exact.backward(out))
+        return step_results(BankJob(Stack(bank), x.detach().double().requires_grad_(), dy.double()))
 
     return compete(
         {name: partial(build, name) for name in TREATMENTS[device.type]},
         {"": expected},
         dict.fromkeys(("y", "dx", "dparams"), GRADIENT_TOLERANCE[torch.float32]),
-        device,
-        SECONDS[device.type],
+        Timing(device, SECONDS[device.type]),
     )
 
 
@@ -131,7 +129,7 @@ def test_time_does_not_depend_on_the_number_of_branches(device, report):
     shape = FLAT_SHAPES[device.type]
     x, dy = make_data(shape, device)
     jobs = {f"{k:2}": BankJob(bank_of(shape[1], k, device), x, dy) for k in BRANCHES}
-    times = interleave(jobs, device, FLAT_SECONDS[device.type])
+    times = interleave(jobs, Timing(device, FLAT_SECONDS[device.type]))
     one = times[" 1"].step
     rows = [["branches", "step ms, median", "best", "median / that of 1", "best / that of 1"]]
     for k, result in times.items():

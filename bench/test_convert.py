@@ -15,18 +15,16 @@ from fusedseg.unet import UNet
 from tests.resnet import ResNet50
 
 from .contenders import compiled, leaky, relu
-from .data import memory_format_of
-from .harness import Result, compete, once
-from .jobs import NetJob, as_it_is
+from .data import memory_format_of, parametrize_pairs
+from .harness import Result, Timing, compete, once
+from .jobs import NetJob, as_it_is, net_tolerance
 from .replay import CLOCK, report_step
 from .results import Section, aligned, timed, two_digits
 from .test_recompute import CLASSES, Scoped, Segments
 
 TREATMENTS = {"scope": Scoped, "compiled": compiled}
 CONTENDERS = ("eager", "scope", "compiled", "ours", "leaky")
-SECONDS = {"cpu": 4.0, "cuda": 6.0}
-# As in test_unet.py, rounding adds up, and may swap the maximum of a pooling window.
-TOLERANCE = {torch.float32: {"logits": 1e-4, "gradients": 1e-2}, torch.bfloat16: {"logits": 2e-2, "gradients": 5e-2}}
+SECONDS = {"cpu": 2.0, "cuda": 6.0}
 
 
 class Case(NamedTuple):
@@ -56,7 +54,6 @@ CASES = {
         "U-Net, LeakyReLU, 2x3x128x128": Case(unet(2, 32, 64, 128, norm_act=leaky(2)), (2, 3, 128, 128)),
         "U-Net, InstanceNorm, 2x3x128x128": Case(unet(2, 32, 64, 128, norm_act="instance"), (2, 3, 128, 128)),
         "3D U-Net, InstanceNorm, 2x3x32x32x32": Case(unet(3, 12, 24, 48, norm_act="instance"), (2, 3, 32, 32, 32)),
-        "3D U-Net, LeakyReLU, 1x3x24x24x24": Case(unet(3, 12, 24, 48, norm_act=leaky(3)), (1, 3, 24, 24, 24)),
         "ResNet-18 of half the width, 4x3x128x128": Case(partial(Segments, 32), (4, 3, 128, 128), True),
     },
     "cuda": {
@@ -111,25 +108,17 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     def expected(name: str) -> dict[str, Tensor]:
         # Mode "leaky" is compared with the LeakyReLU network that `revert` returns.
         net = fusedseg.revert(network("leaky")) if name == "leaky" else network("eager")
-        exact = NetJob(net.double(), x.double(), target)
-        out = exact.forward(exact.prepare())
-        return exact.results(out, exact.backward(out))
+        return NetJob(net, x, target).exact_results()
 
     references = {"": partial(expected, "eager")} | ({"leaky": partial(expected, "leaky")} if case.relu else {})
     build = {name: partial(lambda name: NetJob(network(name), x, target, case.amp), name) for name in case.contenders()}
-    tolerance = TOLERANCE[torch.bfloat16 if case.amp else torch.float32]
-    return compete(build, references, tolerance, device, SECONDS[device.type])
+    return compete(build, references, net_tolerance(case.amp), Timing(device, SECONDS[device.type]))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    params = [
-        pytest.param(title, name, marks=marks)
-        for cases, marks in ((CASES[kind], ()), (MORE.get(kind, {}), pytest.mark.slow))
-        for title, case in cases.items()
-        for name in case.contenders()
-    ]
-    metafunc.parametrize(("case", "contender"), params)
+    cases = CASES[kind] | MORE.get(kind, {})
+    parametrize_pairs(metafunc, [(title, cases[title].contenders(), title not in CASES[kind]) for title in cases])
 
 
 @pytest.mark.benchmark(timer=CLOCK)

@@ -1,18 +1,14 @@
 """Times BatchNorm and its activation alone, on tensors from the stages of real U-Nets."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import nn
 
 from .contenders import CONTENDERS, SLOPE, norm_contenders
-from .data import parametrize_cases
 from .harness import Result, once
-from .norm_layers import NormCase, compete_norms, report_norm
+from .norm_layers import NormCase, compete_norms, contenders_of, layer_of, parametrize_norms, report_norm
 from .replay import CLOCK
 
-SECONDS = {"cpu": 3.0, "cuda": 1.0}
+SECONDS = {"cpu": 1.5, "cuda": 1.0}
 CASES = {
     "cpu": [
         NormCase("batch", (2, 64, 256, 256), "fp32"),
@@ -55,21 +51,21 @@ MORE = {
         NormCase("batch", (2, 512, 40, 18, 3), "fp16"),
     ],
 }
-
-
-def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
-    return lambda case: build(case.dims)(case.shape[1])
+# The cases in which the compilers compete: all on a GPU, and on a CPU one of each kind.
+ON_CPU = CASES["cpu"]
+COMPILED = CASES["cuda"] + MORE["cuda"] + ON_CPU[:3]
 
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    layers = {name: (layer_of(CONTENDERS[name][0]), CONTENDERS[name][1]) for name in norm_contenders(device.type)}
+    names = contenders_of(case, norm_contenders(device.type), COMPILED)
+    layers = {name: (layer_of(CONTENDERS[name][0]), CONTENDERS[name][1]) for name in names}
     return compete_norms(case, device, layers, {"": SLOPE, "relu": 0.0}, SECONDS[device.type])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("contender", norm_contenders(torch.device(metafunc.config.getoption("--device")).type))
-    parametrize_cases(metafunc, CASES, MORE)
+    names = norm_contenders(torch.device(metafunc.config.getoption("--device")).type)
+    parametrize_norms(metafunc, names, CASES, MORE, COMPILED)
 
 
 @pytest.mark.benchmark(timer=CLOCK)

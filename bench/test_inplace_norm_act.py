@@ -1,19 +1,19 @@
 """Times InstanceNorm and GroupNorm with their activation alone, on tensors from the stages of real U-Nets."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fusedseg
 
-from .contenders import SLOPE, aggressive, compiled
-from .data import parametrize_cases
+from .contenders import SLOPE
 from .harness import Result, once
-from .jobs import as_it_is
-from .norm_layers import GROUPS, NormCase, compete_norms, report_norm, stock_norm
+from .norm_layers import GROUPS, NormCase, beside_stock, compete_norms, contenders_of, parametrize_norms, report_norm
 from .replay import CLOCK
 
-SECONDS = {"cpu": 2.0, "cuda": 1.0}
+SECONDS = {"cpu": 1.0, "cuda": 1.0}
 CASES = {
     "cpu": [
         # Both ends of an nnU-Net for patches of 48, and a stage of a U-Net.
@@ -47,10 +47,9 @@ MORE = {
         if (norm, shape, dtype) != ("instance", (2, 32, 128, 128, 128), "fp16")
     ],
 }
-
-
-def stock(case: NormCase) -> nn.Module:
-    return nn.Sequential(stock_norm(case), nn.LeakyReLU(SLOPE, inplace=True))
+# The cases in which the compilers compete: all on a GPU, and on a CPU one of each kind.
+ON_CPU = CASES["cpu"]
+COMPILED = CASES["cuda"] + MORE["cuda"] + [ON_CPU[0], ON_CPU[10]]
 
 
 def ours(case: NormCase) -> nn.Module:
@@ -59,25 +58,20 @@ def ours(case: NormCase) -> nn.Module:
     return fusedseg.InPlaceInstanceNormAct(case.shape[1], affine=True, activation_param=SLOPE)
 
 
-CONTENDERS = {
-    "eager": (stock, as_it_is),
-    "compiled": (stock, compiled),
-    "aggressive": (stock, aggressive),
-    "ours": (ours, as_it_is),
-}
+CONTENDERS = beside_stock(partial(nn.LeakyReLU, SLOPE, inplace=True), ours)
 
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    return compete_norms(case, device, CONTENDERS, {"": SLOPE}, SECONDS[device.type])
+    layers = {name: CONTENDERS[name] for name in contenders_of(case, CONTENDERS, COMPILED)}
+    return compete_norms(case, device, layers, {"": SLOPE}, SECONDS[device.type])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize_cases(metafunc, CASES, MORE)
+    parametrize_norms(metafunc, CONTENDERS, CASES, MORE, COMPILED)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("contender", CONTENDERS)
 def test_step(case, contender, device, report, benchmark):
     title = "InstanceNorm or GroupNorm and activation, forward + backward of the layer alone"
     report_norm(report, benchmark, "inplace_norm_act", title, case, run(case, device), contender)

@@ -17,7 +17,7 @@ from .contenders import SLOPE
 from .data import parametrize_cases
 from .harness import Result, once
 from .jobs import Treat, as_it_is
-from .norm_layers import NormCase, compete_norms
+from .norm_layers import NormCase, compete_norms, layer_of
 from .replay import CLOCK, report_step
 from .results import Section
 
@@ -32,10 +32,6 @@ CASES = {
 
 def exact(case: NormCase) -> nn.Module:
     return fusedseg.BatchNormAct(case.shape[1])
-
-
-def layer_of(build: Callable[[int], Callable[[int], nn.Module]]) -> Callable[[NormCase], nn.Module]:
-    return lambda case: build(case.dims)(case.shape[1])
 
 
 CONTENDERS: dict[str, tuple[Callable[[NormCase], nn.Module], Treat]] = {

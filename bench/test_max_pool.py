@@ -12,7 +12,7 @@ from tests.reference import GRADIENT_TOLERANCE
 
 from .contenders import compiled
 from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Copy, Result, compete, once
+from .harness import Copy, Result, Timing, compete, once
 from .jobs import LayerJob, Treat, as_it_is
 from .replay import CLOCK, report_step
 from .results import COPY, Section
@@ -88,10 +88,8 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
         {"": expected},
         # A maximum is exact.
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
-        device,
-        SECONDS[device.type],
+        Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
         probes={COPY: Copy(x)},
-        ahead=device.type == "cuda",
     )
 
 

@@ -1,19 +1,18 @@
 """Times the exact fused modules of norm and ReLU beside the stock modules, which they equal bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import fusedseg
 
-from .contenders import aggressive, compiled
-from .data import parametrize_cases
 from .harness import Result, once
-from .jobs import as_it_is
-from .norm_layers import GROUPS, NormCase, compete_norms, report_norm, stock_norm
+from .norm_layers import GROUPS, NormCase, beside_stock, compete_norms, contenders_of, parametrize_norms, report_norm
 from .replay import CLOCK
 
-SECONDS = {"cpu": 3.0, "cuda": 1.0}
+SECONDS = {"cpu": 1.0, "cuda": 1.0}
 CASES = {
     "cpu": [
         NormCase("batch", (2, 64, 256, 256), "fp32"),
@@ -40,10 +39,9 @@ MORE = {
         ),
     ],
 }
-
-
-def stock(case: NormCase) -> nn.Module:
-    return nn.Sequential(stock_norm(case), nn.ReLU(inplace=True))
+# The cases in which the compilers compete: all on a GPU, and on a CPU one of each kind.
+ON_CPU = CASES["cpu"]
+COMPILED = CASES["cuda"] + MORE["cuda"] + [ON_CPU[0], ON_CPU[6]]
 
 
 def ours(case: NormCase) -> nn.Module:
@@ -55,25 +53,20 @@ def ours(case: NormCase) -> nn.Module:
     return fusedseg.GroupNormAct(GROUPS, C, activation="relu")
 
 
-CONTENDERS = {
-    "eager": (stock, as_it_is),
-    "compiled": (stock, compiled),
-    "aggressive": (stock, aggressive),
-    "ours": (ours, as_it_is),
-}
+CONTENDERS = beside_stock(partial(nn.ReLU, inplace=True), ours)
 
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    return compete_norms(case, device, CONTENDERS, {"": 0.0}, SECONDS[device.type])
+    layers = {name: CONTENDERS[name] for name in contenders_of(case, CONTENDERS, COMPILED)}
+    return compete_norms(case, device, layers, {"": 0.0}, SECONDS[device.type])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize_cases(metafunc, CASES, MORE)
+    parametrize_norms(metafunc, CONTENDERS, CASES, MORE, COMPILED)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("contender", CONTENDERS)
 def test_step(case, contender, device, report, benchmark):
     title = "Norm and ReLU that store their input, forward + backward of the layer alone"
     report_norm(report, benchmark, "norm_act", title, case, run(case, device), contender)

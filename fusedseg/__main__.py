@@ -43,15 +43,20 @@ def parser() -> Parser:
 
 
 def add_doctor(commands) -> None:
-    add_command(
+    command = add_command(
         commands,
         "doctor",
         summary="check this installation: versions, backends, and whether the kernels work",
-        description="Prints versions, the backend that serves each device and why, and whether the kernels work: each "
-        "is run once on every GPU and compared with PyTorch in float64, or compiled for GPUs that are absent if there "
-        "is none. The last line says whether all is well; if not, the exit status is 1.",
-        examples=["fusedseg doctor"],
-        run=lambda args: doctor(),
+        description="Prints versions, and the backend that serves each device and why. With --compile it also tries "
+        "the kernels. The last line says whether all is well; if not, the exit status is 1.",
+        examples=["fusedseg doctor", "fusedseg doctor --compile"],
+        run=lambda args: doctor(args.compile),
+    )
+    command.add_argument(
+        "--compile",
+        action="store_true",
+        help="also compile the kernels, which takes minutes the first time; each is run once on every GPU and compared "
+        "with PyTorch in float64, or compiled for GPUs that are absent if there is none",
     )
 
 

@@ -1,7 +1,7 @@
 """``fusedseg doctor`` prints versions, the backend of each device with its reason, and whether the kernels work here.
 
-With a GPU, every kernel is launched and compared with PyTorch in float64.  Without a GPU, every kernel is compiled for
-the architectures in ``TARGETS``.
+Compiling the kernels takes long, so only ``--compile`` does it.  With a GPU, every kernel is then also launched and
+compared with PyTorch in float64.  Without a GPU, every kernel is compiled for the architectures in ``TARGETS``.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ TARGETS = ("sm_80", "sm_90")
 TOLERANCE = 1e-5
 SLOPE, EPS = 0.01, 1e-5
 ACT = ("leaky_relu", SLOPE)
+# A norm in training without running statistics and without kept channels.
+NORM: dict[str, Any] = {"running_mean": None, "running_var": None, "training": True, "momentum": 0.1, "eps": EPS,
+                        "act": ACT, "kept": None}  # fmt: skip
 # stride, padding, dilation and groups
 CONVOLUTION = ((1, 1), (1, 1), (1, 1), 1)
 POOL = ((2, 2), (0, 0), (1, 1), 1)
@@ -97,8 +100,11 @@ def _norm_act(inputs: Inputs) -> dict[str, Tensor]:
 
     x, _, weight, bias, dz, _ = inputs
     z, layout = torch.empty_like(x), layout_of(x)
-    _, rstd, kept = norm_act_fwd(x, z, layout, weight, bias, None, None, True, 0.1, EPS, ACT, None)
-    dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, kept, None, True, ACT, torch.float32)
+    _, rstd, xhat_kept = norm_act_fwd(x, z, layout, weight=weight, bias=bias, **NORM)
+    dx, dweight, dbias = norm_act_bwd(
+        dz, z, layout, weight=weight, bias=bias, rstd=rstd, xhat_kept=xhat_kept,
+        kept=None, training=True, act=ACT, dparam_dtype=torch.float32,
+    )  # fmt: skip
     return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
@@ -107,8 +113,10 @@ def _conv_abn(inputs: Inputs) -> dict[str, Tensor]:
 
     x, w, weight, bias, _, _ = inputs
     z, layout = torch.empty_like(x), layout_of(x)
-    norm = (weight, bias, None, None, True, 0.1, EPS, ACT, None)
-    conv_abn_fwd(x, w, z, layout, layout, CONVOLUTION, None, *norm, False)
+    conv_abn_fwd(
+        x, w, z, x_layout=layout, layout=layout, geometry=CONVOLUTION, conv_bias=None,
+        weight=weight, bias=bias, **NORM, tf32=False,
+    )  # fmt: skip
     return {"z": z}
 
 
@@ -199,12 +207,14 @@ def kernels() -> Iterator[tuple[str, Callable[[], str]]]:
                 yield f"{target} {name}", partial(compile_kernels, name, target)
 
 
-def untried() -> str | None:
-    """The reason why the kernels cannot be tried here, or None."""
+def untried(compiles: bool) -> str | None:
+    """The reason why the kernels are not tried, or None.  ``compiles`` says whether the user asked for it."""
     if not _backend._has_triton():
         return "triton is not installed, so PyTorch computes every op"
     if _backend._interpreted():
         return "TRITON_INTERPRET is set, with which Triton interprets kernels and compiles none; unset it"
+    if not compiles:
+        return "compiling them takes minutes the first time; `fusedseg doctor --compile` does it"
     return None
 
 
@@ -222,8 +232,11 @@ def verdict(problems: int, reason: str | None) -> str:
     )
 
 
-def doctor() -> int:
-    """Prints the report.  Returns 1 if something does not work that fusedseg would use here, otherwise 0."""
+def doctor(compiles: bool = False) -> int:
+    """Prints the report.  Returns 1 if something does not work that fusedseg would use here, otherwise 0.
+
+    ``compiles`` says whether to compile the kernels, and on a GPU to run them.
+    """
     problems = 0
     for line in versions():
         print(line)
@@ -237,7 +250,7 @@ def doctor() -> int:
         problems += 1
         print("  PROBLEM: Triton was asked for, and no device here can be served by it")
     print("\nkernels")
-    reason = untried()
+    reason = untried(compiles)
     if reason is not None:
         print(f"  not tried: {reason}")
     for where, attempt in () if reason is not None else kernels():

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .launcher import forget_plans, fp_fusion
+from .launcher import FP_FUSION, forget_plans
 
 
 class Launch(NamedTuple):
@@ -74,7 +74,7 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         # A kernel that is launched without a Launcher leaves this open.
-        kwargs.setdefault("enable_fp_fusion", fp_fusion())
+        kwargs.setdefault("enable_fp_fusion", FP_FUSION)
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         launches.append(Launch(self.__name__, compiled, grid))
         return compiled

@@ -26,7 +26,7 @@ def without_interpreter(monkeypatch):
 
 def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
     pytest.importorskip("triton")
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--compile"]) == 0
     out = capsys.readouterr().out
     assert re.search(rf"^fusedseg +{re.escape(fusedseg.__version__)}$", out, re.MULTILINE)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", out, re.MULTILINE)
@@ -39,6 +39,24 @@ def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
     )
 
 
+def test_nothing_is_compiled_unless_asked_for(without_interpreter, monkeypatch, capsys):
+    pytest.importorskip("triton")
+
+    def compiles(*args):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(doctor, "compile_kernels", compiles)
+    monkeypatch.setattr(doctor, "run_kernels", compiles)
+    why = "compiling them takes minutes the first time; `fusedseg doctor --compile` does it"
+    for gpus in (0, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(doctor, "describe", str)
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-3] == f"  not tried: {why}"
+        assert lines[-1] == f"Nothing is wrong, but the kernels were not tried: {why}."
+
+
 def test_a_kernel_that_does_not_compile_is_a_problem(without_interpreter, monkeypatch, capsys):
     pytest.importorskip("triton")
 
@@ -48,7 +66,7 @@ def test_a_kernel_that_does_not_compile_is_a_problem(without_interpreter, monkey
         return "compiled"
 
     monkeypatch.setattr(doctor, "compile_kernels", fails)
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--compile"]) == 1
     out = capsys.readouterr().out
     assert "sm_90 max_pool: PROBLEM: RuntimeError: ptxas died (" in out
     assert "sm_90 norm_act: compiled (" in out
@@ -65,7 +83,7 @@ def test_asking_for_triton_where_nothing_serves_it_is_a_problem(without_interpre
 
 def test_without_triton_kernels_are_not_tried(without_interpreter, monkeypatch, capsys):
     monkeypatch.setattr(doctor._backend, "_has_triton", lambda: False)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--compile"]) == 0
     out = capsys.readouterr().out
     assert "not tried: triton is not installed, so PyTorch computes every op" in out
     assert out.splitlines()[-1].startswith("Nothing is wrong, but the kernels were not tried: triton is not installed")
@@ -74,7 +92,7 @@ def test_without_triton_kernels_are_not_tried(without_interpreter, monkeypatch, 
 def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--compile"]) == 0
     assert "not tried: TRITON_INTERPRET is set" in capsys.readouterr().out
 
 
@@ -126,7 +144,7 @@ def test_on_a_gpu_every_check_runs_there(without_interpreter, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "describe", str)
     monkeypatch.setattr(doctor, "run_kernels", ran)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--compile"]) == 0
     assert tried == [(name, "cuda:0") for name in doctor.CHECKS]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "All is well: every kernel ran on every GPU and agrees with PyTorch in float64."
@@ -146,14 +164,49 @@ def test_the_checks_launch_every_kernel(monkeypatch):
     assert launched == {name for text in kernels for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
 
 
+def program(folder, *command: str) -> subprocess.CompletedProcess:
+    """A fresh Python in another folder, under no setting of the tests."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("FUSEDSEG_", "TRITON_"))}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=clean, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
 def test_as_a_program_it_compiles_and_warns_of_nothing(tmp_path):
     """Triton 3.9 warned about a default of its compiler that nobody had named."""
     pytest.importorskip("triton")
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("FUSEDSEG_", "TRITON_"))}
-    command = [sys.executable, "-m", "fusedseg", "doctor"]
-    run = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+    run = program(tmp_path, "-m", "fusedseg", "doctor", "--compile")
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[-1].startswith("All is well: ")
+
+
+SMALL = """
+import sys
+from fusedseg import __main__, doctor
+doctor.TARGETS, doctor.CHECKS = ("sm_80",), {"max_pool": doctor.CHECKS["max_pool"]}
+sys.exit(__main__.main(["doctor", *sys.argv[1:]]))
+"""
+
+
+def test_as_a_program_it_warns_of_nothing(tmp_path):
+    """The same with two kernels for one GPU."""
+    pytest.importorskip("triton")
+    run = program(tmp_path, "-c", SMALL, "--compile")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "  sm_80 max_pool: 2 kernels compiled, not run (" in run.stdout
+
+
+def test_without_compile_it_imports_no_compiler(tmp_path):
+    """This is what makes it fast: neither PyTorch's compiler, nor our kernels, nor the packages of the demo."""
+    code = (
+        "import sys\nfrom fusedseg.__main__ import main\nassert main(['doctor']) == 0\n"
+        "names = ['torch._dynamo', 'torch._inductor', 'sympy', 'fusedseg.kernels', 'fusedseg.demo', 'matplotlib']\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    run = program(tmp_path, "-c", code)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(("argv", "message"), [([], "required: COMMAND"), (["doktor"], "invalid choice: 'doktor'")])

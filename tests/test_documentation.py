@@ -113,6 +113,8 @@ def check_pytest(arguments: list[str]) -> None:
                 )
         elif argument == "--device":
             assert next(rest) in ("cpu", "cuda")
+        elif argument == "--ptx":
+            assert next(rest) in ("sm_80", "sm_90")
         else:
             assert argument in ("-s", "--cov") or (ROOT / argument).exists(), argument
 
@@ -126,8 +128,11 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("fusedseg.__main__", arguments, monkeypatch)
         case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["python", "-m", "bench.report", *arguments]:
-            parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "bench.report" | "tests.mutation" as module, *arguments]:
+            parse(module, arguments, monkeypatch)
+        case ["python", "-m", "tests.ptx.mutants", *arguments]:
+            pytest.importorskip("triton")
+            parse("tests.ptx.mutants", arguments, monkeypatch)
         case ["python", "-m", "docs.make_pictures", *arguments]:
             pytest.importorskip("matplotlib")
             parse("docs.make_pictures", arguments, monkeypatch)

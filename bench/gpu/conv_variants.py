@@ -1,9 +1,9 @@
 """Cases and variants for the convolution kernel of ``conv_abn`` under other launch constants.
 
-Predictions are for an H200: 132 multiprocessors at 1.75 GHz, each with 19 bytes a cycle from memory (4.3 TB/s), about
-28 from L2 (6.5 TB/s) and 128 of shared memory, and 2048 multiplications a cycle in half precision.  A step of the
-128 x 64 tile, 64 channels of a tap, then takes 256 cycles of tensor cores, 448 of shared memory, 232 to issue, and 880
-of L2.
+Predictions are for an H200 with 132 multiprocessors at 1.75 GHz.  Each of them gets 19 bytes a cycle from memory
+(4.3 TB/s), about 28 from L2 (6.5 TB/s) and 128 from shared memory, and multiplies 2048 numbers of half precision a
+cycle.  A step of the 128 x 64 tile covers 64 channels of one tap.  It takes 256 cycles of the tensor cores, 448 of
+shared memory, 232 to issue its instructions, and 880 of L2.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,11 @@ THROUGH_L1 = {"X_CACHE": ".ca"} if ANY_WIDTH else {"X_CACHE": ".ca", "X_VECTOR":
 class Blocks(dict):
     """Stands in for ``conv_blocks``: overrides constants, warps and stages, and derives the grid from them."""
 
-    def __call__(self, M, C, K, groups, dtype, tensor_cores, device, affine=False):
+    def __call__(self, M, C, K, groups, dtype, *rest):
         from fusedseg.kernels import conv
 
-        chosen = conv.conv_blocks(M, C, K, groups, dtype, tensor_cores, device, affine)
+        chosen = conv.conv_blocks(M, C, K, groups, dtype, *rest)
+        _, device, *_ = rest
         return conv.dealt(M, C, K, groups, device, chosen.meta | self)
 
 
@@ -40,33 +41,37 @@ def variant(name: str, prediction: str, **values: Any) -> Variant:
 
 PROGRAMS = Variant(
     "2-programs",
-    "one wave of long runs instead of four: fewer partial results, but the slowest program decides; within 2 %",
+    "One wave of long runs replaces four waves.  There are fewer partial results, but the slowest program decides: "
+    "within 2 %.",
     {CONV: {"PROGRAMS_PER_SM": 2}},
 )
 STRIDED = variant(
     "strided",
-    "programs of one time share rows of x: 1.0 reads of it from memory, not 1.5; L2 decides, so 0 to 3 % faster",
+    "Programs that run at the same time share rows of x, so memory reads x 1.0 times instead of 1.5.  L2 decides the "
+    "time: 0 to 3 % faster.",
     ORDER="strided",
 )
 L1 = variant(
     "x-through-l1",
-    "two of three taps along a row hit L1: 13 KB a step from L2, not 24, 480 cycles; shared memory's 640 decide: 25 % "
-    "faster",
+    "Two of three taps along a row hit L1, so a step reads 13 KB from L2 instead of 24, which takes 480 cycles.  "
+    "Shared memory decides the time with 640 cycles: 25 % faster.",
     **THROUGH_L1,
 )
 DOWN_L1 = variant(
     "down-through-l1",
-    "rows above hit L1 too: 10 KB a step from L2, 360 cycles; shared memory decides: 0 to 5 % beyond x-through-l1",
+    "Rows above hit L1 too, so a step reads 10 KB from L2 in 360 cycles.  Shared memory decides: 0 to 5 % faster than "
+    "x-through-l1.",
     ORDER="down",
     **THROUGH_L1,
 )
 ROWS_256 = variant(
     "256-rows",
-    "weights half as often, 20 KB from L2 for 24; but one program of 16 warps, whose epilogue shows: 5 % faster",
+    "Weights are read half as often, so a step reads 20 KB from L2 instead of 24.  But there is one program of 16 "
+    "warps, and nothing hides its epilogue: 5 % faster.",
     BLOCK_M=256,
     num_warps=16,
 )
-FOUR_STAGES = variant("4-stages", "three stages cover the latency of L2: no change", num_stages=4)
+FOUR_STAGES = variant("4-stages", "Three stages already cover the latency of L2: no change.", num_stages=4)
 CASES = {
     # The loop over channels and taps has one step, so the loop over tiles is pipelined.
     "pointwise": [Case((8, 64, 512, 512), 64, 1, "bf16", rows) for rows in (True, False)],
@@ -84,44 +89,59 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     "pointwise": (
         variant(
             "64-rows",
-            "four programs of 4 warps for two of 8, as many bytes ahead, in smaller turns: 0 to 5 % faster",
+            "Four programs of 4 warps replace two of 8.  They load as many bytes ahead in smaller turns: 0 to 5 % "
+            "faster.",
             BLOCK_M=64,
             num_warps=4,
         ),
         variant(
             "4-stages",
-            "140 registers, one program: 48 KB ahead instead of 64, and its epilogue shows: 5 % slower",
+            "140 registers allow one program, which loads 48 KB ahead instead of 64, and nothing hides its epilogue: "
+            "5 % slower.",
             num_stages=4,
         ),
-        variant("strided", "adjacent tiles at one time, longer bursts from memory: 0 to 3 % faster", ORDER="strided"),
+        variant(
+            "strided",
+            "Adjacent tiles run at the same time, so bursts from memory are longer: 0 to 3 % faster.",
+            ORDER="strided",
+        ),
         PROGRAMS,
     ),
     "pointwise-deep": (
         variant(
             "whole-steps",
-            "128 channels a step: of 128, tiles are pipelined, 5 % faster; of 512, half the barriers, no change",
+            "A step has 128 channels.  With 128 channels in all, tiles are pipelined: 5 % faster.  With 512 there "
+            "are half as many barriers: no change.",
             BLOCK_C=128,
         ),
         variant(
             "whole-steps-64-rows",
-            "the same in three programs of 4 warps, not one of 8: of 128 channels 10 % faster; of 512, 64 KB of L2 "
-            "for 48 a step, 30 % slower",
+            "As whole-steps, in three programs of 4 warps instead of one of 8.  With 128 channels 10 % faster.  "
+            "With 512 a step reads 64 KB from L2 instead of 48: 30 % slower.",
             BLOCK_C=128,
             BLOCK_M=64,
             num_warps=4,
         ),
         variant(
             "128-registers",
-            "contiguous 128 channels take 149: two programs, not one, hide the latency: 15 % faster; others no change",
+            "128 contiguous channels take 149 registers.  With 128 registers, two programs instead of one hide the "
+            "latency: 15 % faster.  No change for the others.",
             maxnreg=128,
         ),
-        variant("4-stages", "of 512 channels 8 steps drain once a tile, a third ahead: 3 % faster", num_stages=4),
+        variant(
+            "4-stages",
+            "With 512 channels the pipeline of 8 steps drains once a tile, and now loads a third more ahead: 3 % "
+            "faster.",
+            num_stages=4,
+        ),
         PROGRAMS,
     ),
     "images": (
         L1,
         STRIDED,
-        variant("down", "runs go down an image, and read 18 rows for 16: as strided, 0 to 3 % faster", ORDER="down"),
+        variant(
+            "down", "Runs go down an image, and read 18 rows for 16, as strided does: 0 to 3 % faster.", ORDER="down"
+        ),
         DOWN_L1,
         ROWS_256,
         FOUR_STAGES,
@@ -130,13 +150,18 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     # A step of a 128 x 128 tile takes 1170 cycles for 32 KB from L2, and 512 cycles of the tensor cores.
     "images-128": (
         L1._replace(
-            prediction="two of three taps hit L1: 22 KB a step from L2, not 32, 790 cycles, not 1170: 25 % faster"
+            prediction="Two of three taps hit L1, so a step reads 22 KB from L2 instead of 32, in 790 cycles instead "
+            "of 1170: 25 % faster."
         ),
         STRIDED,
-        DOWN_L1._replace(prediction="18 KB a step from L2; shared memory's 768 cycles decide: 0 to 5 % beyond that"),
+        DOWN_L1._replace(
+            prediction="A step reads 18 KB from L2.  Shared memory decides with 768 cycles: 0 to 5 % faster than "
+            "x-through-l1."
+        ),
         variant(
             "64-channels",
-            "124 registers, so two programs hide each other's epilogues; x twice, 48 KB for 32 from L2: 30 % slower",
+            "124 registers let two programs hide each other's epilogues.  But x is read twice, 48 KB from L2 "
+            "instead of 32: 30 % slower.",
             BLOCK_K=64,
         ),
         FOUR_STAGES,

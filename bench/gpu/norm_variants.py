@@ -38,89 +38,92 @@ CASES = {
     ],
 }
 # Predictions are for an H200.  Its 132 multiprocessors move 33 GB/s each if all together reach 4.3 TB/s.  A load takes
-# 0.8 us, so that at least 26 KB must be under way in each multiprocessor.
+# 0.8 us, so at least 26 KB must be under way in each multiprocessor.
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "split": (
         Variant(
             "2-programs",
-            "half the bytes under way: reductions of forward 32 KB, of backward 32 KB; 0 to 10 % slower",
+            "Half as many bytes are under way, 32 KB in the reductions of forward and of backward: 0 to 10 % slower.",
             {LAUNCH: {"PROGRAMS_PER_SM": 2, "ROWS_PER_SM": 2}},
         ),
         Variant(
             "6-programs",
-            "more than are resident by registers (rows 3, planes 4 to 8): rows 15 to 30 % slower by a second wave that "
-            "does not fill the GPU; planes within 3 %, apply kernels having 32 registers",
+            "Registers let 3 programs of rows be resident, and 4 to 8 of planes.  Rows take a second wave that "
+            "does not fill the GPU: 15 to 30 % slower.  Planes have 32 registers in the apply kernels: within 3 %.",
             {LAUNCH: {"PROGRAMS_PER_SM": 6, "ROWS_PER_SM": 6}},
         ),
         Variant(
             "stats-8-KiB",
-            "two loads under way instead of four and 10 instructions an element instead of 7, of 13.7 that the machine "
-            "issues meanwhile: forward 3 to 6 % slower",
+            "Two loads are under way instead of four, and an element takes 10 instructions instead of 7, of the "
+            "13.7 that the machine issues meanwhile: forward 3 to 6 % slower.",
             {LAUNCH: {"STATS_TILE_BYTES": 8192}},
         ),
         Variant(
             "16-KiB",
-            "four loads of each tensor under way, at more registers: backward of planes 2 % faster, of rows slower, "
-            "since fewer programs are resident",
+            "Four loads of each tensor are under way, which takes more registers.  Backward of planes 2 % faster; "
+            "of rows slower, because fewer programs are resident.",
             {LAUNCH: {"TILE_BYTES": 16384}},
         ),
         Variant(
             "512-threads",
-            "one load of each tensor a thread, fewer registers, the same bytes under way: within 3 %",
+            "A thread makes one load of each tensor.  It takes fewer registers, and as many bytes are under way: "
+            "within 3 %.",
             {LAUNCH: {"THREADS": 512, "PROGRAMS_PER_SM": 2, "ROWS_PER_SM": 2}},
         ),
         Variant(
             "2-stages",
-            "the next tile is copied to shared memory while this one is computed: reductions 0 to 5 % faster; apply "
-            "kernels slower by the way through shared memory",
+            "The next tile is copied to shared memory while this one is computed: reductions 0 to 5 % faster.  The "
+            "apply kernels are slower, because their data passes through shared memory.",
             {LAUNCH: {"STAGES": 2}},
         ),
         Variant(
             "3-stages",
-            "two tiles ahead: as 2-stages, no more",
+            "Two tiles are copied ahead: as fast as 2-stages.",
             {LAUNCH: {"STAGES": 3}},
         ),
         Variant(
             "evict",
-            "the first pass's input stays in L2 and the output does not take its place: at 256 MiB, of which some "
-            "40 MB stay, forward 4 %, backward 2 % faster; at 64 MiB 10 %",
+            "The first pass's input stays in L2, and the output does not take its place.  Of 256 MiB some 40 MB stay: "
+            "forward 4 %, backward 2 % faster.  At 64 MiB 10 % faster.",
             {LAUNCH: {"FIRST_PASS_EVICTION": "evict_last", "OUTPUT_EVICTION": "evict_first"}},
         ),
         Variant(
             "output-evict-first",
-            "half of what evict gives, without lines that stay past the layer",
+            "Half of what evict gives, and no lines stay in L2 past the layer.",
             {LAUNCH: {"OUTPUT_EVICTION": "evict_first"}},
         ),
         Variant(
             "rows-256-bytes",
-            "longer runs in memory where there are over 64 channels (rows of 256: 2 % faster); otherwise the same",
+            "Runs in memory are longer where there are over 64 channels (rows of 256: 2 % faster); otherwise no "
+            "change.",
             {LAUNCH: {"ROW_BYTES": 256}},
         ),
     ),
     "slab": (
         Variant(
             "slab-8-a-thread",
-            "more threads for fewer registers each: shorter by 5 % where programs are few, longer where they are many",
+            "More threads have fewer registers each: 5 % faster where programs are few, slower where they are many.",
             {LAUNCH: {"PER_THREAD": 8}},
         ),
         Variant(
             "slab-32-a-thread",
-            "half the threads: more programs resident of 16 KB slabs, 5 % faster at 1024 planes; small T slower",
+            "Half as many threads: more programs of 16 KB slabs are resident, so 1024 planes are 5 % faster.  Small"
+            " tensors are slower.",
             {LAUNCH: {"PER_THREAD": 32}},
         ),
         Variant(
             "no-slabs",
-            "planes in two launches: 2 us longer at small T; at 16 MiB, which L2 holds, 20 % longer",
+            "Planes take two launches: 2 us longer for small tensors; 20 % longer at 16 MiB, which L2 holds.",
             {FORWARD: {"ONCHIP_FWD": 0}, BACKWARD: {"ONCHIP_BWD": 0}},
         ),
         Variant(
             "merging-launch",
-            "rows in three launches, each of them filling the GPU: 2 us longer",
+            "Rows take three launches, and each of them fills the GPU: 2 us longer.",
             {LAUNCH: {"FEW_BYTES": 0}},
         ),
         Variant(
             "32-partials",
-            "at 16 MiB twice as many programs of the reduction without a third launch: rows 5 % faster",
+            "At 16 MiB the reduction has twice as many programs without a third launch: rows 5 % faster.",
             {LAUNCH: {"MAX_PARTIALS": 32}, STATS: {"MAX_PARTIALS": 32}},
         ),
     ),
@@ -143,15 +146,18 @@ class KernelJob:
     def forward(self, prepared: Tensor) -> Tensor:
         from fusedseg.kernels.norm_act import norm_act_fwd
 
-        affine = self.weight, self.bias
-        _, self.rstd, _ = norm_act_fwd(prepared, prepared, self.layout, *affine, None, None, True, 0.1, 1e-5, ACT, None)
+        _, self.rstd, _ = norm_act_fwd(
+            prepared, prepared, self.layout, weight=self.weight, bias=self.bias, running_mean=None, running_var=None,
+            training=True, momentum=0.1, eps=1e-5, act=ACT, kept=None,
+        )  # fmt: skip
         return prepared
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
         from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
         return norm_act_bwd(
-            self.dz, out, self.layout, self.weight, self.bias, self.rstd, None, None, True, ACT, torch.float32
+            self.dz, out, self.layout, weight=self.weight, bias=self.bias, rstd=self.rstd, xhat_kept=None, kept=None,
+            training=True, act=ACT, dparam_dtype=torch.float32,
         )  # fmt: skip
 
     def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data import parametrize_cases
-from ..harness import Result, compete, once
+from ..harness import Result, Timing, compete, once
 from ..jobs import ConvJob
 from ..replay import CLOCK, report_step
 from ..test_conv_abn import CASES, MORE, Case, exact_conv, make_data, module, tolerance
@@ -38,10 +38,8 @@ def run_kernels(case: Case, device: torch.device) -> tuple[dict[str, Result], in
         {"": lambda: expected_of_kernels(case, data)},
         # Statistics are sums, so the tolerance of gradients applies.
         {"y": output, "mean": gradient, "var": gradient},
-        device,
-        SECONDS,
+        Timing(device, SECONDS, ahead=True),
         baseline=VENDOR,
-        ahead=True,
     )
     step = ConvJob(module("ours", case, device, data), data)
     step.forward(step.prepare())

@@ -20,13 +20,9 @@ SECONDS = 1.5
 pytestmark = pytest.mark.variants
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(device):
-    compile_ahead(device, "bench.gpu.conv_variants:LAUNCHES")
-
-
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
 def test_variants(kind, case, device, report):
+    compile_ahead(device, "bench.gpu.conv_variants:LAUNCHES")
     data = make_data(case, device)
     x, w = data["x"].detach(), data["conv_weight"]
     output, gradient = tolerance(case, device)

@@ -4,7 +4,8 @@ The figures are bandwidth, the vendor's convolutions and norms, the kernels that
 convolution with its norm, and how much of a tensor a second pass finds in the L2 cache.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from fusedseg.ops.layout import layout_of
 from .. import harness
 from ..contenders import SLOPE, aggressive, compiled, conv_then, leaky
 from ..data import Source, describe
-from ..harness import FLUSH_BYTES, Copy, Missing, interleave
+from ..harness import FLUSH_BYTES, Copy, Missing, Timing, interleave
 from ..results import PASSES, aligned, spread
 
 SECONDS = {"cpu": 0.2, "cuda": 0.3}
@@ -75,9 +76,14 @@ def record(report, device):
 measured: dict[Any, dict[str, Any]] = {}
 
 
+def timing(device: torch.device, jobs: int = 1) -> Timing:
+    """On a GPU, kernels are timed without their launches."""
+    return Timing(device, SECONDS[device.type] * jobs, ahead=device.type == "cuda")
+
+
 def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
-    """Times a part of each job; on a GPU, its kernels without the launches.  Returns medians and spread."""
-    results = interleave(jobs, device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda")
+    """Times a part of each job.  Returns medians and spread."""
+    results = interleave(jobs, timing(device, len(jobs)))
     return {name: spread(getattr(result, part)) for name, result in results.items()}
 
 
@@ -106,13 +112,14 @@ def test_vendor_convolutions(device, record):
             shape = (batch, C, *size)
             x, dy = (source.normal(shape, "bf16", True) for _ in range(2))
             w = source.normal((C, C, *[3] * dims), "bf16", True, std=(C * 3**dims) ** -0.5)
-            geometry = [1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1
+            each = dict.fromkeys(("stride", "padding", "dilation"), [1] * dims)
+            geometry = {**each, "transposed": False, "output_padding": [0] * dims, "groups": 1}
 
             def backward(mask: list[bool], x=x, dy=dy, w=w, geometry=geometry) -> Any:
-                return torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, mask)
+                return torch.ops.aten.convolution_backward(dy, x, w, None, **geometry, output_mask=mask)
 
             jobs = {
-                "forward": Call(partial(torch.convolution, x, w, None, *geometry)),
+                "forward": Call(partial(torch.convolution, x, w, None, **geometry)),
                 "dx": Call(partial(backward, [True, False, False])),
                 "dw": Call(partial(backward, [False, True, False])),
             }
@@ -138,7 +145,7 @@ def test_eager_batch_norm(device, record):
             norm = nn.BatchNorm2d(shape[1], device=device)
             job = Call(partial(norm, x), lambda z, x=x, dz=dz, norm=norm: torch.autograd.grad(z, (x, norm.weight), dz))
             case = describe(shape, dtype, channels_last)
-            times = interleave({case: job}, device, SECONDS[device.type], ahead=device.type == "cuda")[case]
+            times = interleave({case: job}, timing(device))[case]
             results[case] = {part: spread(getattr(times, part)) for part in ("forward", "backward")}
             for part, time in results[case].items():
                 time["gb_per_s"] = PASSES[part] * x.nbytes / 1e6 / time["median_ms"]
@@ -157,6 +164,17 @@ def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str,
     return [(e.name, e.device_time) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """A context in which Inductor compiles every graph anew, because it does not count a graph from a cache.
+
+    pytest's monkeypatch must not set these: it deletes them at the end, and every later `torch.compile` fails.
+    """
+    inductor = torch._inductor.config.patch(fx_graph_cache=False)
+    with inductor, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
 def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
     """Bytes that Inductor counts for convolution, BatchNorm and LeakyReLU, forward and backward.
 
@@ -167,10 +185,6 @@ def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
 
     # Inductor counts bytes only if its metrics log is enabled.
     monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
-    # Inductor does not count a graph that comes from a cache.
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
-
     shape = BLOCK[device.type]
     C, source = shape[1], Source(device)
     x, dz = (source.normal(shape, "bf16", True) for _ in range(2))
@@ -188,7 +202,8 @@ def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
             torch.autograd.grad(out, (x, *module.parameters()), dz)
 
         try:
-            step()
+            with without_caches():
+                step()
         except Missing as reason:
             pytest.skip(str(reason))
         kernels = kernels_of(step, device) if device.type == "cuda" else []
@@ -217,8 +232,9 @@ def test_second_pass_finds_the_first_in_l2(device, record):
             assert layout is not None
 
             def apply(partial_sums: Tensor, x=x, z=z, layout=layout) -> Any:
-                norm = (None,) * 4
-                return norm_act_fwd(x, z, layout, *norm, True, 0.1, 1e-5, ("leaky_relu", SLOPE), None, partial_sums)
+                absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "kept"))
+                options = {"training": True, "momentum": 0.1, "eps": 1e-5, "act": ("leaky_relu", SLOPE)}
+                return norm_act_fwd(x, z, layout, **absent, **options, partial=partial_sums)
 
             def cold(x=x, layout=layout) -> Tensor:
                 sums = norm_stats(x, layout)

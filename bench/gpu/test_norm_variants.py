@@ -20,13 +20,9 @@ SECONDS = 2.0
 pytestmark = pytest.mark.variants
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(device):
-    compile_ahead(device, "bench.gpu.norm_variants:LAUNCHES")
-
-
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]], ids=str)
 def test_variants(kind, case, device, report):
+    compile_ahead(device, "bench.gpu.norm_variants:LAUNCHES")
     data, dtype = make_data(case, device), DTYPES[case.dtype]
     results = compete_variants(
         VARIANTS[kind],

@@ -1,6 +1,6 @@
 """Times variants of launch constants beside the default in one process.  Each variant states a prediction beforehand.
 
-    Variant("8-programs", "8 programs a multiprocessor hide more latency: forward 5 % faster",
+    Variant("8-programs", "8 programs on each multiprocessor hide more latency: forward 5 % faster.",
             {"fusedseg.kernels.launch": {"PROGRAMS_PER_SM": 8}})
 
 A constant must be overridden in the module that reads it: a module that imports it by name has its own copy.
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..harness import Job, Missing, Result, compete
+from ..harness import Job, Missing, Result, Timing, compete
 from ..results import COPY, COPY_PASSES, Section, aligned, spread, two_digits
 from .precompile import precompile
 
@@ -108,6 +108,7 @@ class Overridden:
         return self.job.owned()
 
 
+@functools.cache
 def compile_ahead(device: torch.device, launches: str) -> None:
     """Compiles all launches before a bench of variants, because compilers take longer than the timing.
 
@@ -139,8 +140,8 @@ def compete_variants(
 
     contenders = {DEFAULT: functools.partial(overridden, {})}
     contenders |= {variant.name: functools.partial(overridden, variant.overrides) for variant in variants}
-    return compete({**contenders, **(others or {})}, {"": expected}, tolerance, device, seconds, probes=probes,
-                   baseline=DEFAULT, ahead=True)  # fmt: skip
+    return compete({**contenders, **(others or {})}, {"": expected}, tolerance,
+                   Timing(device, seconds, ahead=True), probes=probes, baseline=DEFAULT)  # fmt: skip
 
 
 @dataclass

@@ -35,13 +35,13 @@ class Parameter:
 class Inverse:
     """What an op needs that stores z alone.  An activation with a parameter is invertible where the parameter is > 0.
 
-    y: (z, p) -> y.
+    y: (z, p, out) -> y, in ``out`` unless that is None; z itself where that is y.
     grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless that is None.
     into: (y, p, out); writes z to ``out``.
     slope: p -> how much smaller than a small y its z may be, at most 1.
     """
 
-    y: Callable[[Tensor, float], Tensor]
+    y: Callable[[Tensor, float, Tensor | None], Tensor]
     grad: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
     into: Callable[[Tensor, float, Tensor], object]
     slope: Callable[[float], float] = lambda p: 1.0
@@ -83,6 +83,10 @@ class Row:
     learned: bool = False
 
 
+def _leaky_relu_inverse(z: Tensor, p: float, out: Tensor | None) -> Tensor:
+    return aten.leaky_relu(z, 1.0 / p) if out is None else aten.leaky_relu.out(z, 1.0 / p, out=out)
+
+
 def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
     if out is None:
         return aten.leaky_relu_backward(dz, z, p, True)
@@ -95,11 +99,11 @@ def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float 
     return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
 
 
-def _elu_inverse(z: Tensor, p: float, scale: float = 1) -> Tensor:
+def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     # The tail saturates at -1.  What has rounded to -1 is taken for the middle of the values that round to it.
     least = math.log(torch.finfo(z.dtype).eps / 8)
     tail = z.div(scale * p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
-    return torch.where(z > 0, z if scale == 1 else z / scale, tail)
+    return torch.where(z > 0, z if scale == 1 else z / scale, tail, out=out)
 
 
 # selu is scale * elu, with these numbers, which PyTorch has too
@@ -130,7 +134,7 @@ _ROWS = (
         node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
-            y=lambda z, p: F.leaky_relu(z, 1.0 / p),
+            y=_leaky_relu_inverse,
             grad=_leaky_relu_grad,
             into=lambda y, p, out: aten.leaky_relu.out(y, p, out=out),
             slope=lambda p: min(p, 1.0),
@@ -144,7 +148,12 @@ _ROWS = (
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=y),
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
-        inverse=Inverse(y=_elu_inverse, grad=_elu_grad, into=lambda y, p, out: aten.elu.out(y, p, out=out)),
+        inverse=Inverse(
+            y=_elu_inverse,
+            grad=_elu_grad,
+            into=lambda y, p, out: aten.elu.out(y, p, out=out),
+            slope=lambda p: min(p, 1.0),
+        ),
     ),
     Row(
         "selu",
@@ -154,7 +163,7 @@ _ROWS = (
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=y),
         node="Elu",
         inverse=Inverse(
-            y=lambda z, p: _elu_inverse(z, _SELU_ALPHA, _SELU_SCALE),
+            y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
             into=lambda y, p, out: aten.elu.out(y, _SELU_ALPHA, _SELU_SCALE, 1, out=out),
         ),
@@ -168,7 +177,7 @@ _ROWS = (
         identity=True,
         idempotent=True,
         inverse=Inverse(
-            y=lambda z, p: z,
+            y=lambda z, p, out: z,
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
             into=lambda y, p, out: out.copy_(y),
         ),
@@ -257,17 +266,21 @@ TABLE: dict[str, Row] = {row.name: row for row in _ROWS}
 
 
 class Other(NamedTuple):
-    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``."""
+    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``.
+
+    ``random``: it draws random numbers in training.
+    """
 
     name: str
     module: type[nn.Module] | None
     node: str = ""
+    random: bool = False
 
 
 OTHERS = (
     Other("hardtanh", nn.Hardtanh),
     Other("celu", nn.CELU),
-    Other("rrelu", nn.RReLU),
+    Other("rrelu", nn.RReLU, random=True),
     Other("sigmoid", nn.Sigmoid, "Sigmoid"),
     Other("tanh", nn.Tanh, "Tanh"),
     Other("hardsigmoid", nn.Hardsigmoid),

@@ -7,9 +7,8 @@ import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
-from ..memory.fake import quiet
 from .command import Refused, add_command, first_line
-from .models import DTYPES, add_model, batched, build, parse_model, place_of
+from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 from .progress import Progress
 
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -27,13 +26,7 @@ def add_convert(commands) -> None:
         run=run,
     )
     add_model(command, "the batch, if SHAPE has none (default: 1)")
-    command.add_argument(
-        "--dtype",
-        choices=list(CONVERTED_DTYPES),
-        default="fp32",
-        metavar="NAME",
-        help=f"of the model and its inputs: {', '.join(CONVERTED_DTYPES)} (default: fp32)",
-    )
+    add_choice(command, "--dtype", CONVERTED_DTYPES, "fp32", "of the model and its inputs")
     command.add_argument(
         "--mode",
         choices=MODES,
@@ -43,6 +36,12 @@ def add_convert(commands) -> None:
     )
     command.add_argument(
         "--slope", type=float, default=0.01, metavar="NUMBER", help="of the LeakyReLU of mode leaky (default: 0.01)"
+    )
+    command.add_argument(
+        "--no-inplace",
+        dest="inplace",
+        action="store_false",
+        help="let no norm write over its input, for a model whose flow changes later",
     )
     command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"
@@ -58,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         spec = parse_model(args.model)
         shapes = batched(spec, args)
         model = build(spec)
-        with Progress("fusedseg convert") as progress, quiet():
+        with Progress("fusedseg convert") as progress:
             try:
+                options = {"mode": args.mode, "slope": args.slope, "inplace": args.inplace}
                 inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
-                report = convert(model.to(dtype), example_inputs=inputs, mode=args.mode, slope=args.slope)
+                report = convert(model.to(dtype), example_inputs=inputs, **options)
                 if args.verify:
                     progress.update("comparing outputs and gradients")
                     verified = report.verify(inputs)

@@ -218,21 +218,16 @@ def add_model(command: Parser, batch: str) -> None:
     command.add_argument("--batch", type=positive, metavar="N", help=batch)
 
 
+def add_choice(command: Parser, option: str, names: Iterable[str], default: str, meaning: str) -> None:
+    """Adds an option that takes one of ``names``.  Its help is the meaning, the names and the default."""
+    names = list(names)
+    text = f"{meaning}: {', '.join(names)} (default: {default})"
+    command.add_argument(option, choices=names, default=default, metavar="NAME", help=text)
+
+
 def add_common(command: Parser, batch: str) -> None:
     add_model(command, batch)
-    command.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        default="fp32",
-        metavar="NAME",
-        help=f"of parameters and inputs: {', '.join(DTYPES)} (default: fp32)",
-    )
-    command.add_argument(
-        "--amp-dtype",
-        choices=["fp16", "bf16"],
-        default="fp16",
-        metavar="NAME",
-        help="what autocast computes in where amp is used: fp16, bf16 (default: fp16)",
-    )
+    add_choice(command, "--dtype", DTYPES, "fp32", "of parameters and inputs")
+    add_choice(command, "--amp-dtype", ("fp16", "bf16"), "fp16", "what autocast computes in where amp is used")
     command.add_argument("--json", metavar="PATH", help="write the figures to this file")
     command.add_argument("--overwrite", action="store_true", help="replace files that exist")

@@ -8,7 +8,7 @@ from ..memory import plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
 from .command import Refused, add_command, first_line
-from .models import DTYPES, FUSED, OPTIMIZERS, add_common, parse_model, place_of, split_batch
+from .models import DTYPES, FUSED, OPTIMIZERS, add_choice, add_common, parse_model, place_of, split_batch
 from .progress import Progress
 
 
@@ -31,13 +31,7 @@ def add_plan(commands) -> None:
     command.add_argument(
         "--budget", type=budget, required=True, metavar="SIZE", help="memory of the GPU, such as 16GiB"
     )
-    command.add_argument(
-        "--optimizer",
-        choices=list(OPTIMIZERS),
-        default="adamw",
-        metavar="NAME",
-        help=f"whose state has to fit: {', '.join(OPTIMIZERS)} (default: adamw)",
-    )
+    add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     command.add_argument(
         "--reserve",
         type=share,

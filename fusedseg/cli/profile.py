@@ -20,6 +20,7 @@ from .models import (
     OPTIMIZERS,
     Shapes,
     Spec,
+    add_choice,
     add_common,
     batched,
     build,
@@ -56,13 +57,7 @@ def add_profile(commands) -> None:
         help="ways to run the step, joined by commas: eager, fusedseg, amp, checkpoint, and combinations such as "
         "fusedseg+amp (default: eager)",
     )
-    command.add_argument(
-        "--optimizer",
-        choices=list(OPTIMIZERS),
-        default="none",
-        metavar="NAME",
-        help=f"whose step is taken: {', '.join(OPTIMIZERS)} (default: none)",
-    )
+    add_choice(command, "--optimizer", OPTIMIZERS, "none", "whose step is taken")
     command.add_argument(
         "--device",
         choices=("fake", "cpu", "cuda"),

@@ -1,5 +1,6 @@
 """``fusedseg.convert`` makes a stock model lean, in place."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .flow import Flow, listed
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
-from .report import ConversionReport, Row
+from .report import ConversionReport, Row, guarantee_of
 from .revert import revert
 from .trace import trace
 from .twins import become
@@ -25,14 +26,19 @@ OP = "fusedseg.convert"
 
 
 def convert(
-    model: nn.Module, *unnamed: Any, example_inputs: Any = None, mode: str = "exact", slope: float = 0.01
+    model: nn.Module,
+    *unnamed: Any,
+    example_inputs: Any = None,
+    mode: str = "exact",
+    slope: float = 0.01,
+    inplace: bool = True,
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
     * A norm and the activation module after it become one fused module.  It is an in-place module such as
-      ``InPlaceABN``, which keeps its output, if the activation can be inverted and only the norm reads the output of
-      the convolution before it.  Otherwise it is an exact module such as ``BatchNormAct``, which keeps its input.  The
-      activation module then returns its input.  Max-pooling keeps one byte per element.
+      ``InPlaceABN``, which keeps its output, if the activation can be inverted, only the norm reads the output of the
+      convolution before it, and ``inplace`` is true.  Otherwise it is an exact module such as ``BatchNormAct``, which
+      keeps its input.  The activation module then returns its input.  Max-pooling keeps one byte per element.
     * ``ConvABN2d`` or ``ConvABN3d`` in the report stands for a convolution with such a BatchNorm.  On a GPU, and for
       one small fp32 volume on a CPU, the call of the convolution does the work of all three, because one op is faster
       there.  Elsewhere the norm is an ``InPlaceABN``, which keeps the same bytes.
@@ -52,15 +58,33 @@ def convert(
     eval mode, on tensors without values if the model allows it.  Without an example, or if a lazy module has not run
     yet, ``torch.fx`` traces the model.  A model that ``fx`` cannot trace gets only the scope, and the report says why.
 
+    The flow may change later, for example once a flag is set.  Part of it must stay as it was on the example, or the
+    model returns wrong numbers without an error:
+
+    * Nothing but the norm may read the output of a convolution before an in-place module, which writes over it.  With
+      ``inplace=False`` other code may read it: a norm becomes an exact module even if its activation can be inverted.
+      About as many bytes are kept, because the scope rebuilds the outputs of exact modules.
+    * The activation of a fused norm must be called on the output of this norm, and nothing else may read that output,
+      because the norm applies the activation.  This holds with ``inplace=False`` too.  A stock model that runs inside
+      ``with fusedseg.recompute():`` relies on no flow at all.
+
+    The report says what must stay.  It also names branches on attributes, such as ``if self.flag:``, in the forward
+    code that calls a fused norm, in the code around it, and in methods that this code calls as ``self.name()``.  It
+    does not name branches on ``self.training``, because both modes were seen, nor branches on submodules, parameters
+    and containers, which are fixed when a model is built, nor checks that only raise an error.  It does not find
+    branches on local variables.
+
     Args:
         model: any module.  It may be on any device, or fake.
         example_inputs: a tensor, a sequence of arguments, or a mapping of keywords; the model is called with it.
         mode: "exact" changes the function by rounding only.  "leaky" first turns ReLU modules that follow a norm into
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
+        inplace: whether norms may become in-place modules, which write over their input.
 
     Raises:
-        TypeError: ``model`` is no module; the example has another type, or is not given by its name.
+        TypeError: ``model`` is no module; the example has another type, or is not given by its name; ``inplace`` is no
+            bool.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
@@ -90,6 +114,8 @@ def convert(
         )
     if mode not in MODES:
         raise ValueError(f"{OP}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if not isinstance(inplace, bool):
+        raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
@@ -106,12 +132,25 @@ def convert(
         before = None if inputs is None else _footprint(model, inputs)
         if mode == "leaky":
             _make_leaky(flows, float(slope))
-        plan = Planner(model, flows, mode == "leaky").plan()
+        plan = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).plan()
         _apply(plan)
         fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
         scope.install(model, Wiring(model, fused, plan.paths))
         after = None if inputs is None else _footprint(model, inputs)
-    return ConversionReport(model, mode, how, plan.replaced, plan.recomputed, plan.skipped, before, after)
+    count = Counter(fusion.inplace for fusion in plan.fusions)
+    guarantee = guarantee_of(inplace=count[True], exact=count[False])
+    return ConversionReport(
+        model,
+        mode,
+        how,
+        plan.replaced,
+        plan.recomputed,
+        plan.skipped,
+        before=before,
+        after=after,
+        guarantee=guarantee,
+        branches=plan.branches,
+    )
 
 
 def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Flow], str]:

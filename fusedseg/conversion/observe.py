@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..memory.fake import quiet
 from .flow import Call, Flow, is_leaf, paths_of
 from .unchanged import unchanged
 
@@ -177,7 +178,7 @@ def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
     def fake(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
-    with unchanged(model), torch.random.fork_rng(devices=[]), mode:
+    with unchanged(model), torch.random.fork_rng(devices=[]), quiet(), mode:
         replace_tensors(model, fake)
         yield tree_map_only(Tensor, fake, inputs)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..activation import TABLE
+from .branches import Branch, Branches
 from .convs import LEAN, joins, lean
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
 from .report import Row
@@ -50,6 +51,7 @@ class Plan:
     replaced: list[Row] = field(default_factory=list)
     recomputed: list[Row] = field(default_factory=list)
     skipped: list[Row] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
 
 
 class Planner:
@@ -60,10 +62,11 @@ class Planner:
         flows: its flows in training and eval mode; a module is replaced only if all of them allow it.
         marks_anything: whether a norm may mark its output for any activation module that is called elsewhere too;
             otherwise only for an activation that may be applied twice.
+        inplace: whether a norm may write over the output of the convolution before it.
     """
 
-    def __init__(self, root: nn.Module, flows: list[Flow], marks_anything: bool) -> None:
-        self._root, self._flows, self._marks_anything = root, flows, marks_anything
+    def __init__(self, root: nn.Module, flows: list[Flow], *, marks_anything: bool, inplace: bool) -> None:
+        self._root, self._flows, self._marks_anything, self._inplace = root, flows, marks_anything, inplace
         self._paths = paths_of(root)
         self._refused: dict[nn.Module, str] = {}
         self._joined: set[nn.Module] = set()
@@ -86,6 +89,7 @@ class Planner:
         convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
         plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
         self._rows(plan)
+        plan.branches = self._branches(plan)
         return plan
 
     def _each(self, classes: Iterable[type], consider: Callable[[nn.Module], T]) -> Iterator[tuple[nn.Module, T]]:
@@ -114,7 +118,7 @@ class Planner:
             call.shape is not None and len(call.shape) == norm._get_no_batch_dim() for _, call in calls
         ):
             raise Refused("it is called without a batch dimension")
-        inplace = specs[0].invertible and all(self._may_overwrite(flow, call) for flow, call in calls)
+        inplace = self._inplace and specs[0].invertible and all(self._may_overwrite(*call) for call in calls)
         conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
         makers = [flow.maker(call.reads[0]) for flow, call in calls] if inplace else []
         over = tuple(dict.fromkeys(maker.module for maker in makers if maker and maker.module))
@@ -167,6 +171,25 @@ class Planner:
         # The mark is on the output tensor itself, so no other call may lie between the norm and its activation.
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
         return self._marks_anything and direct
+
+    def _branches(self, plan: Plan) -> list[Branch]:
+        branches = Branches(both_modes=len(self._flows) == 2)
+        for fusion in plan.fusions:
+            first = fusion.norm if fusion.conv is None else fusion.conv
+            branches.look(self._paths[first][0], self._owners(fusion))
+        return branches.found()
+
+    def _owners(self, fusion: Fusion) -> dict[nn.Module, None]:
+        """The modules whose forward calls the modules of a fused norm, and those around them; the root comes first."""
+        modules = (fusion.norm, *fusion.acts, *fusion.over)
+        callers = {call.where for module in modules for _, call in self._calls(module)}
+        callers |= {path.rpartition(".")[0] for path in self._paths[fusion.norm]}
+        around = {""}
+        for path in callers:
+            while path:
+                around.add(path)
+                path = path.rpartition(".")[0]
+        return dict.fromkeys(map(self._root.get_submodule, sorted(around)))
 
     def _pool(self, pool: Any) -> nn.Module:
         if not self._calls(pool):
@@ -266,9 +289,9 @@ def _not_understood(module: nn.Module) -> str:
     if is_lazy(module):
         return "it is lazy and has no parameters yet: run the model once, then convert it"
     if type(module) is nn.SyncBatchNorm:
-        return "its statistics are those of several processes: convert BatchNorms, then call fusedseg.convert_sync"
+        return "its statistics are shared by several processes: convert BatchNorms, then call fusedseg.convert_sync"
     if isinstance(module, NORMS) and type(module) not in NORMS:
-        return f"its class is {type(module).__name__}, of which only {_base(module)} is known"
+        return f"its class {type(module).__name__} is a subclass of {_base(module)}, and only {_base(module)} is known"
     return ""
 
 

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..memory import Footprint
+from .branches import Branch
 from .verify import Verification, verify
 
 
@@ -59,6 +61,10 @@ class ConversionReport:
         before: bytes of a training step on the example before the conversion, counted on tensors without values; None
             without an example.
         after: the same bytes after the conversion.
+        guarantee: what must stay as it was in the flow that was seen, so that the model stays right; "" if no norm was
+            fused.
+        branches: branches on attributes in the forward code of the modules around fused norms, which may change the
+            flow later.
     """
 
     model: nn.Module = field(repr=False)
@@ -69,6 +75,8 @@ class ConversionReport:
     skipped: list[Row]
     before: Footprint | None = None
     after: Footprint | None = None
+    guarantee: str = ""
+    branches: list[Branch] = field(default_factory=list)
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -90,14 +98,20 @@ class ConversionReport:
         memory = {
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
-        return json.dumps({"model": type(self.model).__name__, "mode": self.mode, "how": self.how, **rows, **memory})
+        flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
+        head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
+        return json.dumps({**head, **rows, **flow, **memory})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
         for name, title in SECTIONS:
             rows = getattr(self, name)
             if rows:
-                lines += ["", title.format(len(rows)), *_table(rows)]
+                lines += ["", title.format(len(rows)), *_table(rows, self.branches if name == "replaced" else [])]
+        if self.guarantee:
+            lines += ["", "If the flow changes later, by a flag for example"]
+            lines += [f"  {line}" for line in self.guarantee.splitlines()]
+            lines += [_note(number, branch) for number, branch in enumerate(self.branches, 1)]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):
@@ -113,15 +127,40 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _note(number: int, branch: Branch) -> str:
+    if not branch.attribute:
+        return f"  ({number}) {branch.function}: its source cannot be read, so its branches are not known"
+    place = f"{Path(branch.file).name}, line {branch.line}"
+    return f"  ({number}) {branch.function} branches on {branch.attribute} ({place}), which may change the flow later"
+
+
+def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
+    def notes(row: Row) -> str:
+        return "".join(f" ({i})" for i, branch in enumerate(branches, 1) if row.paths[0] in branch.sites)
+
     cells = [
         (
             ", ".join(p or "(the model)" for p in r.paths),
             r.what,
-            r.to or r.why,
+            (r.to or r.why) + notes(r),
             "" if r.nbytes is None else _mib(r.nbytes),
         )
         for r in rows
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def guarantee_of(inplace: int, exact: int) -> str:
+    """The guarantee for a number of norms in place and of other fused norms: one line for each kind."""
+    lines = []
+    if inplace:
+        lines.append(
+            f"In place ({inplace}): convolution, norm and activation must stay together, with no other reader; "
+            "inplace=False makes the norm exact"
+        )
+    if exact:
+        lines.append(
+            f"Exact ({exact}): norm and activation must stay together, with no other reader; any other change is safe"
+        )
+    return "\n".join(lines)

@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def spec_of(act: nn.Module) -> Spec:
-    """The activation of a stock module; raises Refused where the fused modules have none like it."""
+    """The activation of a stock module; raises Refused if no fused norm has such an activation."""
     row = OF_MODULE.get(type(act))
     if row is None:
         raise Refused(f"there is no fused norm with {type(act).__name__}")
@@ -60,7 +60,7 @@ def spec_of(act: nn.Module) -> Spec:
 
 def _number(what: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Refused(f"the {what} of its activation is {value!r}, no finite number")
+        raise Refused(f"the {what} of its activation is {value!r}, which is not a finite number")
     return float(value)
 
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# The memory format with adjacent channels, by the number of dimensions.
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class Layout(NamedTuple):
     """A dense tensor as rows or planes, and the groups of values over which a normalisation takes its statistics.

@@ -1,5 +1,6 @@
 """``pytest tests bench`` works in one process, in either order, with pytest-benchmark or without it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_pytest(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-n", "0", "-p", "no:cacheprovider"]
+    # A process that a worker starts is none itself.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     return run.stdout
 
 
-@pytest.mark.parametrize("folders", [("tests", "bench"), ("bench", "tests")], ids="-".join)
+# Parts of both, which take a third of the time of all: they have the options and fixtures, and a stem in common.
+TESTS = ("tests/ops/test_inplace_abn.py", "tests/bench/test_conv_abn.py")
+BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py")
+
+
+@pytest.mark.parametrize("folders", [TESTS + BENCHES, BENCHES + TESTS], ids=["tests-bench", "bench-tests"])
 def test_tests_and_benches_are_collected_together(folders):
     # The benches import what the demo needs.
     for package in ("matplotlib", "nilearn", "triton"):

@@ -10,7 +10,7 @@ from torch import nn
 from bench.contenders import CONTENDERS, CONV_CONTENDERS, conv_contenders, unet
 from bench.gpu.conv_kernels import KERNELS, TRITON, VENDOR, VENDOR_STATS, Choice, KernelSection, TritonJob
 from bench.gpu.test_conv_kernels import expected_of_kernels, run_kernels
-from bench.harness import Result, compete, count_bytes, relative_error
+from bench.harness import Result, Timing, compete, count_bytes, relative_error
 from bench.jobs import ConvJob, InferenceJob
 from bench.results import Section
 from bench.test_conv_abn import (
@@ -108,8 +108,7 @@ def test_wrong_statistics_are_refused():
         },
         {"": lambda: expected_of_kernels(case, data)},
         dict.fromkeys(("y", "mean", "var"), 1e-5),
-        CPU,
-        seconds=0.0,
+        Timing(CPU, 0.0),
         baseline=VENDOR,
     )
     assert results[TRITON].refused.startswith("mean off by ")

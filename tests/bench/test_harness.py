@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from bench import harness
-from bench.harness import Missing, Result, compete, disagreement, host_lap, interleave, once
+from bench.contenders import compiled
+from bench.harness import Missing, Result, Timing, compete, disagreement, host_lap, interleave, once
 from bench.jobs import LayerJob
 from bench.replay import Clock
 from bench.results import Section, commit
@@ -45,8 +46,7 @@ def test_wrong_contenders_are_refused_and_absent_ones_named():
         },
         {"": lambda: expected(data)},
         TOLERANCE,
-        torch.device("cpu"),
-        seconds=0.0,
+        Timing(torch.device("cpu"), 0.0),
     )
     assert results["wrong"].refused.startswith("z off by ")
     assert results["wrong"].step == []
@@ -62,6 +62,30 @@ def test_wrong_contenders_are_refused_and_absent_ones_named():
     assert eager.kept == 2 * data["x"].nbytes + 2 * 4 * 4
     # x, z, and in backward the gradients of z's activation and of x
     assert eager.peak >= 4 * data["x"].nbytes
+
+
+def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
+    """Dynamo's error only said "backend='backend' raised:"."""
+
+    def fails(graph, inputs):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
+    with pytest.raises(Missing, match=r"^torch\.compile failed: RuntimeError: no C\+\+ compiler$"):
+        compiled(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+def test_compilers_work_after_a_bench_without_their_caches():
+    """pytest's monkeypatch deleted the options at its end, and the compilers were absent from all later benches."""
+    from bench.gpu.test_machine import without_caches
+
+    def options():
+        return torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
+
+    before = options()
+    with without_caches():
+        assert options() == (False, False)
+    assert options() == before
 
 
 def test_nan_is_refused():
@@ -125,7 +149,7 @@ def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
         raise AssertionError("nothing is compared")
 
     contenders = {"eager": lambda: Counted(layer(0.01), data), "absent": absent}
-    results = compete(contenders, {"": refuse}, TOLERANCE, torch.device("cpu"), seconds=1.0)
+    results = compete(contenders, {"": refuse}, TOLERANCE, Timing(torch.device("cpu"), 1.0))
     assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
     assert len(steps) == 1
 
@@ -152,7 +176,7 @@ def test_the_host_is_timed_over_calls_in_a_row():
     assert calls == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
     assert step == pytest.approx(forward + backward)
     calls.clear()
-    result = interleave({"ours": job}, cpu, 0.0, host_calls=3)["ours"]
+    result = interleave({"ours": job}, Timing(cpu, 0.0, host_calls=3))["ours"]
     assert calls[:9] == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
     assert len(calls) % 9 == 0
     assert len(result.step) == len(result.forward) == len(result.backward)

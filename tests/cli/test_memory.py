@@ -10,6 +10,8 @@ from torch import nn
 from fusedseg.__main__ import main
 
 RESNET = "tests.resnet:ResNet18"
+# A plan runs dozens of steps, so it takes a network of few layers.
+BLOCKS = "tests.cli.test_memory:blocks"
 IMAGE = ["--input", "2,3,64,64"]
 
 
@@ -78,7 +80,7 @@ def test_a_preset_of_two_encoders_in_fp32(capsys):
 def test_plan_prints_a_table(capsys, tmp_path):
     argv = [
         "plan",
-        RESNET,
+        BLOCKS,
         "--input",
         "3,64,64",
         "--budget",
@@ -105,11 +107,11 @@ def test_plan_prints_a_table(capsys, tmp_path):
 )
 def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(shape, more, capsys):
     """``plan`` took shapes without the batch alone, and ``profile`` shapes with it alone."""
-    assert main(["plan", RESNET, "--input", shape, *more, "--budget", "1GiB"]) == 0
+    assert main(["plan", BLOCKS, "--input", shape, *more, "--budget", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "Cheapest for batch 16: eager" in out
     assert ("The batch of 16 is that of --input" in out) == (not more)
-    assert main(["profile", RESNET, "--input", shape, *more]) == 0
+    assert main(["profile", BLOCKS, "--input", shape, *more]) == 0
     assert "on 16×3×64×64 fp32" in capsys.readouterr().out
 
 
@@ -123,6 +125,15 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
     assert main(["profile", linear, "--input", "4,8"]) == 0
     assert "on 4×8 fp32" in capsys.readouterr().out
     assert main(["plan", linear, "--input", "8", "--budget", "1GiB"]) == 0
+
+
+def blocks():
+    """Two blocks of a convolution with BatchNorm and ReLU: what can be converted, and what can be checkpointed."""
+
+    def block(channels, out):
+        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+
+    return nn.Sequential(block(3, 8), block(8, 4))
 
 
 def linear():
@@ -160,7 +171,7 @@ def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
     assert "Sizes of tensors must match" in line
 
 
-PROFILE, PLAN = ["profile", RESNET], ["plan", RESNET, "--input", "3,64,64"]
+PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +197,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", RESNET, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
         ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
         ([*PROFILE, *IMAGE, "--csv", "/nowhere/rows.csv"], "there is no folder /nowhere"),
-        ([*PLAN, "--budget", "9MiB"], "fusedseg plan: ResNet18 with batch 1 needs"),
+        ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 needs"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
     ],

@@ -1,4 +1,4 @@
-"""A converted model beside the stock one."""
+"""Compares a converted model with its stock form."""
 
 import copy
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from tests.reference import relative_error
 
 
 def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and the gradients of input and parameters, of a loss that no norm cancels."""
+    """The output, and the gradients of input and parameters under a loss that no norm cancels."""
     model.train(training)
     torch.manual_seed(1)
     leaf = x.clone().requires_grad_()
-    # not the leaf itself, which a model may write over
+    # A model may write over its input, and PyTorch forbids that for a leaf.
     out = model(leaf.view_as(leaf))
     weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(out.dtype)
     (out * weights).sum().backward()
@@ -26,8 +26,11 @@ def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor,
 
 
 def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float = 1e-9, training: bool = True) -> None:
-    """Outputs, gradients and buffers after the step, in float64 by default, to rounding: relative to a tensor's own
-    norm, or to a thousandth of the largest, since a bias before a norm has a gradient of nothing but rounding."""
+    """Asserts that outputs, gradients, and buffers after the step agree to rounding.
+
+    The default tolerance is for float64.  The difference of a gradient is divided by the gradient's norm, or by a
+    thousandth of the largest norm if that is more: the gradient of a bias before a norm is nothing but rounding.
+    """
     out, gradients = results(ours, x, training)
     expected, expected_gradients = results(stock, x, training)
     assert relative_error(out, expected) < tolerance
@@ -37,7 +40,7 @@ def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float =
         expected_gradient = expected_gradients[name]
         error = (gradient - expected_gradient).norm().item() / max(expected_gradient.norm().item(), floor)
         assert error < tolerance, (name, error)
-    # by name: torch.fx registers modules in the order of their calls
+    # Buffers are compared by name, because torch.fx registers modules in the order of their calls.
     buffers, expected_buffers = dict(ours.named_buffers()), dict(stock.named_buffers())
     assert buffers.keys() == expected_buffers.keys()
     for name, buffer in buffers.items():
@@ -47,7 +50,7 @@ def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float =
 def converted(
     make: Callable[[], nn.Module], x: Tensor, tolerance: float = 1e-9, **options: Any
 ) -> tuple[nn.Module, ConversionReport]:
-    """A model in float64, converted and found to be the function that it was, in training and eval mode."""
+    """Converts a model in the dtype of ``x``, and asserts that it stays the same function in training and eval mode."""
     stock = make().to(x.dtype)
     ours = copy.deepcopy(stock)
     keys, parameters = list(ours.state_dict()), dict(ours.named_parameters(remove_duplicate=False))
@@ -61,10 +64,10 @@ def converted(
 
 
 def replaced(report: ConversionReport) -> dict[str, str]:
-    """The first path of what was replaced, and what it became."""
+    """The first path of each replaced module -> the class that it became."""
     return {row.paths[0]: row.to for row in report.replaced}
 
 
 def reasons(report: ConversionReport) -> dict[str, str]:
-    """The first path of what was not replaced, and why."""
+    """The first path of each module that was not replaced -> the reason."""
     return {row.paths[0]: row.why for row in (*report.recomputed, *report.skipped)}

@@ -1,4 +1,4 @@
-"""Small networks of the structures that are seen in libraries, and random ones."""
+"""Small networks with the structures of published libraries, and random networks."""
 
 import random
 
@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 
 def double_conv(cin: int, cout: int, act: nn.Module | None = None) -> nn.Sequential:
-    """As in milesial's U-Net, lightning-bolts, and smp's Conv2dReLU."""
+    """The block of milesial's U-Net, of lightning-bolts, and of smp's Conv2dReLU."""
     act = nn.ReLU(inplace=True) if act is None else act
     return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1, bias=False), nn.BatchNorm2d(cout), act)
 
 
 class UNet(nn.Module):
-    """Two levels, concatenated skips, bilinear upsampling."""
+    """A U-Net of two levels with concatenated skips and bilinear upsampling."""
 
     def __init__(self, act=nn.ReLU) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class UNet(nn.Module):
 
 
 class ADN(nn.Sequential):
-    """MONAI's order of norm, dropout and activation."""
+    """Norm, dropout and activation in the order of MONAI."""
 
     def __init__(self, c: int, p: float = 0.0) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ADN(nn.Sequential):
 
 
 class BasicBlock(nn.Module):
-    """ResNet's: one ReLU module, called after a norm and after a sum."""
+    """ResNet's block: one ReLU module is called after a norm and after a sum."""
 
     def __init__(self, cin: int, cout: int, stride: int = 1) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The stem and eight blocks of a ResNet-18, narrow."""
+    """The stem and the eight blocks of a ResNet-18, with few channels."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class ResNet(nn.Module):
 
 
 class DynUNetBlock(nn.Module):
-    """MONAI's: one LeakyReLU for both norms, registered before them."""
+    """MONAI's block: one LeakyReLU, registered before the norms, is called after both of them."""
 
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class DynUNetBlock(nn.Module):
 
 
 class ConvDropoutNormReLU(nn.Module):
-    """nnU-Net's: every module under two names."""
+    """nnU-Net's block: every module has two names."""
 
     def __init__(self, cin: int, cout: int, nonlin_first: bool = False) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ConvDropoutNormReLU(nn.Module):
 
 
 class NNUNet(nn.Module):
-    """The encoder is registered in the decoder as well: four names for each norm."""
+    """The encoder is registered in the decoder as well, so that each norm has four names."""
 
     def __init__(self, nonlin_first: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class NNUNet(nn.Module):
 
 
 class Functional(nn.Module):
-    """googlenet's: the activation is a function."""
+    """googlenet's block: the activation is a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Functional(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """norm, activation, convolution; the norm's input is also the residual."""
+    """Norm, activation, convolution: the norm's input is also the residual."""
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class PreActivation(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Every layer normalises the concatenation of all that came before."""
+    """Every layer normalises the concatenation of all earlier outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class DenseNet(nn.Module):
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """timm's: norm and activation in one module, the norm as a function."""
+    """timm's module: it calls the norm as a function and holds the activation."""
 
     def __init__(self, c: int) -> None:
         super().__init__(c)
@@ -206,7 +206,7 @@ class InputTwice(Twice):
 
 
 class Random(nn.Module):
-    """A network of a seed: chains, branches, residuals, shared modules, functions, dropout, odd orders."""
+    """A network of a seed, with chains, branches, residuals, shared modules, functions, dropout and unusual orders."""
 
     NORMS = (nn.BatchNorm2d, nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True), lambda c: nn.GroupNorm(2, c))
     ACTS = (
@@ -284,7 +284,7 @@ class Random(nn.Module):
                 x = self._run(second, self._run(first, x))
             elif kind in ("residual", "residual act"):
                 y = self._run(first, x)
-                # an activation's output is kept by eager, and may not be written to
+                # Eager mode keeps the output of an activation, so nothing may write to it.
                 y = y.add_(x) if isinstance(first[-1], nn.Conv2d) else y + x
                 x = act(y) if act else y
             elif kind == "branches":

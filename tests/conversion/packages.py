@@ -12,10 +12,10 @@ from torch import nn
 
 
 class Network(NamedTuple):
-    """make: builds it, or skips; shape: of an input.
+    """make: builds the network, or skips the test; shape: the shape of an input.
 
-    after_activation: norms with an activation after them, by flow; others: all the other norms.
-    saved: goal, bytes kept after over before.
+    after_activation: the number of norms that an activation follows in the flow; others: the number of other norms.
+    saved: the goal for bytes kept after the conversion, divided by bytes kept before.
     """
 
     make: Callable[[], nn.Module]
@@ -27,7 +27,7 @@ class Network(NamedTuple):
 
 @cache
 def _library() -> torch.library.Library:
-    """torchvision's binary ops, which its wheel for GPUs does not load beside a CPU build of PyTorch."""
+    """Declares torchvision's binary ops: its wheel for GPUs does not load them beside a CPU build of PyTorch."""
     library = torch.library.Library("torchvision", "DEF")
     for op in ("nms", "qnms"):
         library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -99,7 +99,7 @@ def residual() -> nn.Module:
 
 def bolts_unet() -> nn.Module:
     _need("lightning-bolts")
-    # by its file: the package imports pytorch_lightning
+    # The file is imported by itself, because the package imports pytorch_lightning.
     files = importlib.metadata.files("lightning-bolts") or []
     path = next(file for file in files if str(file).endswith("models/vision/unet.py"))
     spec = importlib.util.spec_from_file_location("bolts_unet", str(path.locate()))

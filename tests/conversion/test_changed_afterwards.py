@@ -1,4 +1,4 @@
-"""A converted model whose modules are changed by hand: right, or an error at the next forward (issue 15, item 6)."""
+"""Modules of a converted model are changed by hand: the model stays right, or the next forward raises an error."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def image():
 
 
 def sequential(act: nn.Module) -> nn.Module:
-    """Not at the root, so that a model's own container can be exchanged."""
+    """The block is not the root, so that a test can exchange the container that holds it."""
     body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 4, 1))
     return nn.Sequential(OrderedDict(body=body, head=nn.Conv2d(4, 2, 1))).double()
 
@@ -51,7 +51,7 @@ def test_the_parameter_of_an_activation_is_set(image, act, name, value, compiled
     forward(image)
     for net in (model, stock):
         setattr(net.body[2], name, value)
-    # what is raised while a call is traced for one graph, torch.compile raises as an error of its own
+    # torch.compile turns an error during the trace of a full graph into an error of its own class.
     with pytest.raises(Exception if compiled else RuntimeError, match=f"{name} of body.2 was set to .*{AGAIN}"):
         forward(image)
     if not compiled:
@@ -61,7 +61,7 @@ def test_the_parameter_of_an_activation_is_set(image, act, name, value, compiled
 
 
 def test_found_by_its_class_the_parameter_is_set_as_well(image):
-    """Slopes that are changed in training are changed so."""
+    """Code that changes slopes during training finds the modules by their class."""
     model = sequential(nn.LeakyReLU(0.1))
     fusedseg.convert(model, example_inputs=image)
     for module in model.modules():
@@ -100,7 +100,7 @@ def test_a_module_is_replaced(image, change, message, compiled):
     change(model)
     with pytest.raises(Exception if compiled else RuntimeError, match=f"{message}.*{AGAIN}"):
         forward(image)
-    # nothing was fed to any norm before the error
+    # No norm saw an input before the error.
     assert all(n.num_batches_tracked < 2 for n in model.modules() if isinstance(n, fusedseg.InPlaceABN))
     fusedseg.revert(model)
     assert not any(type(module).__module__.startswith("fusedseg") for module in model.modules())
@@ -145,7 +145,7 @@ def test_what_changes_no_activation_is_right(image, change):
     for net in (model, stock):
         torch.manual_seed(1)
         change(net)
-    # under a checkpoint running statistics of stock norms move twice in training
+    # Under a checkpoint, the running statistics of stock norms move twice in training.
     training = change is not HARMLESS["a checkpoint"]
     assert_same(copy.deepcopy(model), fusedseg.revert(copy.deepcopy(model)), image, training=training)
     if change is not fusedseg.convert_sync:
@@ -161,7 +161,7 @@ def test_what_was_taken_out_is_not_kept_alive(image):
     model(image)
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    # what has taken the place of a convolution is watched in its stead
+    # The wiring watches the new convolution from now on.
     model.body[0] = nn.Conv2d(3, 4, 1).double()
     model(image)
     model.body[0] = nn.Identity()
@@ -180,7 +180,7 @@ def test_part_of_a_model_is_reverted(image):
 
 
 def test_an_activation_module_of_many_calls_is_replaced(image):
-    """Some of its calls follow a norm that does its work, some a sum."""
+    """Some calls of the activation follow a norm that does its work, others follow a sum."""
     model = networks.ResNet().double()
     stock = copy.deepcopy(model)
     fusedseg.convert(model, example_inputs=image)

@@ -1,4 +1,4 @@
-"""What ``convert`` and ``revert`` promise beyond the function: objects, hooks, modes, exceptions, copies."""
+"""The promises of ``convert`` and ``revert`` on objects, hooks, modes, exceptions and copies."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ def image():
 
 
 def anatomy(model: nn.Module) -> list[tuple]:
-    """Classes, names of attributes, hooks, flags, and which objects there are."""
+    """For each module its class, the names of its attributes, its hooks and flags, and the ids of its tensors."""
     return [
         (
             path, id(module), type(module), sorted(module.__dict__), module.training,
@@ -111,7 +111,7 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
             raise KeyboardInterrupt
         real(module, twin)
 
-    # the module, not the function of its name
+    # `fusedseg.conversion.convert` is the function; the module of this name is found in sys.modules.
     monkeypatch.setattr(sys.modules["fusedseg.conversion.convert"], "become", fails)
     monkeypatch.setattr(scope, "install", lambda root, wiring: fails(root, None))
     with pytest.raises(KeyboardInterrupt):
@@ -156,7 +156,7 @@ def test_only_modules_are_converted():
 
 
 def test_looking_at_a_model_leaves_no_trace(image):
-    """Not in its tensors, its own attributes, its hooks, or the random state."""
+    """Neither its tensors, attributes and hooks nor the random state change."""
 
     class Counts(networks.Twice):
         calls, features = 0, []
@@ -178,7 +178,7 @@ def test_looking_at_a_model_leaves_no_trace(image):
 
 
 def test_a_forward_that_looks_at_values(image):
-    """Fake tensors have none: observed on real ones, which changes no buffer either."""
+    """Fake tensors have no values, so the model is observed on real tensors.  Its buffers stay as they were."""
 
     class Looks(networks.UNet):
         def forward(self, x):
@@ -263,7 +263,10 @@ def test_a_parametrized_norm_is_left(image):
 
     _, report = converted(make, image)
     assert replaced(report) == {}
-    assert reasons(report)["1"] == "its class is ParametrizedBatchNorm2d, of which only BatchNorm2d is known"
+    assert (
+        reasons(report)["1"]
+        == "its class ParametrizedBatchNorm2d is a subclass of BatchNorm2d, and only BatchNorm2d is known"
+    )
 
 
 def test_frozen_norms(image):
@@ -300,7 +303,7 @@ def test_synchronised_norms_are_left():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(networks.double_conv(3, 8))
     report = fusedseg.convert(model)
     assert type(model[1]) is nn.SyncBatchNorm
-    assert reasons(report)["1"].startswith("its statistics are those of several processes: convert BatchNorms, then")
+    assert reasons(report)["1"].startswith("its statistics are shared by several processes: convert BatchNorms, then")
 
 
 @pytest.mark.parametrize("example", [None, torch.randn(2, 3, 8, 8)], ids=["traced", "example"])
@@ -447,8 +450,9 @@ def test_nothing_is_kept_alive(image):
 
 @pytest.mark.parametrize("mode", ["exact", "leaky"])
 def test_compiled(mode):
-    stock = networks.ResNet()
-    x = torch.randn(2, 3, 32, 32)
+    stem = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    stock = nn.Sequential(*stem, networks.BasicBlock(4, 4), networks.BasicBlock(4, 8, 2))
+    x = torch.randn(2, 3, 16, 16)
     fusedseg.convert(stock, example_inputs=x, mode=mode)
     compiled = torch.compile(copy.deepcopy(stock), fullgraph=True, backend="aot_eager")
     out, gradients = results(compiled, x)

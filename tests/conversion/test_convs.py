@@ -1,4 +1,4 @@
-"""Convolutions of a converted model: of a concatenation, and together with the norm after them."""
+"""Convolutions of a converted model that read a concatenation, or that do the work of the norm after them."""
 
 import copy
 import pickle
@@ -26,18 +26,18 @@ def image():
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Concatenations of any size are large."""
+    """Treats concatenations of any size as large."""
     monkeypatch.setattr(sources, "FORMED_BYTES", 0)
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The sources of every convolution of a concatenation, as they are called."""
+    """The sources of each convolution of a concatenation, in the order of the calls."""
     found = []
     real = convs._LeanConv._joined
 
     def joined(self, sources, formed):
-        # not while convert counts bytes
+        # `convert` counts bytes on fake tensors; those calls do not count here.
         if not isinstance(formed, FakeTensor):
             found.append(sources)
         return real(self, sources, formed)
@@ -47,7 +47,7 @@ def seen(monkeypatch):
 
 
 class Joins(nn.Module):
-    """A concatenation of a skip and what ``enlarge`` makes of half the size, convolved."""
+    """Convolves a concatenation of a skip and of a map of half the size that ``enlarge`` has enlarged."""
 
     def __init__(self, enlarge, act=nn.ReLU, **options) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_neither_the_concatenation_nor_the_enlarged_tensor_is_needed(image, apar
     "enlarge",
     [
         lambda x: F.interpolate(x, size=(16, 16), mode="bilinear", antialias=True),
-        # 8 * 2.01 is no integer: positions follow the factor, not the sizes
+        # 8 * 2.01 is no integer, so positions follow the factor and not the sizes.
         lambda x: F.interpolate(x, scale_factor=2.01, mode="bilinear"),
         nn.ConvTranspose2d(4, 4, 2, 2),
     ],
@@ -98,7 +98,7 @@ def test_what_cannot_be_enlarged_later_is_a_source_as_it_is(image, apart, seen, 
 
 
 class Overwrites(Joins):
-    """Changes a source after it was read."""
+    """Changes a source after the concatenation has read it."""
 
     def join(self, skip, up):
         out = torch.cat([skip, up], 1)
@@ -142,7 +142,7 @@ def test_concatenations_that_are_not_of_channels(image, apart, seen):
 
 
 def test_the_peak_goes_down():
-    """Of tensors without values; the concatenation weighs more than all else that is there at once."""
+    """On fake tensors; the concatenation is larger than all other tensors at the peak together."""
     with FakeTensorMode():
         model, x = Joins(ENLARGE["bilinear"]), torch.empty(2, 3, 512, 512)
         fusedseg.convert(model, example_inputs=x)
@@ -150,7 +150,7 @@ def test_the_peak_goes_down():
         model.conv.__class__ = nn.Conv2d
         scope_alone = measure(model, x)
     assert ours.saved == scope_alone.saved
-    # half of the concatenation: the peak is now that of forward, where it is formed for a moment
+    # The difference is half of the concatenation: the peak is now in forward, which forms it for a moment.
     assert ours.peak < scope_alone.peak - 2 * 6 * 512 * 512 * 4
 
 
@@ -176,7 +176,7 @@ def test_a_join_under_autocast(image, apart, seen):
 
 @pytest.fixture
 def one_op(monkeypatch):
-    """As if it paid everywhere; the convolutions that were computed so."""
+    """Uses one op wherever it is possible; the convolutions that were computed by one op."""
     found = []
     real = convs.convolved_and_normalised
 
@@ -204,7 +204,7 @@ def leaky_unet() -> nn.Module:
 )  # fmt: skip
 def test_one_op_is_the_same_function(image, one_op, make):
     model, report = converted(make, image, example_inputs=image)
-    # but for a convolution of a concatenation, which keeps the sources
+    # A convolution of a concatenation keeps the sources instead.
     fused = {row.paths[0] for row in report.replaced if row.what.startswith("Conv2d + BatchNorm2d + ")}
     assert fused == {path for path, module in model.named_modules() if any(module is conv for conv in one_op)}
     for copied_by in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
@@ -275,7 +275,7 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
     stock = fusedseg.revert(copy.deepcopy(model))
     assert type(stock[1]) is nn.BatchNorm2d
     with warnings.catch_warnings():
-        # there is one process
+        # PyTorch warns that there is only one process.
         warnings.simplefilter("ignore")
         assert_same(model, stock, image)
     assert not one_op
@@ -283,7 +283,7 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
 
 def test_a_note_says_nothing_outside_of_the_scope():
     with fusedseg.recompute():
-        # of a tensor that was made in the scope
+        # The scope notes sources only of tensors that were made in it.
         a = torch.randn(1, 2, 4, 4, requires_grad=True) * 1
         out = torch.cat([a, a], 1)
         assert joins.sources_of(out) is not None

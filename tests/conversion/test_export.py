@@ -1,4 +1,4 @@
-"""A model leaves Python as it did before it was converted: reverted, and, but for scripts, as it is."""
+"""Export of converted models and of reverted models; TorchScript takes reverted models only."""
 
 import copy
 import importlib.util
@@ -17,13 +17,13 @@ NETWORKS = {
     "resnet": networks.ResNet,
     "nnunet": networks.NNUNet,
 }
-# rounding of another runtime
+# Another runtime rounds differently.
 TOLERANCE = 1e-5
 pytestmark = [
-    # what the traced checks of sizes say, and what PyTorch says of TorchScript itself
+    # Traced checks of sizes warn, and PyTorch warns that TorchScript is deprecated.
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*(TorchScript|torch.jit).*:DeprecationWarning"),
-    # of PyTorch's own exporters
+    # PyTorch's own exporters warn.
     pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*ONNX.*"),
 ]
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(params=NETWORKS)
 def model(request):
-    """In training mode, converted."""
+    """A converted model in training mode."""
     torch.manual_seed(0)
     model = NETWORKS[request.param]()
     fusedseg.convert(model, example_inputs=image())
@@ -44,12 +44,12 @@ def image() -> Tensor:
 
 @pytest.fixture(params=["reverted", "converted"])
 def model_and_output(request, model):
-    """A model that has trained a step, in eval mode; and what its stock form gives."""
+    """A model in eval mode after one step of training, and the output of its stock form."""
     model(image()).sum().backward()
     model.eval()
     expected = fusedseg.revert(copy.deepcopy(model))(image()).detach()
     if request.param == "reverted":
-        # to the last bit: stock modules with the same parameters
+        # Stock modules with the same parameters give the same bits.
         assert torch.equal(fusedseg.revert(model)(image()), expected)
     return model, expected
 
@@ -102,7 +102,7 @@ def run_onnx(path: Path, x: Tensor) -> Tensor:
 
 
 def test_optimizers_step_after_a_model_was_reverted(model):
-    """Compiled code keeps a list of the modules that are refreshed after a step, on which a stock norm stayed."""
+    """Compiled code keeps a list of modules to refresh after a step; a reverted norm must not stay on it."""
     torch.compile(fusedseg.InPlaceABN(4), backend="eager")(torch.randn(2, 4, 3, 3))
     fusedseg.revert(model)
     model(image()).sum().backward()

@@ -1,4 +1,4 @@
-"""Code that looks for norms by their class finds those of a converted model (issue 15, item 5)."""
+"""Code that looks for norms by their class finds the norms of a converted model."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ def norms_of(model: nn.Module, cls: type) -> list[str]:
 
 @pytest.fixture(params=[nn.ReLU, nn.LeakyReLU], ids=["keeps its input", "keeps its output"])
 def models(request):
-    """A stock model, and the same one converted."""
+    """A stock model and a converted copy of it."""
     torch.manual_seed(0)
     stock = networks.UNet(request.param).double()
     ours = copy.deepcopy(stock)
@@ -88,7 +88,7 @@ def test_every_norm_stays_of_its_class(conv, norm, act):
     ours = copy.deepcopy(stock)
     (row,) = fusedseg.convert(ours).replaced
     assert isinstance(ours[1], type(stock[1]))
-    # the report, and what is printed, name the public class
+    # The report and the printed model name the public class.
     assert hasattr(fusedseg, row.to.split("(")[0])
     assert hasattr(fusedseg, repr(ours[1]).split("(")[0]) or repr(ours[1]).startswith("NormOfConv(")
     x = torch.randn(2, 3, *[6] * (int(conv.__name__[-2])), dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_every_norm_stays_of_its_class(conv, norm, act):
 
 
 def test_stock_synchronisation_would_drop_activations(models):
-    """It replaces every ``_BatchNorm`` by an ``nn.SyncBatchNorm``, which has no activation."""
+    """PyTorch replaces every ``_BatchNorm`` by an ``nn.SyncBatchNorm``, which has no activation."""
     with pytest.raises(RuntimeError, match=r"without its activation; call fusedseg\.convert_sync\(model\) instead"):
         nn.SyncBatchNorm.convert_sync_batchnorm(models[1])
     fusedseg.convert_sync(models[1])
@@ -106,7 +106,7 @@ def test_stock_synchronisation_would_drop_activations(models):
     with pytest.raises(RuntimeError, match=r"fusedseg\.convert_sync"):
         nn.SyncBatchNorm.convert_sync_batchnorm(models[1])
     with warnings.catch_warnings():
-        # there is one process
+        # PyTorch warns that there is only one process.
         warnings.simplefilter("ignore")
         assert_same(models[1], models[0], torch.randn(2, 3, 16, 16, dtype=torch.float64))
 

@@ -1,6 +1,7 @@
-"""Networks of published packages: every norm is replaced or explained, the function stays, the memory goes down.
+"""Networks of published packages: each norm is replaced or explained, the function stays, and memory goes down.
 
-``pytest -m slow -s tests/conversion/test_packages.py`` prints a row for each; ``packages.txt`` says what to install.
+``pytest -m slow -s tests/conversion/test_packages.py`` prints a row for each network.  ``packages.txt`` names the
+packages to install.
 """
 
 import warnings
@@ -11,8 +12,8 @@ import torch
 import fusedseg
 from tests.conversion.packages import NETWORKS
 
-# in fp64; in fp32 of outputs only, since a rounding that moves one value over the kink of LeakyReLU moves gradients by
-# up to 1e-2 in the stock networks too, when their weights are moved by an ulp
+# The tolerances in fp64 and in fp32.  In fp32 only outputs are compared: a rounding that moves one value over the kink
+# of LeakyReLU moves gradients by up to 1e-2, also in a stock network whose weights are moved by an ulp.
 DOUBLE, SINGLE = 1e-9, 1e-5
 
 
@@ -21,7 +22,7 @@ DOUBLE, SINGLE = 1e-9, 1e-5
 def test_package(name):
     network = NETWORKS[name]
     with warnings.catch_warnings():
-        # of the packages
+        # The packages warn when they build networks.
         warnings.simplefilter("ignore")
         model = network.make()
     x = torch.randn(network.shape)
@@ -53,7 +54,7 @@ def test_package(name):
 
 @pytest.mark.slow
 def test_names_of_nnunet():
-    """136 keys of 48 parameters."""
+    """The network has 136 keys for 48 parameters."""
     model = NETWORKS["nnU-Net PlainConvUNet 2D"].make()
     assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)
     fusedseg.convert(model)

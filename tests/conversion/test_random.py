@@ -1,4 +1,4 @@
-"""Networks that nobody has thought of."""
+"""Random networks through ``convert``."""
 
 import copy
 
@@ -17,7 +17,7 @@ QUICK = 30
 @pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(s, marks=pytest.mark.slow) for s in range(QUICK, 200))])
 def test_random_network(seed, monkeypatch):
     if seed % 2:
-        # as if one op paid everywhere, and concatenations were large
+        # One op is used wherever it is possible, and all concatenations count as large.
         monkeypatch.setattr(convs, "pays", lambda x: True)
         monkeypatch.setattr(sources, "FORMED_BYTES", 0)
     torch.manual_seed(seed)
@@ -35,7 +35,7 @@ def test_random_network(seed, monkeypatch):
 
 
 def test_random_networks_are_of_every_kind():
-    """Or the test above shows little: most are converted, in place and not, and some norms are left."""
+    """The test above shows little unless the networks have fused norms of every kind and norms that are left."""
     found = []
     for seed in range(QUICK):
         report = fusedseg.convert(Random(seed), example_inputs=torch.randn(2, 3, 9, 10))

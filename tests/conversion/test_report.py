@@ -47,8 +47,10 @@ def test_bytes_are_those_of_a_real_step(image):
 
 
 def test_bytes_saved_by_a_row(image):
-    """One activation tensor for each norm, and seven bytes for each element of a pool's output; what a join saves is
-    told by the row of the concatenation."""
+    """A norm saves one activation tensor, and a pool seven bytes for each element of its output.
+
+    The row of a concatenation says how much its convolution saves.
+    """
     report = fusedseg.convert(networks.UNet(), example_inputs=image)
     full = 3 * 8 * 32 * 32
     assert [row.nbytes for row in report.replaced] == [
@@ -84,7 +86,7 @@ def test_verify_finds_equal_what_is(image, training, act):
         title, *lines = str(found).splitlines()
         assert title == "largest relative difference to the stock model (one rounding is 2.2e-16)"
         assert [line.split()[0] for line in lines] == ["outputs", "gradients", "buffers"]
-    # on copies
+    # The comparison ran on copies.
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -94,7 +96,7 @@ def test_verify_finds_what_is_wrong(image):
     model = networks.UNet(nn.LeakyReLU)
     report = fusedseg.convert(model, example_inputs=image)
     norm = model.dec[1][1]
-    # of the fused module alone
+    # This changes the fused module alone, and not the module that revert() restores.
     norm._act = norm._act._replace(param=0.5)
     found = report.verify(image)
     assert found.value.size > 1e-3
@@ -106,7 +108,7 @@ def test_verify_finds_what_is_wrong(image):
 
 
 def test_verify_says_what_is_identical(image):
-    """A difference of nothing was printed as "none" (issue 16)."""
+    """A difference of zero was printed as "none" once."""
     same = Difference(0.0, "")
     assert str(same) == "identical to the last bit"
     found = Verification(Difference(3e-7, "output 0"), same, same, 1.2e-7)
@@ -119,7 +121,7 @@ def test_verify_says_what_is_identical(image):
 
 
 def test_verify_compares_noise_with_the_largest_gradient(image):
-    """The gradient of a bias before a BatchNorm is zero but for rounding: it has no digits to agree in (issue 16)."""
+    """The gradient of a bias before a BatchNorm consists of rounding errors, which cannot agree."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.LeakyReLU(0.1), nn.Conv2d(16, 4, 1))
     found = fusedseg.convert(model, example_inputs=image).verify(image)
@@ -128,7 +130,7 @@ def test_verify_compares_noise_with_the_largest_gradient(image):
 
 
 def test_a_small_gradient_that_is_wrong_is_found(image):
-    """At least by its part in the largest one."""
+    """Its difference is divided by the largest gradient's norm, and is still found."""
     ours = {"large": torch.ones(4), "small": torch.full((4,), 2e-4)}
     found = _largest(ours, {"large": torch.ones(4), "small": torch.full((4,), 1e-4)}, small=1e-3)
     assert found.where == "small"
@@ -136,7 +138,7 @@ def test_a_small_gradient_that_is_wrong_is_found(image):
 
 
 class Joins(nn.Module):
-    """Three concatenations that convolutions read, and one that the model returns, in one forward."""
+    """Three concatenations that convolutions read, and one that the model returns."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +152,7 @@ class Joins(nn.Module):
 
 
 def test_calls_of_a_function_are_told_together(image):
-    """Three concatenations were told as one, by the bytes of the first; and the one that is returned as kept before."""
+    """The report once gave the bytes of the first of three concatenations, and listed the returned one as kept."""
     report = fusedseg.convert(Joins(), example_inputs=image)
     assert [row.to for row in report.replaced] == ["JoinConv2d"] * 3
     full = 3 * 32 * 32 * 4
@@ -218,7 +220,7 @@ def test_command_prints_json(capsys):
     ids=["no name", "no module", "no such name", "arguments", "no model", "no shape", "other channels", "no input"],
 )
 def test_command_says_what_is_wrong(capsys, arguments, message):
-    # what argparse refuses, it leaves by an exception
+    # argparse raises SystemExit if it refuses an argument.
     try:
         code = main(["convert", *arguments])
     except SystemExit as left:

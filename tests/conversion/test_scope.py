@@ -1,4 +1,4 @@
-"""The scope around a converted model's calls: the root is of a subclass, which has to pass for the class it had."""
+"""The scope around the calls of a converted model, whose root is of a subclass that must pass for its stock class."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from tests.conversion.compare import assert_same
 
 
 class Watched(networks.Functional):
-    """Counts the calls inside of a scope."""
+    """Counts its calls that run inside a scope."""
 
     inside = 0
 
@@ -58,7 +58,7 @@ COPIES = {
 @pytest.mark.parametrize("leaves", [KeyboardInterrupt, SystemExit, GeneratorExit, ZeroDivisionError])
 @pytest.mark.parametrize("where", ["forward", "pre-hook", "hook"])
 def test_the_scope_ends_whatever_leaves_the_forward(model, image, leaves, where):
-    """Issue 15, item 11: hooks with ``always_call`` are run after an ``Exception`` only."""
+    """PyTorch runs hooks with ``always_call`` after an ``Exception`` only, so the scope cannot be left by a hook."""
 
     def leave(*_):
         assert innermost() is not None
@@ -73,7 +73,7 @@ def test_the_scope_ends_whatever_leaves_the_forward(model, image, leaves, where)
     with pytest.raises(leaves):
         model(image)
     assert innermost() is None
-    # what a scope that stayed open would break
+    # torch.func raises an error inside a scope that stayed open.
     torch.func.grad(lambda x: x.square().sum())(image)
 
 
@@ -116,7 +116,7 @@ def test_a_class_that_asks_its_subclasses_for_arguments(image):
 
 
 def test_a_change_of_class_on_top_of_it(model, image):
-    """As FSDP2 and parametrizations do it."""
+    """FSDP2 and parametrizations change the class of a module in this way."""
     theirs = type("Theirs", (type(model),), {})
     model.__class__ = theirs
     before = model.inside
@@ -215,7 +215,7 @@ def test_compiled_as_one_graph(image, whole):
 
 @pytest.fixture
 def graph(image):
-    """A GraphModule: each has a class of its own, to which it writes its code."""
+    """A GraphModule.  Each GraphModule has a class of its own and writes its code to it."""
     graph = fx.symbolic_trace(nn.Sequential(networks.double_conv(3, 4), nn.Conv2d(4, 4, 1))).double()
     fusedseg.convert(graph, example_inputs=image)
     return graph

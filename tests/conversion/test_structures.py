@@ -1,4 +1,4 @@
-"""The structures of real libraries: what becomes what, and that the function stays."""
+"""The structures of published libraries: the class that each module becomes, and that the function stays."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def image():
 
 @pytest.fixture(params=[True, False], ids=["observed", "traced"])
 def how(request, image):
-    """Both ways to find the order of execution."""
+    """The arguments of ``convert`` for both ways to find the flow."""
     return {"example_inputs": image} if request.param else {}
 
 
@@ -76,7 +76,7 @@ def test_activations(image, act, to):
     [
         (nn.PReLU(8), "followed by PReLU, whose slope is learned: a fused module would keep as much as the scope does"),
         (nn.Tanh(), "there is no fused norm with Tanh"),
-        (nn.LeakyReLU(True), "the slope of its activation is True, no finite number"),
+        (nn.LeakyReLU(True), "the slope of its activation is True, which is not a finite number"),
     ],
     ids=["prelu", "tanh", "slope True"],
 )
@@ -210,7 +210,7 @@ def test_group_norm(image):
 
 
 def test_values_that_someone_keeps_are_not_overwritten(image):
-    """A feature that is stored in forward is read by nobody that a trace would see."""
+    """No call of the forward reads a feature that the forward stores."""
 
     class Stores(networks.Twice):
         def forward(self, x):

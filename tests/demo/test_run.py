@@ -52,9 +52,18 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
         assert len(found["losses"]) == 2
 
 
+SMALL = """
+import dataclasses, sys
+from fusedseg.__main__ import main
+from fusedseg.demo import slices
+slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], resolution=4, widths=(2, 4), batch=2)
+sys.exit(main(["demo", "slices", "--steps", "1"]))
+"""
+
+
 def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
     """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files."""
-    command = [sys.executable, "-m", "fusedseg", "demo", "slices", "--steps", "1"]
+    command = [sys.executable, "-c", SMALL]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "fusedseg_demo" / "slices.png").exists()
@@ -149,9 +158,3 @@ def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
     assert figures["fusedseg / eager"]["kept"] < 0.5
     # learned, rather than alike in having learned nothing
     assert min(figures["networks"]["eager"]["iou"].values()) > 0.4
-
-
-def test_distributed_needs_torchrun(extras, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["demo", "--distributed", "--out", str(tmp_path)]) == 2
-    assert "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed" in capsys.readouterr().err

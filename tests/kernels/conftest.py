@@ -1,3 +1,6 @@
+import json
+import os
+
 import pytest
 
 
@@ -9,3 +12,50 @@ def replanned(monkeypatch):
     forget_plans()
     yield forget_plans
     forget_plans()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch, replanned):
+    """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves.
+
+    Tiles are 128 values of fp32; in rows they are 8 positions of each of 16 channels.
+    """
+    from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
+
+    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
+    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
+    monkeypatch.setattr(launch, "TILE_BYTES", 512)
+    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
+    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """``compiled(module, cases, targets)``: what compilers make of its launches, for each target.
+
+    Every process of a run reads the file that the first one writes: compiling takes minutes.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # that of the run, in which each worker has one
+        folder = folder.parent
+    known = {}
+
+    def launches(module, cases, targets):
+        import fcntl
+
+        from tests.tools.codegen import compile_launches
+
+        name = f"{module}.{cases}"
+        if name not in known:
+            with (folder / f"{name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                file = folder / f"{name}.json"
+                if not file.exists():
+                    jobs = max(1, (os.cpu_count() or 1) // workers)
+                    file.write_text(json.dumps(compile_launches(targets, module, cases, jobs)))
+                known[name] = json.loads(file.read_text())
+        return known[name]
+
+    return launches

@@ -4,6 +4,7 @@ import contextlib
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from fusedseg.ops.layout import layout_of
@@ -13,7 +14,8 @@ from tests.tools.tensors import channels_last
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
-# tf32 keeps 10 bits of what is multiplied, as fp16 does: u = 2**-11.  The interpreter computes in fp32.
+# Tensor cores cut operands off to 10 bits for tf32, which shrinks a product by up to 2**-9, and by 7e-4 on average.
+# So does what is not normalised, the mean: see "TF32" in docs/compiled.md.  The interpreter computes in fp32.
 TF32_TOLERANCE = 1e-3
 
 
@@ -105,7 +107,8 @@ def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept
         y = y.to(out.dtype).double()
     options = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
     expected = reference.norm_act(y, weight, bias, *before, **options)
-    tolerance = TF32_TOLERANCE if tf32 and out.device.type == "cuda" else FORWARD_TOLERANCE[out.dtype]
+    compiled = not triton.knobs.runtime.interpret
+    tolerance = TF32_TOLERANCE if tf32 and compiled else FORWARD_TOLERANCE[out.dtype]
     assert out.stride() == strides
     assert relative_error(out, expected.out) <= tolerance
     # what lies between two values of the dtype may be stored as either, hence no smaller tolerance for fp16 and bf16

@@ -1,6 +1,6 @@
 """Launches of the convolution with BatchNorm, to be compiled for a GPU: the convolutions of the U-Nets it must run.
 
-``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
 """
 
 from functools import partial
@@ -58,6 +58,11 @@ CASES |= {
     "3x3-64-64-tf32": case("3x3-64-64", "fp32"),
     "3x3-64-64-fp32": case("3x3-64-64", "fp32", "stats", False),
     "1x1-64-64-fp16-planes": case("1x1-64-64", "fp16", rows=False),
+}
+# One or several taps, half precision or tf32, training or inference, and planes: every run compiles these.
+FEW = {
+    name: CASES[name]
+    for name in ("3x3-64-64-fp16", "1x1-128-3-fp16", "3x3-64-64-fp16-norm", "3x3-64-64-tf32", "1x1-64-64-fp16-planes")
 }
 # all of the networks' convolutions, in training and inference
 MORE = {}

@@ -1,6 +1,6 @@
 """Launches of the normalisation kernels, to be compiled for a GPU: shapes of real U-Net stages, aligned to 16 bytes.
 
-``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
 """
 
 import itertools
@@ -45,6 +45,7 @@ CASES = {"-".join(names): case(*names) for names in itertools.product(("split", 
 CASES |= {f"huge-fp16-{fmt}": case("huge", "fp16", fmt) for fmt in FORMATS}
 CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=True) for fmt in FORMATS}
 CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
+CASES |= {f"selu-fp16-{fmt}": case("onchip", "fp16", fmt, act=("selu", 0.0)) for fmt in FORMATS}
 CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}
 # statistics of samples, the input kept, a residual: each with each path
 SAMPLES = {"instance": {"split": 64, "onchip": 512}, "group": {"split": 8, "onchip": 32}}
@@ -54,6 +55,21 @@ for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "o
         path, "fp16", fmt, groups=groups[path], keep=keep, residual=path == "split" or keep == "output"
     )
 # activations of the kept input, each with one path
-EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish")
+EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "softplus", "selu", "relu6")
 for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
     CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
+
+# Each path, statistic and layout, and what needs the most registers: every run compiles these, `-m slow` all.
+FEW = {
+    name: CASES[name]
+    for name in (
+        "split-fp16-planes",
+        "split-fp16-rows",
+        "onchip-fp16-planes",
+        "onchip-fp32-rows",
+        "instance-split-output-fp16-rows",
+        "group-split-input-fp16-planes",
+        "group-onchip-output-fp16-rows",
+        "gelu_tanh-onchip-fp16-rows",
+    )
+}

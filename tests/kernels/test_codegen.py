@@ -1,24 +1,37 @@
 """What compilers make of the kernels, for GPUs that are not there: spills, widths of accesses, tensor cores."""
 
-import functools
-import os
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import compile_launches
+from tests.tools.codegen import TARGETS, VENDORS
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# launches: a module of this folder, and the name of a dict in it
+# Launches: a module, the name of a dict in it, and targets.  Every run compiles a few launches, those without tensor
+# cores for one GPU of each vendor; all of them take minutes, and have the mark `slow`.
 SUITES = {
-    "norm_act": ("norm_act_launches", "CASES"),
-    "conv_abn": ("conv_abn_launches", "CASES"),
-    "conv_abn-more": ("conv_abn_launches", "MORE"),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW", VENDORS),
+    "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", TARGETS),
+    "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES", TARGETS),
+    "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE", TARGETS),
 }
-CONV_SUITES = ["conv_abn", pytest.param("conv_abn-more", marks=pytest.mark.slow)]
+
+
+def suites(kernel=""):
+    """Suites whose name begins so, each with its targets."""
+    return pytest.mark.parametrize(
+        ("suite", "target"),
+        [
+            pytest.param(name, target, id=f"{name}-{target}", marks=[] if cases == "FEW" else [pytest.mark.slow])
+            for name, (_, cases, targets) in SUITES.items()
+            for target in targets
+            if name.startswith(kernel)
+        ],
+    )
+
+
 # shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
@@ -52,38 +65,30 @@ SPILLS = {
 ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr"}
 
 
-@functools.cache
-def compilations(suite) -> dict[str, Future]:
-    """One process a target, as many at a time as there are cores."""
-    module, cases = SUITES[suite]
-    pool = ThreadPoolExecutor(os.cpu_count())
-    return {target: pool.submit(compile_launches, target, f"tests.kernels.{module}", cases) for target in TARGETS}
+@pytest.fixture
+def launches(compiled, suite, target):
+    return compiled(*SUITES[suite])[target]
 
 
-def launches(target, suite="norm_act"):
-    return compilations(suite)[target].result()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", ["norm_act", *CONV_SUITES])
-def test_no_spills(suite, target, record_property):
-    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target, suite)}
+@suites()
+def test_no_spills(launches, target, record_property):
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
     print(f"\nregisters a thread, {target}")
     for name, count in registers.items():
         print(f"{count:5d}  {name}")
     spilled = {
         f"{of['case']} {of['kernel']}": of["spilled"]
-        for of in launches(target, suite)
+        for of in launches
         if of["spilled"] > SPILLS.get((target, of["case"]), 0)
     }
     assert spilled == {}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_16_byte_loads_and_stores(target):
+@suites("norm_act")
+def test_16_byte_loads_and_stores(launches):
     narrow, seen = [], Counter()
-    for of in launches(target):
+    for of in launches:
         for argument in ACTIVATIONS & of["accesses"].keys():
             for kind, widths in of["accesses"][argument].items():
                 seen[argument, kind] += sum(widths.values())
@@ -96,9 +101,9 @@ def test_16_byte_loads_and_stores(target):
     assert {access for access, count in seen.items() if count} == expected
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_path_was_compiled(target):
-    kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches(target)}
+@suites("norm_act")
+def test_every_path_was_compiled(launches):
+    kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {
         *("stats", "merge", "act_fwd_apply", "act_fwd_onchip"),
         *("act_bwd_reduce", "act_bwd_apply", "act_bwd_onchip"),
@@ -125,11 +130,10 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     return vectors
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_load_and_store_16_bytes(suite, target):
+@suites("conv_abn")
+def test_convolutions_load_and_store_16_bytes(launches, target):
     narrow = []
-    for of in launches(target, suite):
+    for of in launches:
         for argument, kind in whole_vectors(of["case"], target):
             widths = of["accesses"][argument][kind]
             if set(widths) != {"16"}:
@@ -137,17 +141,15 @@ def test_convolutions_load_and_store_16_bytes(suite, target):
     assert not narrow
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_run_on_tensor_cores(suite, target):
+@suites("conv_abn")
+def test_convolutions_run_on_tensor_cores(launches, target):
     """All but fp32 itself, which AMD's have too."""
-    for of in launches(target, suite):
+    for of in launches:
         without = "fp32" in of["case"] and target != "gfx942"
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("suite", CONV_SUITES)
-def test_convolutions_fit_in_shared_memory(suite, target):
-    most = max(launches(target, suite), key=lambda of: of["shared"])
+@suites("conv_abn")
+def test_convolutions_fit_in_shared_memory(launches, target):
+    most = max(launches, key=lambda of: of["shared"])
     assert most["shared"] <= SHARED.get(target, LEAST_SHARED), most["case"]

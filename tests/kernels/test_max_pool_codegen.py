@@ -1,47 +1,39 @@
 """What compilers make of the max-pool kernels: no spills, and how wide they load and store."""
 
-import functools
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import compile_launches
+from tests.tools.codegen import TARGETS, VENDORS
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-
-
-@functools.cache
-def compilations() -> dict[str, Future]:
-    """One process a target, as many at a time as there are cores."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-    return {target: pool.submit(compile_launches, target, "tests.kernels.max_pool_launches") for target in TARGETS}
+SUITES = [("FEW", target) for target in VENDORS]
+SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
+suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
 
-def launches(target):
-    return compilations()[target].result()
+@pytest.fixture
+def launches(compiled, cases, target):
+    return compiled("tests.kernels.max_pool_launches", cases, VENDORS if cases == "FEW" else TARGETS)[target]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_spills(target, record_property):
-    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches(target)}
+@suites
+def test_no_spills(launches, target, record_property):
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
     print(f"\nregisters a thread, {target}")
     for name, count in registers.items():
         print(f"{count:5d}  {name}")
     assert {kernel.split()[1] for kernel in registers} == {"max_pool_fwd_kernel", "max_pool_bwd_kernel"}
-    assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches(target) if of["spilled"]} == {}
+    assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches if of["spilled"]} == {}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_16_byte_loads_and_stores(target):
+@suites
+def test_16_byte_loads_and_stores(launches):
     """Of x, z, dz and dx, in rows, and in planes for windows of two columns; codes are half or a quarter as wide.
     Other windows in planes take every other element of x, and reach across a vector of dz; what is written is wide."""
     narrow = []
     seen = set()
-    for of in launches(target):
+    for of in launches:
         pool, _, fmt = of["case"].rsplit("-", 2)
         wide = {("z_ptr", "store"), ("dx_ptr", "store")}
         if fmt == "rows" or pool in ("unet", "volume"):

@@ -48,6 +48,23 @@ PATHS = [
 ]
 
 
+# And with small tiles where it is split: `test_training` and PATHS have the tiles of real tensors.
+SMALL_PATHS = {
+    "planes": (PLANES["odd-plane"], torch.contiguous_format),
+    "planes-split": ((3, 2, 15, 17), torch.contiguous_format),
+    "rows": (ROWS["odd-rows"], None),
+    "rows-split": ((2, 20, 5, 7), None),
+}
+
+
+@pytest.fixture(params=SMALL_PATHS)
+def path(request):
+    """Shape and memory format."""
+    if request.param.endswith("split"):
+        request.getfixturevalue("small_tiles")
+    return SMALL_PATHS[request.param]
+
+
 def inputs(shape, memory_format, dtype, device, affine=True):
     """x, dz, weight, bias; weights of both signs around 1 and biases around 0, whose rounding no channel magnifies."""
     C = shape[1]
@@ -115,22 +132,22 @@ def test_training(shape, memory_format, device):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_dtypes(shape, memory_format, dtype, device):
+def test_dtypes(path, dtype, device):
+    shape, memory_format = path
     running = (torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype))
     check(*inputs(shape, memory_format, dtype, device), running=running)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_activations(shape, memory_format, act, device):
+def test_activations(path, act, device):
+    shape, memory_format = path
     check(*inputs(shape, memory_format, torch.float32, device), act=act)
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_running_statistics_in_eval(shape, memory_format, device):
+def test_running_statistics_in_eval(path, device):
+    shape, memory_format = path
     running = (torch.linspace(-1, 1, shape[1], device=device), torch.linspace(0.5, 2, shape[1], device=device))
     before = [r.clone() for r in running]
     check(*inputs(shape, memory_format, torch.float32, device), training=False, running=running)
@@ -140,8 +157,8 @@ def test_running_statistics_in_eval(shape, memory_format, device):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_without_affine(shape, memory_format, training, device):
+def test_without_affine(path, training, device):
+    shape, memory_format = path
     running = (torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device))
     found = check(
         *inputs(shape, memory_format, torch.float32, device, affine=False), training=training, running=running
@@ -151,16 +168,16 @@ def test_without_affine(shape, memory_format, training, device):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_kept_channels(shape, memory_format, dtype, device):
+def test_kept_channels(path, dtype, device):
     """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    shape, memory_format = path
     x, dz, weight, bias = inputs(shape, memory_format, dtype, device)
     weight[0], weight[1], bias[0], bias[1] = 0.0, 1e-4, 3.0, -0.5
     check(x, dz, weight, bias, kept=slots_of([0, 1], shape[1], device))
 
 
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_out_of_place_leaves_x_and_gives_the_same(shape, memory_format, device):
+def test_out_of_place_leaves_x_and_gives_the_same(path, device):
+    shape, memory_format = path
     x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
     before = x.clone()
     there = launch(x, dz, weight, bias, in_place=False)
@@ -168,9 +185,9 @@ def test_out_of_place_leaves_x_and_gives_the_same(shape, memory_format, device):
     assert all(torch.equal(there[name], value) for name, value in launch(x, dz, weight, bias).items())
 
 
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_the_order_of_programs_does_not_matter(shape, memory_format, device):
+def test_the_order_of_programs_does_not_matter(path, device):
     """No program reads what another of its launch writes, and partial results merge in a fixed order: the same bits."""
+    shape, memory_format = path
     x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
     forward = launch(x, dz, weight, bias)
     with backwards() if device.type == "cpu" else contextlib.nullcontext():

@@ -11,7 +11,7 @@ from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.interpreter import backwards
-from tests.tools.tensors import channels_last, slots_of
+from tests.tools.tensors import channels_last, placed, slots_of
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -48,10 +48,21 @@ ROWS = {
 }
 CASES = [pytest.param(shape, groups, False, id=name) for name, (shape, groups) in PLANES.items()]
 CASES += [pytest.param(shape, groups, True, id=name) for name, (shape, groups) in ROWS.items()]
-# one of each path
-NAMES = ("instance", "instance-split", "group", "group-split")
-PATHS = [pytest.param(*PLANES[name], False, id=name) for name in NAMES]
-PATHS += [pytest.param(*ROWS[f"rows-{name}"], True, id=f"rows-{name}") for name in NAMES]
+# One of each path.  Those that are split have small tiles here, and the tiles of real tensors in CASES.
+ON_CHIP, SPLIT = ("instance", "group"), {"instance-split": 6, "group-split": 2}
+PATHS = {name: (*PLANES[name], False) for name in ON_CHIP} | {
+    f"rows-{name}": (*ROWS[f"rows-{name}"], True) for name in ON_CHIP
+}
+PATHS |= {name: ((2, 6, 15, 17), groups, False) for name, groups in SPLIT.items()}
+PATHS |= {f"rows-{name}": ((2, 6, 7, 11), groups, True) for name, groups in SPLIT.items()}
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    """Shape, number of groups, and whether in rows."""
+    if request.param.endswith("split"):
+        request.getfixturevalue("small_tiles")
+    return PATHS[request.param]
 
 
 def inputs(shape, rows, dtype, device, affine=True):
@@ -84,9 +95,11 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
 
         checked = traffic()
     layout = layout_of(x).by_sample(x.shape[0], groups)
-    z = x.clone() if keep == "output" else torch.empty_like(x)
+    z = placed(x)
+    if keep == "input":
+        z.fill_(torch.nan)
     source = z if keep == "output" else x
-    dresidual = None if residual is None else torch.empty_like(x)
+    dresidual = None if residual is None else placed(residual)
     parameters = None if weight is None else weight.dtype
     with checked:
         mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,
@@ -124,8 +137,8 @@ def test_training_with_a_residual(shape, groups, rows, keep, device):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_without_residual_or_affine(shape, groups, rows, device):
+def test_without_residual_or_affine(path, device):
+    shape, groups, rows = path
     x, dz, _, weight, bias = inputs(shape, rows, torch.float32, device)
     check(x, dz, None, weight, bias, groups)
     found = check(x, dz, None, None, None, groups, keep="input")
@@ -134,31 +147,31 @@ def test_without_residual_or_affine(shape, groups, rows, device):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_dtypes(shape, groups, rows, dtype, device):
+def test_dtypes(path, dtype, device):
+    shape, groups, rows = path
     for keep in ("output", "input"):
         check(*inputs(shape, rows, dtype, device), groups, keep=keep)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_activations(shape, groups, rows, act, device):
+def test_activations(path, act, device):
+    shape, groups, rows = path
     for keep in ("output", "input"):
         check(*inputs(shape, rows, torch.float32, device), groups, act, keep=keep)
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_kept_channels(shape, groups, rows, device):
+def test_kept_channels(path, device):
     """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    shape, groups, rows = path
     x, dz, residual, weight, bias = inputs(shape, rows, torch.float32, device)
     weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
     check(x, dz, residual, weight, bias, groups, kept=slots_of([0, 2], shape[1], device))
 
 
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_the_order_of_programs_does_not_matter(shape, groups, rows, device):
+def test_the_order_of_programs_does_not_matter(path, device):
+    shape, groups, rows = path
     arguments = inputs(shape, rows, torch.float32, device)
     forward = launch(*arguments, groups)
     with backwards() if device.type == "cpu" else contextlib.nullcontext():
@@ -166,10 +179,11 @@ def test_the_order_of_programs_does_not_matter(shape, groups, rows, device):
     assert all(torch.equal(again[name], value) for name, value in forward.items())
 
 
-@pytest.mark.parametrize(("shape", "groups", "rows"), PATHS)
-def test_statistics_and_sums_given_from_outside(shape, groups, rows, device):
+@pytest.mark.parametrize("path", [name for name in PATHS if "instance" in name], indirect=True)
+def test_statistics_and_sums_given_from_outside(path, device):
     """What stands between reduction and use may be changed, as merging over ranks does: two halves of the samples of
     a batch, each of which knows the other's parts."""
+    shape, _, rows = path
     from fusedseg.kernels.norm_act import norm_act_fwd
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
     from fusedseg.kernels.norm_stats import norm_stats

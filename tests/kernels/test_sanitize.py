@@ -25,18 +25,6 @@ STATISTICS = {"batch": None, "instance": 6, "group": 2}
 SHAPE = (3, 6, 7, 9)
 
 
-@pytest.fixture
-def split(monkeypatch, replanned):
-    """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves."""
-    from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
-
-    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
-    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
-    monkeypatch.setattr(launch, "TILE_BYTES", 512)
-    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
-    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
-
-
 def check_kept(rows, groups, device):
     """The output kept, with kept channels and a residual."""
     given = norms.inputs(SHAPE, rows, torch.float32, device)
@@ -54,7 +42,7 @@ def test_on_chip(groups, rows, device):
     check_kept(rows, groups, device)
 
 
-@pytest.mark.usefixtures("split")
+@pytest.mark.usefixtures("small_tiles")
 @by_layout
 @by_statistics
 def test_split(groups, rows, device):
@@ -62,13 +50,13 @@ def test_split(groups, rows, device):
     norms.check(*norms.inputs(SHAPE, rows, torch.float32, device), groups, keep="input")
 
 
-@pytest.mark.usefixtures("split")
+@pytest.mark.usefixtures("small_tiles")
 @by_layout
 def test_kept_channels_split(rows, device):
     check_kept(rows, 6, device)
 
 
-@pytest.mark.usefixtures("split")
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("rows", "training"), [(True, True), (False, False), (True, False)])
 def test_running_statistics(rows, training, device):
     C = 37

@@ -1,5 +1,6 @@
 """Whole networks of stock modules under the scope: bytes, and gradients that are the same to the last bit."""
 
+import cProfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -67,8 +68,15 @@ CASES = {
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def sizes():
+    """Each network in fp32, and two of them in fp16; the others, whose bytes halve alike, with ``-m slow``."""
+    for name, case in CASES.items():
+        for of, dtype in DTYPES.items():
+            seldom = of == "fp16" and name not in ("U-Net", "ResNet-18")
+            yield pytest.param(case, dtype, id=f"{name}-{of}", marks=[pytest.mark.slow] if seldom else [])
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*sizes()])
 def test_bytes(case, dtype):
     """At full size, on tensors without values."""
     before = torch.get_default_dtype()
@@ -103,3 +111,35 @@ def test_gradients(case, precision):
         results.append([out.detach(), *grads, *(buffer.clone() for buffer in net.buffers())])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
+
+
+def calls(step: Callable[[], object]) -> int:
+    """The function calls of a step, those of built-in functions included."""
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_calls_of_a_step():
+    """Where a GPU's kernels are short, these calls are the time of a step."""
+    net, x = ResNet50(10, 4), torch.randn(4, 3, 32, 32)
+    steps = [lambda fn=fn: fn(x).sum().backward() for fn in (net, recompute()(net))]
+    for step in steps:
+        step()
+    eager, ours = map(calls, steps)
+    print(f"\neager: {eager}, ours: {ours}")
+    assert ours - eager < 26_000
+
+
+def test_calls_of_a_function_that_records_nothing():
+    x = torch.randn(2, 3)
+    times = 100
+
+    def step():
+        for _ in range(times):
+            x.sum(dim=1)
+
+    eager = calls(step)
+    with recompute():
+        step()
+        assert calls(step) - eager <= 6 * times

@@ -6,7 +6,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.memory import allocator_peak
-from fusedseg.ops.norm import aten_output
+from fusedseg.ops.norm import aten_chunks
 from fusedseg.unet import UNet
 
 
@@ -14,7 +14,7 @@ from fusedseg.unet import UNet
 def reuse(monkeypatch):
     monkeypatch.setattr(fusedseg, "reuse_output", True)
     # large tensors are done in chunks, which is where a CPU can write over the output
-    monkeypatch.setattr(aten_output, "WHOLE", 0)
+    monkeypatch.setattr(aten_chunks, "WHOLE", 0)
 
 
 @pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])

@@ -1,33 +1,39 @@
 """What a GPU's compiler makes of the kernels, read on a machine without one: registers, spills, widths of accesses.
 
-    report = compile_launches("sm_90", "tests.kernels.norm_act_launches")
-    report[0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
+    report = compile_launches(["sm_90"], "tests.kernels.norm_act_launches")
+    report["sm_90"][0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
 Kernels are compiled in a process of their own, since this one may have imported them for the interpreter.  The module
 that is named holds CASES (or another dict that is named) of functions that call launchers with CPU tensors.
 """
 
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Architectures that kernels are compiled for, and one of each vendor.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+VENDORS = ("sm_90", "gfx942")
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
-def compile_launches(target: str, module: str, cases: str = "CASES") -> list[dict]:
-    """Every launch of every case of ``module``, compiled for ``target`` ("sm_90", "gfx942")."""
+def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", jobs: int = 1) -> dict[str, list[dict]]:
+    """Every launch of every case of ``module``, compiled for each target ("sm_90", "gfx942"), ``jobs`` at a time."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.tools.codegen", target, module, cases]
+    command = [sys.executable, "-m", "tests.tools.codegen", ",".join(targets), module, cases, str(jobs)]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise RuntimeError(f"compiling {module} for {target} failed:\n{run.stdout}{run.stderr}")
+        raise RuntimeError(f"compiling {module} for {targets} failed:\n{run.stdout}{run.stderr}")
     return json.loads(run.stdout)
 
 
@@ -134,9 +140,7 @@ def describe(case: str, launch) -> dict:
     }
 
 
-def main(target: str, module: str, cases: str) -> None:
-    import importlib
-
+def compile_for(target: str, module: str, cases: str) -> list[dict]:
     from fusedseg.kernels.dry_run import dry_run
 
     report = []
@@ -144,7 +148,16 @@ def main(target: str, module: str, cases: str) -> None:
         with dry_run(target) as launches:
             launch_case()
         report += [describe(case, launch) for launch in launches]
-    print(json.dumps(report))
+    return report
+
+
+def main(targets: str, module: str, cases: str, jobs: str) -> None:
+    # Imported before the processes part, or each would import PyTorch for itself.
+    importlib.import_module(module)
+    names = targets.split(",")
+    with multiprocessing.get_context("fork").Pool(int(jobs)) as pool:
+        reports = pool.starmap(compile_for, [(target, module, cases) for target in names], chunksize=1)
+    print(json.dumps(dict(zip(names, reports, strict=True))))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Triton's interpreter, made to compute bf16 as GPUs do, to take half the time, and to run a few programs of many."""
+"""Triton's interpreter, made to compute bf16 as GPUs do, and to run a few programs of many."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 Program = tuple[int, int, int]
@@ -45,38 +43,6 @@ def true_bfloat16() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patch_language_once() -> Iterator[None]:
-    """The interpreter replaces the functions of ``triton.language`` anew whenever one kernel function calls another,
-    which is half of its time.  Inside, a launch does so once."""
-    patch = interpreter._patch_lang
-    both_modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    patched = False
-
-    def patch_outermost(fn):
-        nonlocal patched
-        if patched:
-            return interpreter._LangPatchScope()
-        scope = patch(both_modules)
-        # Triton 3.6 converts arrays of one element as numpy 2.4 no longer does; later versions read as here
-        scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
-        restore = scope.restore
-
-        def restore_outermost():
-            nonlocal patched
-            patched = False
-            restore()
-
-        scope.restore, patched = restore_outermost, True
-        return scope
-
-    interpreter._patch_lang = patch_outermost
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = patch
-
-
-@contextlib.contextmanager
 def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[None]:
     """Runs of each launch just the programs that ``choose(kernel's name, grid)`` lists; the others touch no memory."""
     call, program_id = GridExecutor.__call__, InterpreterBuilder.create_get_program_id
@@ -110,10 +76,10 @@ def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[N
         InterpreterBuilder.create_get_num_programs = num_programs
 
 
+def last_first(kernel: str, grid: Program) -> list[Program]:
+    return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
+
+
 def backwards() -> contextlib.AbstractContextManager[None]:
     """Runs the programs of every launch from the last to the first."""
-
-    def last_first(kernel: str, grid: Program) -> list[Program]:
-        return [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])][::-1]
-
     return only_programs(last_first)

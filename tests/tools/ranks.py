@@ -16,6 +16,15 @@ from typing import Any
 
 import torch
 
+# What the server imports, so that no process has to: optimizers import the compiler in their first step.
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "fusedseg",
+    "tests.training.jobs",
+]
 # seconds in which a collective, or a whole job, ends or fails
 COLLECTIVE, JOB = 60, 240
 
@@ -52,7 +61,7 @@ def on_ranks(world: int, job: Callable, *args: Any) -> list[Any]:
         RankFailed: with the traceback of a rank that failed, or was killed, or took too long.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "fusedseg"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_main, args=(rank, world, folder, job, args)) for rank in range(world)]
         for process in processes:

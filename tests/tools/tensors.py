@@ -11,6 +11,14 @@ def channels_last(x: Tensor) -> Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
+def placed(x: Tensor, offset: int | None = None) -> Tensor:
+    """A copy with the strides of x, ``offset`` elements from a multiple of 16 bytes, or as far from one as x is."""
+    if offset is None:
+        offset = x.data_ptr() % 16 // x.element_size()
+    memory = torch.empty(x.numel() + offset, dtype=x.dtype, device=x.device)
+    return torch.as_strided(memory, x.shape, x.stride(), offset).copy_(x)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, rows: bool) -> Tensor:
     """Memory that no one has touched yet: pages that the kernels leave alone are never committed."""
     if not rows:

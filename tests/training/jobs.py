@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -169,14 +170,18 @@ def resumable(rank, world, folder, steps, dies_at=None):
     return losses
 
 
-def demo_losses(rank, world, steps):
-    """Of a small network on the demo's images."""
-    from fusedseg.demo import distributed, slices
+# of the demo's images, in mm
+DEMO_RESOLUTION = 4
+
+
+def demo_losses(rank, world, steps, scan):
+    """Of a small network on the demo's images, which are ``scan``: reading them takes longer than all else."""
+    from fusedseg.demo import distributed, mni152, slices
     from fusedseg.demo.problem import Size
 
-    problem = slices.problem(
-        torch.device("cpu"), Size(4, (2, 4), batch=3, steps=steps, learning_rate=1e-2, autocast=False)
-    )
+    size = Size(DEMO_RESOLUTION, (2, 4), batch=3, steps=steps, learning_rate=1e-2, autocast=False)
+    with mock.patch.object(mni152, "load", return_value=scan):
+        problem = slices.problem(torch.device("cpu"), size)
     torch.manual_seed(0)
     net = fusedseg.convert_sync(problem.network(False).double())
     return distributed.train(problem, net, steps, 0, rank, world)

@@ -67,15 +67,6 @@ def test_killed_and_resumed(tmp_path):
     torch.testing.assert_close(mean, torch.tensor(losses[3:], dtype=torch.float64), **CLOSE)
 
 
-def test_demo_of_any_number_of_processes():
-    """Batches of three: one process has two samples, or one, or none."""
-    pytest.importorskip("nilearn")
-    alone, *_ = on_ranks(1, jobs.demo_losses, 3)
-    for world in (2, 4):
-        for losses in on_ranks(world, jobs.demo_losses, 3):
-            torch.testing.assert_close(losses, alone, **CLOSE)
-
-
 def test_harness_reports_failures():
     with pytest.raises(RankFailed, match="ValueError: rank"):
         on_ranks(1, jobs.fails)

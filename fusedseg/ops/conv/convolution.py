@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ..check import check_dtype, check_positive, check_transforms
+from ..layout import FORMATS
 
 aten = torch.ops.aten
 
 # Torch convolves one volume by a loop if channels x depth x height is at most this.
 LOOPED = 20480
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Geometry(NamedTuple):

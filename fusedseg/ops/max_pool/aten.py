@@ -2,31 +2,34 @@
 
 Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
 at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
-second one pools each spatial dimension in turn, the last one first, by comparisons of whole rows, in chunks that fit
-the cache.  Backward rebuilds the indices (the first position of the window plus the distance that the code stands for)
-and calls aten's backward, on a CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
+second one, in ``planes.py``, compares whole rows, in chunks that fit the cache; for the codes of large windows
+chunks are copied to channels_last instead, and the first implementation takes these.  Backward rebuilds the indices
+(the first position of the window plus the distance that the code stands for) and calls aten's backward, on a CPU in
+chunks.  So neither direction holds int64 indices of the whole tensor.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from ..layout import FORMATS
+from .planes import by_dimension
 
 aten = torch.ops.aten
 
 CHUNK_BYTES = 2**21
 # Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
 ROWS_CHUNK_BYTES = 2**23
+# Windows of more positions are faster in a channels_last copy than dimension by dimension.
+FEW_POSITIONS = 4
 # The number of outputs whose codes are made or read at a time.
 PIECE = 2**20
 # A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
-# The integer type that is as wide as a value of so many bytes.
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pool(NamedTuple):
@@ -122,33 +125,89 @@ def _pieces(z: Tensor) -> Iterator[slice]:
 
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
-    size, out_size = tuple(x.shape[2:]), tuple(z.shape[2:])
-    told_apart = _rows_told_apart(size, pool)
-    if (x.device.type == "cpu" and not rows) or (codes is not None and not told_apart):
+    told_apart = _rows_told_apart(tuple(x.shape[2:]), pool)
+    planes = x.device.type == "cpu" and not rows
+    if planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
+        _by_indices(_as_rows(x, z, codes), x, z, pool)
+    elif planes or (codes is not None and not told_apart):
         for of_x, of_z in _chunks(x, z, rows, pool):
-            _by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], pool)
-        return
+            by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], pool)
+    else:
+        parts = _chunks(x, z, rows, pool)
+        of_codes = ((x[of_x], z[of_z], None if codes is None else codes[of_z]) for of_x, of_z in parts)
+        _by_indices(of_codes, x, z, pool)
+
+
+def _as_rows(x: Tensor, z: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Ranges of contiguous planes as channels_last copies of x, z and codes.
+
+    What the caller has written to the latter two goes to ``z`` and ``codes`` when it asks for the next ones.
+    """
+    of_all = [t.view(1, -1, *t.shape[2:]) for t in (x, z, codes)]
+    count, step = of_all[0].shape[1], max(1, CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
+    copies: list[Tensor] = []
+    for first in range(0, count, step):
+        x_part, *others = parts = [t[:, first : first + step] for t in of_all]
+        if not copies or copies[0].shape != x_part.shape:
+            copies = [torch.empty_like(t, memory_format=FORMATS[t.dim()]) for t in parts]
+        copies[0].copy_(x_part)
+        yield copies[0], copies[1], copies[2]
+        for part, copy in zip(others, copies[1:], strict=True):
+            part.copy_(copy)
+
+
+def _by_indices(
+    parts: Iterable[tuple[Tensor, Tensor, Tensor | None]], whole_x: Tensor, whole_z: Tensor, pool: Pool
+) -> None:
+    """Pools parts of x, each into its parts of z and codes (unless these are None), from the indices that aten returns.
+
+    On a CPU parts are channels_last.
+    """
+    size, out_size, on_cpu = tuple(whole_x.shape[2:]), tuple(whole_z.shape[2:]), whole_x.device.type == "cpu"
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
-    # These are needed for codes only.
-    first = _first_positions(size, out_size, pool, x, _narrow(size, pool))
-    inside = None
-    if rows and (x.shape[1] % VECTOR and len(size) == 3 if x.device.type == "cpu" else len(size) == 2):
-        # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if the
-        # channels do not fill a vector, and on GPUs in channels_last.
-        inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
-    index = None
-    for of_x, of_z in _chunks(x, z, rows, pool):
-        if index is None or index.shape != z[of_z].shape:
-            index = torch.empty_like(z[of_z], dtype=torch.int64)
-        op.out(x[of_x], *pool, out=z[of_z], indices=index)
+    first = inside = index = None
+    memory = _Memory(_narrow(size, pool))
+    for x, z, codes in parts:
+        if index is None or index.shape != z.shape:
+            index = torch.empty_like(z, dtype=torch.int64)
+        op.out(x, *pool, out=z, indices=index)
         if codes is None:
             continue
+        if first is None:
+            # A part of a channels_last tensor may be a range of its first spatial dimension, which counts from there.
+            first = _first_positions(size, out_size, pool, x, memory.dtype)
+            # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if
+            # the channels do not fill a vector, and on GPUs in channels_last.
+            if len(size) == 3 if on_cpu else len(size) == 2 and not x.is_contiguous():
+                inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
+        low = inside if not on_cpu or x.shape[1] % VECTOR else None
         for piece in _pieces(index):
             taken = index[:, :, piece]
-            if inside is not None:
-                taken = torch.maximum(taken, inside[piece])
-            distance = taken.to(first.dtype).sub_(first[piece])
-            codes[of_z][:, :, piece].copy_(_recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel))
+            if low is not None:
+                taken = torch.maximum(taken, low[piece])
+            distance = memory.like(taken).copy_(taken).sub_(first[piece])
+            code = _recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel, memory)
+            codes[:, :, piece].copy_(code)
+
+
+class _Memory:
+    """Tensors of one dtype for the numbers of a piece, which later pieces of the same shape use again.
+
+    New memory for each piece would cost more than the arithmetic on it: the first write to a page of new memory takes
+    microseconds.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tensors: list[Tensor] = []
+
+    def like(self, t: Tensor, number: int = 0) -> Tensor:
+        """The tensor of this number, in the shape and with the order of strides of ``t``; its old values are lost."""
+        if self._tensors and self._tensors[0].shape != t.shape:
+            self._tensors.clear()
+        while len(self._tensors) <= number:
+            self._tensors.append(torch.empty_like(t, dtype=self.dtype))
+        return self._tensors[number]
 
 
 def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
@@ -160,20 +219,21 @@ def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64
 
 
-def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...]) -> Tensor:
+def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, ...], memory: _Memory) -> Tensor:
     """Rewrites, in place, numbers of positions in a window.
 
-    A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.
+    A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.  ``number`` is tensor 0
+    of ``memory``; tensors after it are written to.
     """
     later = []
-    passed = torch.empty_like(number)
     alike = old[-1] == new[-1]
     for axis, (k, of_old, of_new) in enumerate(zip(kernel[:-1], old, new, strict=False)):
         if k == 1:
             continue
-        count = torch.ge(number, of_old, out=torch.empty_like(number))
+        used = 1 + len(later)
+        count = torch.ge(number, of_old, out=memory.like(number, used))
         for j in range(2, k):
-            count.add_(torch.ge(number, j * of_old, out=passed))
+            count.add_(torch.ge(number, j * of_old, out=memory.like(number, used + 1)))
         if alike and axis == len(kernel) - 2:
             # The remainder needs no change.
             number.sub_(count, alpha=of_old - of_new)
@@ -195,15 +255,29 @@ def _distances(size: tuple[int, ...], pool: Pool) -> list[int]:
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The flat int64 index in x of the maximum of each window."""
     index = torch.empty_like(codes, dtype=torch.int64)
-    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
-    for piece in _pieces(codes):
-        _write_indices(index[:, :, piece], codes[:, :, piece], first[piece], size, pool)
+    _write_indices(index, codes, _first_of_codes(codes, size, pool), size, pool, _Memory(_narrow(size, pool)))
     return index
 
 
-def _write_indices(index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool) -> None:
-    distance = _recoded(codes.to(_narrow(size, pool)), _steps(pool.kernel), _distances(size, pool), pool.kernel)
-    index.copy_(distance).add_(first)
+def _first_of_codes(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
+    """``_first_positions`` for codes: in their narrow type, if that holds every index, otherwise in int64."""
+    narrow = _narrow(size, pool)
+    dtype = narrow if math.prod(size) <= torch.iinfo(narrow).max else torch.int64
+    return _first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
+
+
+def _write_indices(
+    index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool, memory: _Memory
+) -> None:
+    for piece in _pieces(codes):
+        code, into = codes[:, :, piece], index[:, :, piece]
+        number = memory.like(code).copy_(code)
+        distance = _recoded(number, _steps(pool.kernel), _distances(size, pool), pool.kernel, memory)
+        if first.dtype == memory.dtype:
+            # This addition costs a sixth of one in int64.
+            into.copy_(distance.add_(first[piece]))
+        else:
+            into.copy_(distance).add_(first[piece])
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
@@ -214,14 +288,13 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
         return
     name = "max_pool2d_with_indices_backward" if len(size) == 2 else "max_pool3d_with_indices_backward"
     op = getattr(aten, name).grad_input
-    first = _first_positions(size, tuple(codes.shape[2:]), pool, codes, torch.int64)
-    index = None
+    first = _first_of_codes(codes, size, pool)
+    index, memory = None, _Memory(_narrow(size, pool))
     for of_x, of_z in _chunks(dx, dz, rows, pool):
         into, code = dx[of_x], codes[of_z]
         if index is None or index.shape != code.shape:
             index = torch.empty_like(code, dtype=torch.int64)
-        for piece in _pieces(code):
-            _write_indices(index[:, :, piece], code[:, :, piece], first[piece], size, pool)
+        _write_indices(index, code, first, size, pool, memory)
         # aten reads only the shape of its input, so dx itself may stand in for it.
         op(dz[of_z], into, *pool, index, grad_input=into)
 
@@ -245,8 +318,10 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
         along = of[2]
         of[2] = slice(None)
         parts.append((along, tuple(of), dz[tuple(of)], dx[tuple(at)]))
+    memory = _Memory(dz.dtype)
     for n, begin, end in _row_chunks(dz):
-        code = codes[n, :, begin:end].to(dz.dtype)
+        part = codes[n, :, begin:end]
+        code = memory.like(part).copy_(part)
         for number, (along, across, of_dz, of_dx) in enumerate(parts):
             low, high = max(begin, along.start), min(end, along.stop)
             if low < high:
@@ -273,62 +348,3 @@ def pick(ddx: Tensor, codes: Tensor, pool: Pool) -> Tensor:
     """For each window, the value of ``ddx`` at the position of its maximum."""
     index = indices(codes, tuple(ddx.shape[2:]), pool)
     return ddx.flatten(2).gather(2, index.flatten(2)).view(codes.shape)
-
-
-def _by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: Pool) -> None:
-    best, code = x, None
-    # Without codes any order is right.  The last dimension is slow, and comes last, when the fewest values are left.
-    for axis in range(x.dim() - 1, 1, -1) if codes is not None else range(2, x.dim()):
-        best, code = _pool_axis(best, code, axis, z.shape[axis], pool, codes is not None)
-    z.copy_(best)
-    if codes is not None and code is not None:
-        codes.copy_(code)
-
-
-def _pool_axis(
-    x: Tensor, code: Tensor | None, axis: int, count: int, pool: Pool, coded: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Pools one dimension to ``count`` windows.  ``code`` has the codes of the dimensions after it.
-
-    Codes of later positions are larger, so that the maximum of the codes is that of the last position that won.
-    """
-    k, s, p, d = (values[axis - 2] for values in pool[:4])
-    weight = math.prod(pool.kernel[axis - 1 :])
-    after = (count - 1) * s + (k - 1) * d + 1 - p - x.shape[axis]
-    if p or after > 0:
-        edges = [0, 0] * (x.dim() - 1 - axis) + [p, max(0, after)]
-        x = F.pad(x, edges, value=-math.inf)
-        code = None if code is None else F.pad(code, edges)
-
-    def position(t: Tensor, j: int) -> Tensor:
-        view = t.narrow(axis, j * d, (count - 1) * s + 1)
-        if s > 1:
-            view = view[(slice(None),) * axis + (slice(None, None, s),)]
-        # Comparisons of strided elements are slow, so they are copied first.
-        return view if axis < t.dim() - 1 else view.contiguous()
-
-    best = position(x, 0)
-    bits = BITS[x.element_size()]
-    if coded:
-        taken = torch.zeros_like(best, dtype=torch.uint8) if code is None else position(code, 0).clone()
-        # If all values are -inf, the code is that of the first position outside the padding.
-        for o in range(min(count, -(-p // s))):
-            j = -(-(p - o * s) // d)
-            at = taken.select(axis, o)
-            at.fill_(0) if code is None else at.copy_(code.select(axis, o * s + j * d))
-            at.add_(j * weight)
-    for j in range(1, k):
-        v = position(x, j)
-        if not coded:
-            # Between zeros of different signs either one is right.
-            best = torch.maximum(v, best)
-            continue
-        wins = torch.gt(v, best, out=torch.empty_like(best))
-        wins.add_(torch.ne(v, v, out=torch.empty_like(best)))
-        mask = wins.to(bits).neg_()
-        changed = torch.bitwise_xor(best.view(bits), v.view(bits)).bitwise_and_(mask)
-        best = torch.bitwise_xor(best.view(bits), changed).view(x.dtype)
-        at = mask.to(torch.uint8)
-        at.bitwise_and_(j * weight if code is None else position(code, j) + j * weight)
-        torch.maximum(taken, at, out=taken)
-    return best, taken if coded else None

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ... import _backend
 from .. import unfused
 from ..check import HALF, check_dtype, check_input, check_tensor
-from ..conv.convolution import FORMATS, per_dimension
+from ..conv.convolution import per_dimension
 from ..double_backward import batched, one_by_one
-from ..layout import dense
+from ..layout import FORMATS, dense
 from ..recompute import recipes
 from . import aten
 from .aten import Pool

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...activation import Activation
 from ..layout import Layout, channel_view
-from . import aten_input, aten_output, aten_samples
+from . import aten_chunks, aten_input, aten_output, aten_samples
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, like_parameters, move_running
 
@@ -46,6 +46,6 @@ class Aten:
         return aten_input.rebuild(saved, spec)
 
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
-        mean, var = aten_output.moments(channel_view(x, layout), layout)
+        mean, var = aten_chunks.moments(channel_view(x, layout), layout)
         count = layout.N * layout.S
         return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)

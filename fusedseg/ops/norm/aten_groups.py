@@ -2,8 +2,19 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..layout import Layout
+from . import aten_chunks
 
 aten = torch.ops.aten
+
+
+def serves(x: Tensor, layout: Layout) -> bool:
+    """Whether aten's group norm is used: not where its temporaries are large, nor for tensors without values."""
+    if layout.D == 1 or x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return False
+    return not layout.rows or aten_chunks.small(x)
 
 
 def of_channels(mean: Tensor, var: Tensor, D: int) -> tuple[Tensor, Tensor]:

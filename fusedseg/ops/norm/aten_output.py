@@ -1,19 +1,20 @@
 """The norm op that keeps its output on aten ops, for every device: the mathematics of ``kernels/norm_act.py``.
 
 Backward rebuilds y = phi^-1(z) and g = dz phi'(z) a chunk at a time, so that what one op writes is still in the cache
-when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  With
+when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  All chunks use the
+same memory: the first write to a page of new memory costs more than the arithmetic on it.  With
 xhat = (y - shift) * inverse (shift = bias, inverse = 1 / weight; for a kept channel y is xhat itself, shift 0 and
 inverse 1),
 
     native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
 
-is exactly (dx, dweight, dbias).  Groups of D channels, on a CPU, are given to aten's group norm a few at a time
-(planes), or all where they are small (rows).  Else their statistics are merged from those of the channels; dx then is
-scale g + slope y + offset of vectors per channel, as it is where sums come first.  Samples with statistics of their own
-are dealt with in ``aten_samples.py``.
-"""
+is exactly (dx, dweight, dbias).  On a CPU it is asked for the two sums alone where that is faster (``_by_sums``): y
+then lies in the memory of dx, and dx = scale g + slope y + offset is written over it, with vectors per channel.
 
-from collections.abc import Iterator
+Groups of D channels, on a CPU, are given to aten's group norm a few at a time (planes), or all where they are small
+(rows).  Else their statistics are merged from those of the channels, and dx is made from sums.  Samples with statistics
+of their own are dealt with in ``aten_samples.py``.
+"""
 
 import torch
 from torch import Tensor
@@ -21,72 +22,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...activation import TABLE, Activation, Inverse
 from ..layout import Layout, channel_view, per_channel
-from . import aten_groups
+from . import aten_chunks, aten_groups
 from .kept import Kept
 from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, stats_dtype
 
 aten = torch.ops.aten
 
-# so many chunks are still done as one: dealing them out costs more than the cache gains
-WHOLE = 6
-# aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
-SLOW_STATISTICS = 2**16
+# with so many values, the number of calls counts more than what they do
+FEW = 2**20
 
 
 def cast(v: Tensor, dtype: torch.dtype) -> Tensor:
     """``v.to(dtype)``, without the call where there is nothing to do, as nearly always."""
     return v if v.dtype == dtype else v.to(dtype)
-
-
-def _chunk_elements(x: Tensor) -> int:
-    """What leaves room in a CPU's cache for the few tensors in flight; elsewhere the number of launches counts."""
-    if x.device.type != "cpu":
-        return 2**26
-    return 2**21 // x.element_size()
-
-
-def _channel_chunks(x: Tensor, D: int = 1) -> Iterator[slice]:
-    """Ranges of channels of planes (N, C, S), whole groups of D, two at least, so that two threads find work."""
-    N, C, S = x.shape
-    step = max(2, _chunk_elements(x) // (N * S * D)) * D
-    return (slice(c, min(c + step, C)) for c in range(0, C, step))
-
-
-def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of (N, C, S), in two passes of which the second meets the cache."""
-    m = x.shape[0] * x.shape[2]
-    means, variances = [], []
-    for c in _channel_chunks(x):
-        # positions first, samples then: aten is slow at reducing over both at once
-        mean = x[:, c].sum(2).sum(0).div_(m)
-        d = x[:, c] - mean.view(1, -1, 1)
-        means.append(mean)
-        variances.append(torch.linalg.vector_norm(d, dim=2).square_().sum(0).div_(m))
-    return torch.cat(means), torch.cat(variances)
-
-
-def _slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
-    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
-    # nothing is slow without values but many pieces
-    return slow and not isinstance(x, FakeTensor)
-
-
-def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of a ``channel_view``."""
-    acc = stats_dtype(xv)
-    if _slow_statistics(xv, layout, acc):
-        return _plane_moments(xv)
-    if xv.device.type == "cpu":
-        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
-    else:
-        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
-    return mean, var
-
-
-def _scale_shift(x, out, weight, bias, mean, var, eps) -> None:
-    """out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
-    unused = mean.new_empty(0)
-    torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
 
 
 def activate_(z: Tensor, act: Activation) -> Tensor:
@@ -97,17 +45,6 @@ def _inverse(act: Activation) -> Inverse:
     inverse = TABLE[act.name].inverse
     assert inverse is not None, act
     return inverse
-
-
-def _small(x: Tensor) -> bool:
-    return x.numel() <= WHOLE * _chunk_elements(x)
-
-
-def _as_group_norm(x: Tensor, layout: Layout) -> bool:
-    """Whether aten's group norm does it: not where its temporaries are large, nor without values."""
-    if layout.D == 1 or x.device.type != "cpu" or isinstance(x, FakeTensor):
-        return False
-    return not layout.rows or _small(x)
 
 
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
@@ -129,16 +66,17 @@ def forward(
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
     bias = bias if bias is None or bias.dtype == acc else bias.to(acc)
     own_update = running_mean is not None and running_mean.dtype != acc
-    if training and kept is None and not _slow_statistics(x, layout, acc) and not own_update and layout.D == 1:
+    slow = aten_chunks.slow_statistics(x, layout, acc)
+    if training and kept is None and layout.D == 1 and not slow and not own_update:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         torch.native_batch_norm(
             xv, weight, bias, running_mean, running_var, True, momentum, eps, out=(outv, mean, rstd)
         )
         _finish_(outv, act, residual, layout)
         return mean, rstd, None
-    if training and kept is None and _as_group_norm(x, layout):
+    if training and kept is None and aten_groups.serves(x, layout):
         means, rstds = [], []
-        for c in (EVERY,) if layout.rows else _channel_chunks(xv, layout.D):
+        for c in (EVERY,) if layout.rows else aten_chunks.channel_chunks(xv, layout.D):
             y, mean, rstd = aten_groups.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
             means.append(mean)
             rstds.append(rstd)
@@ -146,8 +84,11 @@ def forward(
                 y.add_(channel_view(residual, layout)[:, c])
             _inverse(act).into(y, act.param, outv[:, c])
         return torch.cat(means), torch.cat(rstds), None
-    if training:
-        mean, var = moments(xv, layout)
+    in_chunks = training and slow and kept is None and layout.D == 1 and not aten_chunks.small(x)
+    if in_chunks:
+        mean, var = _forward_planes(xv, outv, weight, bias, residual, spec, layout)
+    elif training:
+        mean, var = aten_chunks.moments(xv, layout)
     else:
         mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
     if layout.D > 1:
@@ -162,13 +103,34 @@ def forward(
         xhat = (xhat - per_channel(mean[index], layout)) * per_channel(rstd[index], layout)
         xhat_kept = x.new_empty(xhat.numel())
         channel_view(xhat_kept, layout._replace(C=kept.count)).copy_(xhat)
-    _scale_shift(xv, outv, weight, bias, mean, var, eps)
-    _finish_(outv, act, residual, layout)
+    if not in_chunks:
+        aten_chunks.scale_shift(xv, outv, weight, bias, mean, var, eps)
+        _finish_(outv, act, residual, layout)
     if training and running_mean is not None and running_var is not None:
         m = layout.N * layout.S
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var * (m / (m - 1))).to(running_var.dtype), momentum)
     return *found, xhat_kept
+
+
+def _forward_planes(
+    x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, spec: Spec, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Writes z of a large batch into ``out``, a few channels at a time; mean and biased variance of each channel."""
+    added = None if residual is None else channel_view(residual, layout)
+    found = []
+    for c in aten_chunks.channel_chunks(x):
+        out_c, bias_c = out[:, c], None if bias is None else bias[c]
+        mean, var = aten_chunks.moments(x[:, c], layout._replace(C=c.stop - c.start))
+        # sample by sample: aten is slow where memory has gaps
+        for x_i, out_i in zip(x[:, c].split(1), out_c.split(1), strict=True):
+            aten_chunks.scale_shift(x_i, out_i, weight[c], bias_c, mean, var, spec.eps)
+        if added is not None:
+            out_c.add_(added[:, c])
+        activate_(out_c, spec.act)
+        found.append((mean, var))
+    means, variances = zip(*found, strict=True)
+    return torch.cat(means), torch.cat(variances)
 
 
 class _Backward:
@@ -177,6 +139,7 @@ class _Backward:
     def __init__(self, saved: Saved, act: Activation, layout: Layout, kept: Kept | None, dresidual: Tensor | None):
         self.act, self.kept, self.D = act, kept, layout.D
         self.m = layout.N * layout.S * layout.D
+        self.g_is_dz = act.name == "identity"
         both = saved.residual, dresidual
         self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in both)
         self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)
@@ -191,19 +154,29 @@ class _Backward:
             assert saved.xhat is not None
             self.xhat = channel_view(saved.xhat, layout._replace(C=kept.count))
 
-    def rebuild(self, z: Tensor, dz: Tensor, c: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        """g and y of a range of channels (planes) or rows."""
-        inverse, param = _inverse(self.act), self.act.param
-        y = inverse.y(z, param)
+    def gradient(self, z: Tensor, dz: Tensor, c: slice, rows: slice, out: Tensor | None = None) -> Tensor:
+        """g of a range of channels (planes) or rows: in dresidual where that is wanted, else in ``out`` or new memory,
+        or ``dz`` itself where these are the same values and there is no ``out``."""
+        out = out if self.dresidual is None else self.dresidual[:, c, rows]
+        return _inverse(self.act).grad(dz, z, self.act.param, out)
+
+    def invert(self, z: Tensor, c: slice, rows: slice, out: Tensor | None = None) -> Tensor:
+        """y of a range of channels or rows, in ``out`` or new memory, or ``z`` itself where these are the same values.
+
+        ``out`` may lie in the memory of ``z``.
+        """
+        y = _inverse(self.act).y(z, self.act.param, out)
+        if y is z and out is not None and out.is_contiguous() and not z.is_contiguous():
+            # aten is slow where memory has gaps
+            y = out.copy_(z)
         if self.residual is not None:
-            r = self.residual[:, c, rows]
-            y = z - r if y is z else y.sub_(r)
+            y = torch.sub(y, self.residual[:, c, rows], out=out if y is z else y)
         if self.kept is not None:
             into, slots = self.kept.within(c)
             if into.numel():
-                y = y.clone() if y is z else y
+                y = y if y is not z else y.clone() if out is None else out.copy_(y)
                 y[:, into.to(y.device)] = self.xhat[:, slots, rows]
-        return inverse.grad(dz, z, param, None if self.dresidual is None else self.dresidual[:, c, rows]), y
+        return y
 
     def reduce(self, g: Tensor, y: Tensor, c: slice, dx_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2, s1 of these values alone."""
@@ -219,7 +192,9 @@ class _Backward:
         weight, rstd = self.weight[c], self.rstd[c]
         scale = self.inverse[c] / rstd
         centred = torch.empty_like(y) if y is z else y
-        _scale_shift(y, centred, scale, self.shift[c] * -scale, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+        aten_chunks.scale_shift(
+            y, centred, scale, self.shift[c] * -scale, torch.zeros_like(scale), torch.ones_like(scale), 0.0
+        )
         return aten_groups.backward(g, centred, weight, rstd, self.D)
 
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,9 +207,21 @@ class _Backward:
         return weight * rstd, slope, rstd * t1 / -self.m - slope * shift
 
 
+def _by_sums(z: Tensor) -> bool:
+    """Whether the sums of a whole CPU tensor come first, and dx is written over y; else aten makes dx at once.
+
+    aten computes dx slowly, and in new memory; but it is one call, and these are nine, most of them on vectors.  In
+    half precision aten is the faster one.
+    """
+    return z.device.type == "cpu" and z.numel() > FEW and z.dtype == stats_dtype(z)
+
+
 def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> None:
-    _scale_shift(y, dx, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
-    dx.addcmul_(g, scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2)))
+    """dx = scale g + slope y + offset.  ``dx`` may be ``g`` or ``y``; ``y`` is overwritten only if it is ``dx``."""
+    by_channel = scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2))
+    shifted = torch.empty_like(y) if dx is g else dx
+    aten_chunks.scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+    torch.addcmul(shifted, g, by_channel, out=dx)
 
 
 EVERY = slice(None)
@@ -245,19 +232,24 @@ def backward(
 ) -> Gradients:
     """dx, dweight and dbias, the latter two in the dtype of the statistics, whether wanted or not.
 
-    ``dresidual``, where given, is written.  In one piece dx is new memory even where ``wanted.into`` is given, since
-    aten makes it.
+    ``dresidual``, where given, is written.  dx may be new memory even where ``wanted.into`` is given: aten makes it.
     """
     z, training, into, exchange = saved.source, spec.own, wanted.into, wanted.exchange
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     # x - mean is not rounded to half precision
-    as_groups = training and exchange is None and z.dtype == rstd.dtype and _as_group_norm(z, layout)
-    if training and layout.D == 1 and exchange is None and _small(z):
-        dx, s2, s1 = job.reduce(*job.rebuild(zv, dzv, EVERY, EVERY), EVERY, True)
-    elif as_groups and _small(z):
-        dx, s2, s1 = job.reduce_groups(*job.rebuild(zv, dzv, EVERY, EVERY), zv, EVERY)
+    as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
+    if training and layout.D == 1 and exchange is None and aten_chunks.small(z):
+        if _by_sums(z):
+            dx = torch.empty_like(z) if into is None else into
+            s2, s1 = _backward_over(job, zv, dzv, channel_view(dx, layout))
+        else:
+            g, y = job.gradient(zv, dzv, EVERY, EVERY), job.invert(zv, EVERY, EVERY)
+            dx, s2, s1 = job.reduce(g, y, EVERY, True)
+    elif as_groups and aten_chunks.small(z):
+        g, y = job.gradient(zv, dzv, EVERY, EVERY), job.invert(zv, EVERY, EVERY)
+        dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
     elif isinstance(z, FakeTensor):
         # pieces without values, by the thousand, would take seconds
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
@@ -271,22 +263,46 @@ def backward(
     return Gradients(dx.as_strided(z.shape, z.stride()), s2, s1)
 
 
+def _backward_over(
+    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, c: slice = EVERY, g: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Writes dx of a batch of these channels alone; returns s2 and s1.  dx may lie in the memory of ``z``."""
+    # g first: it is computed from z, whose memory y may take
+    g = job.gradient(z, dz, c, EVERY, g)
+    y = job.invert(z, c, EVERY, dx)
+    _, s2, s1 = job.reduce(g, y, c, False)
+    _affine_into(dx, g, y, *job.affine(s1, s2, c))
+    return s2, s1
+
+
 def _backward_planes(
     job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, as_groups: bool
 ) -> tuple[Tensor, Tensor]:
     """Groups of channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
+    N, _, S = z.shape
+    parts = list(aten_chunks.channel_chunks(z, job.D))
     s1, s2 = [], []
     at_once = training and job.D == 1
-    for c in _channel_chunks(z, job.D):
-        z_c = z[:, c]
-        g, y = job.rebuild(z_c, dz[:, c], c, EVERY)
-        dx_c, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
-        if at_once or as_groups:
-            dx[:, c] = dx_c
-        elif training:
-            _affine_into(dx[:, c], g, y, *job.affine(s1_c, s2_c, c))
+    by_sums = at_once and z.dtype == job.rstd.dtype
+    memory = z.new_empty(2, N * (parts[0].stop - parts[0].start) * S)
+    for c in parts:
+        z_c, dx_c = z[:, c], dx[:, c]
+        g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
+        if by_sums:
+            # without a copy where aten is fast in the memory of dx, which has no gaps there
+            s2_c, s1_c = _backward_over(job, z_c, dz[:, c], dx_c if N == 1 else y, c, g)
+            found = y
         else:
-            dx[:, c] = g * (job.weight[c] * job.rstd[c]).view(1, -1, 1)
+            g, y = job.gradient(z_c, dz[:, c], c, EVERY, g), job.invert(z_c, c, EVERY, y)
+            found, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
+        if by_sums and N == 1:
+            pass
+        elif at_once or as_groups:
+            dx_c.copy_(found)
+        elif training:
+            _affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))
+        else:
+            torch.mul(g, (job.weight[c] * job.rstd[c]).to(z.dtype).view(1, -1, 1), out=dx_c)
         s1.append(s1_c)
         s2.append(s2_c)
     return torch.cat(s2), torch.cat(s1)
@@ -299,21 +315,26 @@ def _backward_twice(
     sums, then dx.  Returns s2 and s1."""
     if rows:
         C, m = z.shape[1:3]
-        step = max(1, _chunk_elements(z) // C)
+        step = max(1, aten_chunks.chunk_elements(z) // C)
         parts = [(EVERY, slice(n, n + step)) for n in range(0, m, step)]
     else:
-        parts = [(c, EVERY) for c in _channel_chunks(z, job.D)]
-    # g is written where it is wanted once, in the second
-    dresidual, job.dresidual = job.dresidual, None
-    sums = [job.reduce(*job.rebuild(z[:, c, r], dz[:, c, r], c, r), c, False) for c, r in parts]
-    job.dresidual = dresidual
+        parts = [(c, EVERY) for c in aten_chunks.channel_chunks(z, job.D)]
+    # g waits for the second sweep: in the memory of dresidual or dx, unless dx lies in the memory of z
+    over_z = dx.data_ptr() == z.data_ptr()
+    waits = job.dresidual if job.dresidual is not None else None if over_z or job.g_is_dz else dx
+    sums = []
+    for c, r in parts:
+        z_cr = z[:, c, r]
+        g = job.gradient(z_cr, dz[:, c, r], c, r, None if waits is None else waits[:, c, r])
+        sums.append(job.reduce(g, job.invert(z_cr, c, r), c, False))
     s2, s1 = (torch.stack(s).sum(0) if rows else torch.cat(s) for s in list(zip(*sums, strict=True))[1:])
     vectors = job.affine(*((s1, s2) if exchange is None else exchange(s1, s2)), EVERY)
     for c, r in reversed(parts):
-        g, y = job.rebuild(z[:, c, r], dz[:, c, r], c, r)
+        z_cr, dx_cr = z[:, c, r], dx[:, c, r]
+        g = dx_cr if waits is dx else waits[:, c, r] if waits is not None else job.gradient(z_cr, dz[:, c, r], c, r)
         scale, slope, offset = (v[c] for v in vectors)
         if training:
-            _affine_into(dx[:, c, r], g, y, scale, slope, offset)
+            _affine_into(dx_cr, g, job.invert(z_cr, c, r), scale, slope, offset)
         else:
-            torch.mul(g, scale.to(z.dtype).view(1, -1, *(1,) * (z.dim() - 2)), out=dx[:, c, r])
+            torch.mul(g, scale.to(z.dtype).view(1, -1, *(1,) * (z.dim() - 2)), out=dx_cr)
     return s2, s1

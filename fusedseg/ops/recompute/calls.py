@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 
 Function = Callable[..., Any]
+# what an argument may be that holds tensors
+_TREES = (Tensor, tuple, list, dict)
 
 
 class _Slot:
@@ -18,7 +20,10 @@ class _Slot:
 
 
 class Replay:
-    """A call whose tensors were taken out.  Calling it with other tensors makes the call again with these."""
+    """A call whose tensors were taken out.  Calling it with other tensors makes the call again with these.
+
+    ``args`` is None if the tensors are the positional arguments, in their order, and ``kwargs`` has none.
+    """
 
     __slots__ = ("args", "func", "kwargs")
 
@@ -26,6 +31,8 @@ class Replay:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, *tensors: Tensor) -> Tensor:
+        if self.args is None:
+            return self.func(*tensors, **self.kwargs)
         return self.func(*_with(self.args, tensors), **_with(self.kwargs, tensors))
 
     def by(self, func: Function, **kwargs: Any) -> "Replay":
@@ -58,5 +65,8 @@ def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 def replay(func: Function, args: Any, kwargs: Any) -> tuple[Replay, list[Tensor]]:
     """Returns the call without its tensors, and the list of these tensors."""
-    tensors: list[Tensor] = []
+    tensors: list[Tensor] = [arg for arg in args if isinstance(arg, Tensor)]
+    if len(tensors) == len(args) and not [v for v in kwargs.values() if isinstance(v, _TREES)]:
+        return Replay(func, None, kwargs), tensors
+    tensors = []
     return Replay(func, _without(args, tensors), _without(kwargs, tensors)), tensors

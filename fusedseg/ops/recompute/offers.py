@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .saved import Autocast, Kept, Place, Recipe
+from .plain import Place
+from .saved import Autocast, Data, Recipe
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -24,9 +25,9 @@ class Held:
 
     def __init__(self, t: Tensor, extra: int) -> None:
         self.tensor, self.version, self.extra = t, t._version, extra
-        self._kept: Callable[[], Kept | None] = lambda: None
+        self._kept: Callable[[], Data | None] = lambda: None
 
-    def source(self, registry: "Registry") -> Kept | None:
+    def source(self, registry: "Registry") -> Data | None:
         if self.tensor._version != self.version or registry.is_exposed(self.tensor):
             return None
         kept = self._kept()
@@ -43,19 +44,19 @@ class Linked:
     __slots__ = ("_source", "steps")
     extra: int = 0
 
-    def __init__(self, source: Kept | Recipe) -> None:
+    def __init__(self, source: Data | Recipe) -> None:
         self._source = weakref.ref(source)
         self.steps = int(isinstance(source, Recipe))
 
-    def source(self, registry: "Registry") -> Kept | Recipe | None:
+    def source(self, registry: "Registry") -> Data | Recipe | None:
         source = self._source()
-        return None if isinstance(source, Kept) and (source.changed() or source.exposed) else source
+        return None if isinstance(source, Data) and (source.changed() or source.exposed) else source
 
 
 class Offer:
     """A recipe that no saved tensor has asked for yet."""
 
-    __slots__ = ("_recipe", "at", "autocast", "device", "extra", "inputs", "overwrite", "rebuild", "steps", "version")
+    _recipe: "weakref.ref[Recipe] | None" = None
 
     def __init__(
         self,
@@ -74,23 +75,22 @@ class Offer:
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
-        self._recipe: Callable[[], Recipe | None] = lambda: None
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and still lives."""
-        return self._recipe()
+        return None if self._recipe is None else self._recipe()
 
     def source(self, registry: "Registry") -> Recipe | None:
         """Returns the recipe, the same one to everybody; None if an input is gone or has changed."""
-        recipe = self._recipe()
+        recipe = self.recipe()
         if recipe is not None:
             return recipe
-        inputs: list[tuple[Kept | Recipe, Place]] = []
+        inputs: list[tuple[Data | Recipe, Place]] = []
         for link, at in self.inputs:
             source = link.source(registry)
             if source is None:
                 return None
-            if isinstance(source, Kept):
+            if isinstance(source, Data):
                 source.in_recipe = True
             inputs.append((source, at))
         recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)

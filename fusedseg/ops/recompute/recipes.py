@@ -1,6 +1,6 @@
-"""The registry of recipes: which live tensor can be rebuilt in backward, from what is kept for it anyway.
+"""How an op offers a recipe for its output, so that the output is rebuilt in backward and need not be kept.
 
-While a scope is active (``fusedseg.recompute()``, see ``recompute.py``), saved tensors pass through ``Registry.pack``.
+While a scope is active (``fusedseg.recompute()``, see ``scope.py``), saved tensors pass through ``Registry.pack``.
 An op that can rebuild its output cheaply says so right after it ran:
 
     z = Function.apply(x, mean, rstd, weight, bias)           # saves x
@@ -38,11 +38,14 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
+from .plain import Place
 from .registry import Registry
-from .saved import Handle, Kept, Place
+from .saved import Data, Handle
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_transforms = torch._C._functorch.peek_interpreter_stack
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def innermost() -> Registry | None:
@@ -50,9 +53,9 @@ def innermost() -> Registry | None:
 
     None where other hooks lie within it, and inside a transform of ``torch.func``, whose tensors have no memory.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _transforms() is not None:
         return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
     return registry if type(registry) is Registry else None
 
@@ -115,6 +118,7 @@ class expect:
     """Surrounds one call that overwrites ``x`` once, by ``rebuild(x, *others)``.
 
     Such a call may save its result while it runs, or a copy of the old values of ``x``; both get recipes.
+    ``registry`` is the active one, for callers that know it.
     """
 
     def __init__(
@@ -123,37 +127,35 @@ class expect:
         rebuild: Callable[..., Tensor],
         *others: Tensor,
         overwrite: Callable[..., Tensor] | None = None,
+        registry: Registry | None = None,
     ) -> None:
         self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
         # PyTorch itself raises an error when an inference tensor is changed.
-        self.registry = None if x.is_inference() else active()
+        self.registry = None if x.is_inference() else registry or active()
 
     def __enter__(self) -> None:
-        if self.registry is None:
+        registry, x = self.registry, self.tensors[0]
+        if registry is None:
             return
-        x, self.claim_before = self.tensors[0], self.registry.claim
+        self.claim_before = registry.claim
         with torch._C.DisableTorchFunction():
-            self.registry.before_change(x)
-            self.version, self.before = x._version, self.registry.source(x)
-            self.offered = None
-            if self.before is not None:
-                self.offered = self.registry.offer(x, self.rebuild, self.tensors, self.overwrite, changes=1)
-        self.registry.claim = None if self.before is None else self._copy_of_x
+            others, self.version = self.tensors[1:], x._version
+            self.before, self.offered = registry.overwriting(x, self.rebuild, others, self.overwrite)
+        registry.claim = None if self.before is None else self._copy_of_x
 
     def __exit__(self, *exception: object) -> None:
         if self.registry is None:
             return
         self.registry.claim = self.claim_before
-        x = self.tensors[0]
-        if self.offered is not None and x._version != self.version + 1:
-            self.registry.withdraw(x, self.offered)
+        if self.offered is not None and self.tensors[0]._version != self.version + 1:
+            self.registry.withdraw(self.tensors[0], self.offered)
 
     def _copy_of_x(self, t: Tensor) -> Handle | None:
-        at = Place.of(self.tensors[0])
-        if self.before is None or (t.size(), t.stride(), t.dtype) != (at.size, at.stride, at.dtype):
-            return None
         memory = t.untyped_storage()
-        return None if any(own.untyped_storage() is memory for own in self.tensors) else Handle(self.before, at)
+        if self.before is None or any(own.untyped_storage() is memory for own in self.tensors):
+            return None
+        at = Place.of(self.tensors[0])
+        return Handle(self.before, at) if Place.of(t).layout() == at.layout() else None
 
 
 class claimed:
@@ -164,7 +166,7 @@ class claimed:
 
     __slots__ = ("_before", "_claim", "_registry")
 
-    def __init__(self, registry: Registry, claim: Callable[[Tensor], Kept | Handle | None]) -> None:
+    def __init__(self, registry: Registry, claim: Callable[[Tensor], Data | Handle | None]) -> None:
         self._registry, self._claim = registry, claim
 
     def __enter__(self) -> None:

@@ -5,17 +5,17 @@ the contract with the ops.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
-from .plain import is_trained_leaf, plain, unwrapped
-from .saved import OFF, Autocast, Handle, Hooks, Kept, Place, Recipe, recomputing
+from .plain import Place, is_trained_leaf, plain, unwrapped
+from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The most calls that may rebuild one tensor, its inputs included.  This is about five residual blocks of norm, add and
 # activation.
@@ -26,56 +26,7 @@ LARGER = 4
 SMALL = 16
 # the most values that a vector with one value per channel may have
 VECTOR = 2**12
-
-
-class _Storage(weakref.ref):
-    """A weak reference to a storage, and the key that the registry finds it by."""
-
-    __slots__ = ("key",)
-    key: int
-
-    def __new__(cls, storage: torch.UntypedStorage, gone: Callable[[Any], None]) -> "_Storage":
-        self = super().__new__(cls, storage, gone)
-        self.key = storage._cdata
-        return self
-
-
-class _Memory:
-    """What is known about one live storage.
-
-    offers: recipes of tensors in this storage, for its newest version.
-    kept: saved tensors in this storage.
-    made: the scope saw torch allocate the storage for a result.
-    exposed: something may write to the storage without raising a version.
-    named: a detached tensor gives the storage another name, and the scope may not see what is done with that name.
-    """
-
-    __slots__ = ("exposed", "kept", "made", "named", "offers", "storage")
-
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
-        self.offers: list[Offer] = []
-        self.kept: list[weakref.ref[Kept]] = []
-        self.made = self.exposed = self.named = False
-
-    def keepers(self) -> Iterator[Kept]:
-        """Yields the saved tensors that still share the memory and still have the values that were saved."""
-        for ref in self.kept:
-            kept = ref()
-            if kept is not None and not (kept.copied or kept.changed()):
-                yield kept
-
-    def kept_at(self, at: Place, version: int) -> Kept | None:
-        for kept in self.keepers():
-            if kept.version == version and kept.at.holds(at):
-                return kept
-        return None
-
-    def offer_of(self, at: Place, version: int) -> Offer | None:
-        for offer in self.offers:
-            if offer.version == version and offer.at.holds(at):
-                return offer
-        return None
+_unwatched = torch._C.DisableTorchFunction
 
 
 class Registry:
@@ -89,46 +40,65 @@ class Registry:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors for itself: decides what to save for such a tensor.
-        self.claim: Callable[[Tensor], Kept | Handle | None] | None = None
+        self.claim: Callable[[Tensor], Data | Handle | None] | None = None
         # Set during a call of a norm: collects the parameters and statistics that the call saves.
         self.vectors: list[Tensor] | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of a concatenation, by the concatenation, as long as that lives.
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, Memory] = {}
         registry = weakref.ref(self)
 
-        def gone(storage: _Storage) -> None:
+        def gone(storage: Storage) -> None:
             own = registry()
-            if own is not None and storage.key in own._memories and own._memories[storage.key].storage is storage:
+            memory = None if own is None else own._memories.get(storage.key)
+            if own is not None and memory is not None and memory.storage is storage:
                 del own._memories[storage.key]
 
         self._gone = gone
 
-    def pack(self, t: Tensor) -> Kept | Handle:
+    def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
-        with torch._C.DisableTorchFunction():
+        with _unwatched():
             # Parameters and vectors of statistics are saved as they are; recipes have copies of them.
-            if (t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t):
+            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
+                saved = as_it_is(t, self.outer)
                 if self.vectors is not None:
-                    self.vectors.append(t.detach())
-                return Kept(t, self.outer)
-            claimed = None if self.claim is None else self.claim(t)
-            if claimed is not None:
-                return claimed
-            at, recipe, memory = Place.of(t), None, self._find(t)
-            if memory is not None and memory.offers and memory.kept_at(at, t._version) is None:
+                    self.vectors.append(saved[0] if type(saved) is tuple else t.detach())
+                return saved
+            if self.claim is not None:
+                claimed = self.claim(t)
+                if claimed is not None:
+                    return self._counted(claimed)
+            at, storage = Place.of(t), t.untyped_storage()
+            memory = self._memory(storage)
+            if memory.offers and memory.kept_at(at, t._version) is None:
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
-            return self.keep(t, at) if recipe is None else Handle(recipe, at)
+                if recipe is not None:
+                    return self._counted(Handle(recipe, at))
+            return self._keep(t, at, memory)
 
-    def keep(self, t: Tensor, at: Place | None = None) -> Kept:
-        kept = Kept(t, self.outer, Place.of(t) if at is None else at)
-        memory = self._memory(t.untyped_storage())
-        kept.exposed = memory.exposed
-        kept.in_recipe = self.saves_sources
-        kept.in_graph = not self.saves_sources
+    def _counted(self, saved: Data | Handle) -> Data | Handle:
+        """Lets a checkpoint around the scope count a saved tensor that has a recipe.
+
+        A checkpoint stops computing again, by an exception, at the last tensor that it has counted.  Counted like this,
+        that is the tensor that it is without the scope.
+        """
+        if self.outer is not None and self._in_checkpoint and type(saved) is Handle:
+            self.outer[0](torch.empty(0))
+        return saved
+
+    def keep(self, t: Tensor) -> Data:
+        return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
+
+    def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
+        kept = Data(t, self.outer, at)
+        if memory.exposed:
+            kept.exposed = True
+        if self.saves_sources:
+            kept.in_recipe, kept.in_graph = True, False
         if memory.kept:
             memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(kept))
@@ -138,21 +108,59 @@ class Registry:
         self,
         output: Tensor,
         rebuild: Callable[..., Tensor],
-        inputs: Sequence[Tensor | Kept | Recipe],
+        inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None = None,
-        changes: int = 0,
-    ) -> Offer | None:
-        """Records the recipe of ``output`` as it is now, or will be after so many changes in place."""
+    ) -> None:
+        """Records the recipe of ``output``, whose memory a call has just allocated."""
         if not (output.is_floating_point() and plain(output)):
-            return None
-        if not all(not isinstance(t, Tensor) or plain(t) for t in inputs):
-            return None
+            return
         own = output.untyped_storage()
-        # Memory that an argument lies in was made by another call, unless this call writes to it.
-        if not changes and any(isinstance(t, Tensor) and t.untyped_storage() is own for t in inputs):
-            return None
-        memory, at, links = self._memory(own), Place.of(output), list[tuple[Input, Place]]()
-        memory.made |= not changes
+        for t in inputs:
+            # Memory that an argument lies in was made by another call.
+            if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
+                return
+        memory = self._memory(own)
+        memory.made = True
+        self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
+
+    def overwriting(
+        self,
+        x: Tensor,
+        rebuild: Callable[..., Tensor],
+        others: Sequence[Tensor],
+        overwrite: Callable[..., Tensor] | None,
+    ) -> tuple[Recipe | None, Offer | None]:
+        """``x`` is about to be overwritten by ``rebuild(x, *others)``, which raises its version by one.
+
+        Returns the recipe of ``x`` as it is, and the offer of what ``x`` becomes.
+        """
+        if not self.before_change(x):
+            return None, None
+        memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
+        offer = memory.offer_of(at, version)
+        before = None if offer is None else offer.source(self)
+        if offer is None or before is None or not (x.is_floating_point() and all(map(plain, others))):
+            return before, None
+        if memory.exposed or memory.kept_at(at, version) is not None:
+            # The data of x is kept, and is about to be overwritten.
+            return before, None
+        return before, self._record(x, at, memory, [(offer, at)], rebuild, others, overwrite)
+
+    def _record(
+        self,
+        output: Tensor,
+        at: Place,
+        memory: Memory,
+        links: list[tuple[Input, Place]],
+        rebuild: Callable[..., Tensor],
+        inputs: Sequence[Tensor | Data | Recipe],
+        overwrite: Callable[..., Tensor] | None,
+    ) -> Offer | None:
+        """Records a recipe, unless an input is not certain, or it is not worth it.
+
+        ``links`` has the first input already where that is ``output`` itself, which the call is about to overwrite.
+        """
+        version, changes = output._version, len(links)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -163,18 +171,14 @@ class Registry:
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if changes and not isinstance(links[0][0], Offer):
-            # its data is about to be overwritten
-            return None
         if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # Written over an input of another size, layout or dtype, the result would be another one.
             overwrite = None
-        version = output._version + changes
-        autocast = Autocast.now(output.device.type)
-        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
+        offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        memory.offers = [other for other in memory.offers if other.version >= output._version]
+        if memory.offers:
+            memory.offers = [other for other in memory.offers if other.version >= version]
         memory.offers.append(offer)
         return offer
 
@@ -191,30 +195,32 @@ class Registry:
         recipe = offer.source(self)
         return None if recipe is None else Handle(recipe, at)
 
-    def source(self, t: Tensor) -> Recipe | None:
-        """The recipe of ``t`` as it is, if it has one."""
-        memory = self._find(t)
-        offer = None if memory is None else memory.offer_of(Place.of(t), t._version)
-        return None if offer is None else offer.source(self)
-
     def withdraw(self, output: Tensor, offer: Offer) -> None:
-        memory = self._find(output)
+        memory = self._find(output.untyped_storage())
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, t: Tensor) -> None:
-        """``t`` is about to be written to: copies what recipes read from its memory."""
-        t = unwrapped(t)
+    def before_change(self, x: Tensor) -> bool:
+        """``x`` is about to be written to: copies what recipes read from its memory.
+
+        Returns whether ``x`` is plain and something is known of its memory, so that it may have a recipe.
+        """
+        t = x
         if not plain(t):
-            return
-        memory = self._find(t)
+            t = unwrapped(t)
+            if not plain(t):
+                return False
+        storage = t.untyped_storage()
+        memory = self._find(storage)
         # The version of t will no longer tell that its node in the graph is the one that made its memory.
-        if (memory is None or not memory.made) and self.is_computed(t):
-            self.note_made(t)
-        # Versions are not compared with that of t, which may be another name of the memory with its own count.
-        for kept in memory.keepers() if memory is not None else ():
-            if kept.in_recipe:
-                kept.copy_before_change(t.untyped_storage())
+        if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
+            self._memory(storage).made = True
+        if memory is not None:
+            # Versions are not compared with that of t, which may be another name of the memory with its own count.
+            for kept in memory.keepers():
+                if kept.in_recipe:
+                    kept.copy_before_change(storage)
+        return memory is not None and t is x
 
     def expose(self, t: Tensor) -> None:
         """From now on, something may write to the memory of ``t`` without raising a version.
@@ -239,7 +245,7 @@ class Registry:
             recipe = offer.recipe()
             # Saved tensors of an older version have the values of that version in eager mode as well, or raise.
             if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
-                recipe.data = Kept(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
+                recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
         memory.offers.clear()
         memory.exposed = True
 
@@ -257,11 +263,11 @@ class Registry:
                 kept.copy_before_change(t.untyped_storage())
 
     def is_source(self, t: Tensor) -> bool:
-        memory = self._find(t) if plain(t) else None
+        memory = self._find(t.untyped_storage()) if plain(t) else None
         return memory is not None and any(kept.in_recipe for kept in memory.keepers())
 
     def is_exposed(self, t: Tensor) -> bool:
-        memory = self._find(t)
+        memory = self._find(t.untyped_storage())
         return memory is not None and memory.exposed
 
     def note_made(self, t: Tensor) -> None:
@@ -275,13 +281,16 @@ class Registry:
         It is the result of a call that this scope saw, or of one with a node in the graph.  False for the caller's own
         memory, such as images, parameters and buffers, which may change in ways that no version shows.
         """
+        storage = t.untyped_storage()
+        return self._is_computed(t, storage, self._find(storage))
+
+    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: Memory | None) -> bool:
         # false for memory of numpy and other libraries, and for what was handed to them
-        if not t.untyped_storage().resizable():
+        if not storage.resizable():
             return False
-        memory = self._find(t)
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
-        if self._in_checkpoint or recomputing():
+        if self._in_checkpoint or torch._C._current_graph_task_id() != -1:
             # A checkpoint keeps its inputs, and the graph of what it computes again lives no longer than one backward.
             return True
         whole = t._base if t._is_view() else t
@@ -292,7 +301,7 @@ class Registry:
         """Whether ``t`` may be saved in place of something that is computed from it."""
         if not plain(t):
             return False
-        at, memory = Place.of(t), self._find(t)
+        at, memory = Place.of(t), self._find(t.untyped_storage())
         if memory is None or memory.exposed:
             return self.is_computed(t)
         known = memory.kept_at(at, t._version) or memory.offer_of(at, t._version)
@@ -307,7 +316,8 @@ class Registry:
         small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
         # not parameters and running statistics
         if not (small and t.is_leaf):
-            memory = self._find(t)
+            storage = t.untyped_storage()
+            memory = self._find(storage)
             if memory is not None and not memory.exposed:
                 kept = memory.kept_at(at, t._version)
                 if kept is not None:
@@ -315,7 +325,7 @@ class Registry:
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
-            if not small and self.is_computed(t):
+            if not small and self._is_computed(t, storage, memory):
                 return Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at
@@ -323,13 +333,15 @@ class Registry:
         copy = t.detach().clone()
         return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 
-    def _find(self, t: Tensor) -> _Memory | None:
-        storage = t.untyped_storage()
+    def _find(self, storage: torch.UntypedStorage) -> Memory | None:
         memory = self._memories.get(storage._cdata)
         return memory if memory is not None and memory.storage() is storage else None
 
-    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
-        memory = self._memories.get(storage._cdata)
+    def _memory(self, storage: torch.UntypedStorage) -> Memory:
+        key = storage._cdata
+        memory = self._memories.get(key)
         if memory is None or memory.storage() is not storage:
-            memory = self._memories[storage._cdata] = _Memory(_Storage(storage, self._gone))
+            own = Storage(storage, self._gone)
+            own.key = key
+            memory = self._memories[key] = Memory(own)
         return memory

@@ -1,4 +1,6 @@
-"""What the graph holds in place of a saved tensor: ``Kept`` data, or a ``Handle`` of a ``Recipe``.
+"""What the graph holds in place of a saved tensor: ``Data``, or a ``Handle`` of a ``Recipe``.
+
+A tensor that no recipe can read, such as a parameter, is held with its version and nothing else (``as_it_is``).
 
 A recipe is rebuilt when backward asks for the tensor.  The result is held a little longer if the same graph will ask
 for it again soon.  This is known from the order in which handles were made, because backward visits them in reverse.
@@ -8,12 +10,15 @@ import functools
 import itertools
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
 # A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
 NEAR = 8
@@ -30,93 +35,67 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-class Place(NamedTuple):
-    """Where in its storage a tensor lies."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, t: Tensor) -> "Place":
-        return cls(t.size(), t.stride(), int(t.storage_offset()), t.dtype)
-
-    def layout(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-        """Everything except the offset."""
-        return self.size, self.stride, self.dtype
-
-    def end(self) -> int:
-        return self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
-
-    def _dense(self) -> bool:
-        """Whether the tensor shows every element between its first and its last one exactly once."""
-        expected = 1
-        for step, n in sorted(zip(self.stride, self.size, strict=True)):
-            if n != 1:
-                if step != expected:
-                    return False
-                expected *= n
-        return True
-
-    def holds(self, other: "Place") -> bool:
-        """Whether a tensor at this place has all elements of a tensor at ``other``."""
-        if self == other:
-            return True
-        if self.dtype != other.dtype or 0 in self.size or 0 in other.size:
-            return False
-        return self.offset <= other.offset and other.end() <= self.end() and self._dense()
-
-
-NOWHERE = Place(torch.Size(), (), 0, torch.float32)
-
-
-def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
-    """The tensor at ``want``, as a view of ``t``, which has the values of the tensor at ``have``."""
-    if have == want:
-        return t
-    if t.stride() != have.stride:
-        # Hooks around the scope may return the tensor with other strides.
-        t = torch.empty_strided(have.size, have.stride, dtype=t.dtype, device=t.device).copy_(t)
-    return t.as_strided(want.size, want.stride, t.storage_offset() + want.offset - have.offset)
-
-
 def _version_of(packed: Any) -> int:
     """The version of a tensor; 0 for an inference tensor, which has none, and for other objects."""
     return packed._version if isinstance(packed, Tensor) and not packed.is_inference() else 0
 
 
-class Kept:
-    """Data in the graph: the tensor, or what the hooks around the scope (``outer``) have made of it.
+def _modified(t: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {version} instead.  It was "
+        "saved under fusedseg.recompute(), where a tensor that others are rebuilt from may be modified inside the "
+        "scope only"
+    )
+
+
+# A tensor, and its version when it was saved; -1 for an inference tensor, which has none.
+AsItIs = tuple[Tensor, int]
+
+
+def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
+    """What to hold of a tensor that no recipe reads."""
+    if outer is not None:
+        return Data(t, outer)
+    # An output that is saved together with its own graph would keep itself alive, so the graph is left out.  PyTorch
+    # itself holds a tensor without a graph as it is.
+    held = t.detach() if t.requires_grad and not is_trained_leaf(t) else t
+    return held, -1 if t.is_inference() else t._version
+
+
+class Data:
+    """A saved tensor that is kept: the tensor, or what the hooks around the scope (``outer``) have made of it.
 
     in_recipe: recipes read it.
     in_graph: a saved tensor of the graph reads it; False for data that is kept for recipes alone.
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
+    held: the tensor that the hooks around the scope have returned, while it is needed again soon.
+    recipes_copy: the values for recipes, where the memory may be written to without raising a version.
     """
 
-    __slots__ = (
-        "__weakref__", "at", "copied", "exposed", "held", "in_graph", "in_recipe", "outer", "packed", "recipes_copy",
-        "version", "version_packed",
-    )  # fmt: skip
+    # Most objects never change these, so that each is set where it changes.
+    in_recipe = copied = exposed = False
+    in_graph = True
+    held: Tensor | None = None
+    recipes_copy: "Data | None" = None
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
-        self.at, self.outer, self.in_recipe, self.copied = at, outer, False, False
-        self.in_graph, self.exposed = True, False
-        self.held: Tensor | None = None
-        self.recipes_copy: Kept | None = None
-        self._take(t)
+        self.at, self.outer = at, outer
+        # Detached, since an output that is saved together with its own graph would keep itself alive.
+        self._take(t.detach())
 
     def _take(self, t: Tensor) -> None:
-        # Detached, since an output that is saved together with its own graph would keep itself alive.
-        t = t.detach()
+        if self.outer is None:
+            self.packed, self.version = t, t._version
+            return
         self.version = _version_of(t)
-        self.packed = t if self.outer is None else self.outer[0](t)
+        self.packed = self.outer[0](t)
         self.version_packed = _version_of(self.packed)
 
     def changed(self) -> bool:
         # If outer hooks hold the tensor, they must detect changes to it.
-        return self.outer is None and _version_of(self.packed) != self.version
+        return self.outer is None and self.packed._version != self.version
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         at = self.at
@@ -138,29 +117,20 @@ class Kept:
         Saved tensors go on reading the memory, as they do in eager mode.
         """
         if self.recipes_copy is None:
-            self.recipes_copy = Kept(self._copy(storage), self.outer, self.at)
+            self.recipes_copy = Data(self._copy(storage), self.outer, self.at)
 
     def load_for_recipe(self) -> Tensor:
         if self.recipes_copy is not None:
             return self.recipes_copy.load()
-        packed = self.packed
-        if self.outer is not None and _version_of(packed) != self.version_packed:
+        if self.outer is not None and _version_of(self.packed) != self.version_packed:
             # The hooks around the scope have not copied the tensor.
-            raise self._modified(packed)
+            raise _modified(self.packed, self.version)
         return self.load()
 
-    def _modified(self, t: Tensor) -> RuntimeError:
-        return RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {self.version} instead.  It was "
-            "saved under fusedseg.recompute(), where a tensor that others are rebuilt from may be modified inside the "
-            "scope only"
-        )
-
     def load(self) -> Tensor:
-        if self.changed():
-            raise self._modified(self.packed)
         if self.outer is None:
+            if self.packed._version != self.version:
+                raise _modified(self.packed, self.version)
             return self.packed
         if self.held is None:
             t = self.outer[1](self.packed)
@@ -172,6 +142,9 @@ class Kept:
     def near(self, order: int) -> bool:
         """Always True: what hooks have returned is held until the backward pass ends."""
         return True
+
+
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 @functools.cache
@@ -187,14 +160,18 @@ class Autocast(NamedTuple):
     dtype: torch.dtype | None
 
     @classmethod
-    def now(cls, kind: str) -> "Autocast":
-        if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
+    def of(cls, t: Tensor) -> "Autocast":
+        """The state now, of the device of ``t``."""
+        if not _is_any_autocast_enabled():
             return OFF
-        return cls(True, torch.get_autocast_dtype(kind))
+        kind = t.device.type
+        enabled = _has_autocast(kind) and torch.is_autocast_enabled(kind)
+        return cls(True, torch.get_autocast_dtype(kind)) if enabled else OFF
 
     def again(self, kind: str) -> Any:
+        """The context in which a call runs under this state; None if that is the state now."""
         if not _has_autocast(kind) or not (self.enabled or torch.is_autocast_enabled(kind)):
-            return nullcontext()
+            return None
         # Without the cache, since that belongs to the caller's autocast region.
         return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
 
@@ -217,7 +194,9 @@ class Recipe:
     tensors then read ``data``; other recipes still rebuild the values of the call.
     """
 
-    __slots__ = ("__weakref__", "at", "autocast", "data", "device", "held", "inputs", "orders", "overwrite", "rebuild")
+    data: Data | None = None
+    # the rebuilt value and its version
+    held: tuple[Tensor, int] | None = None
 
     def __init__(
         self,
@@ -226,18 +205,16 @@ class Recipe:
         rebuild: Callable[..., Tensor],
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
-        inputs: Sequence[tuple["Kept | Recipe", Place]],
+        inputs: Sequence[tuple["Data | Recipe", Place]],
     ) -> None:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
-        self.data: Kept | None = None
-        # the numbers of its handles
+        # the numbers of its handles, which ascend
         self.orders: list[int] = []
-        # the rebuilt value and its version
-        self.held: tuple[Tensor, int] | None = None
 
     def near(self, order: int) -> bool:
-        return any(order - NEAR <= own < order for own in self.orders)
+        i = bisect_left(self.orders, order)
+        return i > 0 and self.orders[i - 1] >= order - NEAR
 
     def load(self, order: int) -> tuple[Tensor, bool]:
         """Returns the tensor, and whether the caller may write over it."""
@@ -253,15 +230,26 @@ class Recipe:
         return value, True
 
     def _rebuilt(self, order: int) -> Tensor:
-        inputs, first_is_ours = [], False
-        for i, (source, at) in enumerate(self.inputs):
-            t, ours = (source.load_for_recipe(), False) if isinstance(source, Kept) else source.load(order)
+        inputs: list[Tensor] = []
+        first_is_ours = False
+        for source, at in self.inputs:
+            if isinstance(source, Recipe):
+                t, ours = source.load(order)
+                first_is_ours |= ours and not inputs
+            else:
+                t = source.load_for_recipe()
             inputs.append(seen_as(t, source.at, at))
-            first_is_ours |= ours and i == 0
-        with torch._C.DisableTorchFunction(), torch.no_grad(), self.autocast.again(inputs[0].device.type):
-            out = (self.overwrite if self.overwrite and first_is_ours else self.rebuild)(*inputs)
+        call = self.overwrite if self.overwrite is not None and first_is_ours else self.rebuild
+        differs = self.autocast.enabled or _is_any_autocast_enabled()
+        autocast = self.autocast.again(inputs[0].device.type) if differs else None
+        with torch._C.DisableTorchFunction():
+            if autocast is None and not torch.is_grad_enabled():
+                out = call(*inputs)
+            else:
+                with torch.no_grad(), autocast or nullcontext():
+                    out = call(*inputs)
             at = self.at
-            if (out.size(), out.dtype, out.device) != (at.size, at.dtype, self.device):
+            if out.size() != at.size or out.dtype != at.dtype or out.device != self.device:
                 raise RuntimeError(
                     f"fusedseg.recompute: a saved {at.dtype} tensor of shape {tuple(at.size)} on {self.device} was "
                     f"rebuilt as {out.dtype} {tuple(out.size())} on {out.device}; please report this as a bug of "
@@ -282,24 +270,25 @@ class Handle:
         recipe.orders.append(self.order)
 
     def load(self) -> Tensor:
-        _let_go(_thread.held, self.order)
-        data = self.recipe.data
-        value = self.recipe.load(self.order)[0] if data is None else data.load()
-        return seen_as(value, self.recipe.at, self.at)
+        held, recipe = _thread.held, self.recipe
+        if held:
+            _let_go(held, self.order)
+        value = recipe.load(self.order)[0] if recipe.data is None else recipe.data.load()
+        return seen_as(value, recipe.at, self.at)
 
 
 class _Thread(threading.local):
     """The recipes and the kept tensors whose values are held for the backward pass that runs in this thread."""
 
     def __init__(self) -> None:
-        self.held: list[weakref.ref[Kept | Recipe]] = []
+        self.held: list[weakref.ref[Data | Recipe]] = []
 
 
 _thread = _Thread()
 _orders = itertools.count()
 
 
-def _hold(source: Kept | Recipe) -> bool:
+def _hold(source: Data | Recipe) -> bool:
     """Registers ``source`` as holding a value, and returns whether that value will be dropped again.
 
     It is dropped when the backward pass of this thread no longer needs it, or ends.  Outside a backward pass nothing
@@ -314,7 +303,7 @@ def _hold(source: Kept | Recipe) -> bool:
     return True
 
 
-def _let_go(held: list["weakref.ref[Kept | Recipe]"], order: int | None = None) -> None:
+def _let_go(held: list["weakref.ref[Data | Recipe]"], order: int | None = None) -> None:
     """Drops held values that no saved tensor near ``order`` needs.  ``order=None`` drops all of them."""
     stay = []
     for ref in held:
@@ -328,9 +317,14 @@ def _let_go(held: list["weakref.ref[Kept | Recipe]"], order: int | None = None) 
     held[:] = stay
 
 
-def unpack(packed: Kept | Handle) -> Tensor:
+def unpack(packed: AsItIs | Data | Handle) -> Tensor:
     """The hook that autograd calls in backward.
 
     It changes no global state, because hooks around the scope may run any code in it; checkpoints do.
     """
-    return packed.load()
+    if type(packed) is not tuple:
+        return packed.load()  # type: ignore[union-attr]
+    t, version = packed
+    if version >= 0 and t._version != version:
+        raise _modified(t, version)
+    return t

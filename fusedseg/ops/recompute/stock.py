@@ -12,43 +12,45 @@ The table has what aten saves for backward, and what is saved inside the scope:
     mul, div                                 both inputs           the inputs or their recipes; the output has a recipe
     convolutions under autocast              the cast weight       the parameter
     dropout                                  a mask of floats      a mask of one byte per element; it is drawn once
-    max_pool                                 input, int64 indices  one byte per element (``ops/max_pool``), no input
+    max_pool                                 input, int64 indices  one byte per element (``ops/max_pool``), and no input
 
 A tensor of a quarter of its input or less, such as a pool's output, is kept if the input would have to be rebuilt
 first.  All other functions run as they are; ``watch.py`` tells the registry about those that write in place.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...activation import OF_MODULE, OTHERS
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
 from ..max_pool import op as max_pool
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted
-from .plain import plain
+from .plain import Place, plain
 from .registry import Registry
-from .saved import Autocast, Handle, Kept, Place, Recipe
+from .saved import Autocast, Data, Handle, Recipe
 from .stock_norm import norm
 
 Function = Callable[..., Any]
 
 
 def _offer(
-    registry: Registry, out: Any, rebuild: Function, tensors: list[Tensor], overwrite: Function | None = None
+    registry: Registry, out: Any, rebuild: Function, tensors: Sequence[Tensor], overwrite: Function | None = None
 ) -> None:
     if isinstance(out, Tensor) and tensors:
         registry.offer(out, rebuild, tensors, overwrite)
 
 
 def _call(
-    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], rebuild: Function,
+    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: Sequence[Tensor], rebuild: Function,
     overwrite: Function | None,
 ) -> Any:  # fmt: skip
     """Calls a function that writes to none of its arguments, and offers the recipe ``rebuild``."""
@@ -88,17 +90,28 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
         # Beside an argument of more precision, pure returns the dtype of that argument.
         return apart(x, *others).to(x.dtype)
 
-    with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again):
+    with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again, registry=registry):
         return func(*args, **kwargs)
 
 
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
-    again, tensors = replay(func, args, kwargs)
+    apart: Function
+    if len(args) == 1 and kwargs.keys() <= {"inplace"}:
+        (apart, overwrite), tensors = _forms(func), args
+    else:
+        again, tensors = replay(func, args, kwargs)
+        apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
-        return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
-    with recipes.expect(tensors[0], again.by(func, inplace=False), *tensors[1:], overwrite=again):
+        return _call(registry, func, args, kwargs, tensors, apart, overwrite)
+    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=overwrite, registry=registry):
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _forms(func: Function) -> tuple[Function, Function]:
+    """A function of one tensor that has the option ``inplace``, without and with the option."""
+    return func, functools.partial(func, inplace=True)
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
@@ -131,7 +144,7 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
     Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast.
     """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if not isinstance(weight, Tensor) or not Autocast.now(weight.device.type).enabled:
+    if not isinstance(weight, Tensor) or not Autocast.of(weight).enabled:
         return func(*args, **kwargs)
     if not (weight.is_leaf and weight.requires_grad and plain(weight)):
         return func(*args, **kwargs)
@@ -152,7 +165,7 @@ def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """
     again, tensors = replay(func, args, kwargs)
     slopes = tensors[1]
-    if not Autocast.now(slopes.device.type).enabled:
+    if not Autocast.of(slopes).enabled:
         return _call(registry, func, args, kwargs, tensors, again, None)
 
     def used(t: Tensor) -> None:
@@ -170,9 +183,9 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of dropout, of elements or of channels.  The function itself draws the mask, once."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     x, p, inplace = named["input"], named.get("p", 0.5), named.get("inplace")
-    drawn: list[Kept | Recipe] = []
+    drawn: list[Data | Recipe] = []
 
-    def noise(t: Tensor) -> Kept | Handle | None:
+    def noise(t: Tensor) -> Data | Handle | None:
         if drawn or not plain(t) or t.untyped_storage() is x.untyped_storage():
             return None
         if t.dtype == torch.bool or t.size() != x.size():
@@ -181,7 +194,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
             return kept
         mask, dtype, at = t != 0, t.dtype, Place.of(t)
         source = registry.keep(mask), Place.of(mask)
-        made = Recipe(at, t.device, lambda m: m.to(dtype).div_(1 - p), None, Autocast.now(t.device.type), [source])
+        made = Recipe(at, t.device, lambda m: m.to(dtype).div_(1 - p), None, Autocast.of(t), [source])
         drawn.append(made)
         return Handle(made, at)
 
@@ -191,7 +204,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
     # For a tensor without a batch the mask has one dimension more than x, and the product would have another shape.
     if drawn and not inplace and out.size() == x.size() and len(drawn[0].at.size) == x.dim():
-        masked = isinstance(drawn[0], Kept) and drawn[0].at.dtype == torch.bool
+        masked = isinstance(drawn[0], Data) and drawn[0].at.dtype == torch.bool
         registry.offer(out, functools.partial(_masked, p=p) if masked else torch.mul, [x, drawn[0]])
     return out
 
@@ -203,12 +216,25 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 Rule = Callable[[Registry, Function, Any, Any], Any]
-# functions of torch.nn.functional with the option `inplace`
-FLAGGED = (F.relu, F.leaky_relu, F.elu, F.silu, F.mish, F.hardswish, F.relu6, F.hardtanh, F.selu, F.celu, F.hardsigmoid)
 # names of functions and methods that have an in-place form with an underscore
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
-PURE = (
-    F.gelu, F.softplus, F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
+
+
+def _activations(flagged: bool) -> tuple[Function, ...]:
+    """The activations of ``torch.nn.functional`` whose rule is that of their kind, with or without ``inplace``.
+
+    Not among them are those that draw random numbers, and prelu, which has a rule of its own.
+    """
+    stock = [(module, row.name) for module, row in OF_MODULE.items() if not row.learned]
+    stock += [(row.module, row.name) for row in OTHERS if row.module is not None and not row.random]
+    return tuple(
+        getattr(F, name) for module, name in stock if ("inplace" in inspect.signature(module).parameters) == flagged
+    )
+
+
+FLAGGED = _activations(True)
+PURE: tuple[Function, ...] = (
+    *_activations(False), F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     torch.stack, torch.flatten, torch.reshape, torch.clone,
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,

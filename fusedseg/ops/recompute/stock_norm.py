@@ -5,47 +5,50 @@ The bits are the same, since aten rounds weight / sqrt(var + eps) once in both c
 on the batch alone.
 """
 
+import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..conv.convolution import FORMATS
-from . import recipes
+from ..layout import FORMATS
 from .calls import replay
-from .plain import plain
+from .plain import Place, plain
 from .registry import Registry
-from .saved import OFF, Handle, Place, Recipe
+from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
-# the first arguments of both functions; the arguments after these do not matter in a second call
-NAMES = ("input", "running_mean", "running_var", "weight", "bias")
-# the name and the default of the argument that asks for the statistics of the batch
-OWN = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+_TENSORS = ("input", "running_mean", "running_var", "weight", "bias")
+# The names of the arguments, and the default of the sixth, which asks for the statistics of the batch.
+NAMES = {
+    F.batch_norm: ((*_TENSORS, "training", "momentum", "eps"), False),
+    F.instance_norm: ((*_TENSORS, "use_input_stats", "momentum", "eps"), True),
+}
 
 
 def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
-    flag, default = OWN[func]
-    named = dict(zip((*NAMES, flag, "momentum", "eps"), args, strict=False)) | kwargs
-    x, own, instance = named["input"], named.get(flag, default), func is F.instance_norm
+    names, default = NAMES[func]
+    named = dict(zip(names, args, strict=False))
+    named.update(kwargs)
+    x, own, instance = named["input"], named.get(names[5], default), func is F.instance_norm
     if not plain(x):
         return func(*args, **kwargs)
     vectors: list[Tensor] = []
-    registry.vectors = vectors
+    before, registry.vectors = registry.claim, vectors
+    if instance:
+        registry.claim = functools.partial(_laid_anew, registry, x)
     try:
-        with recipes.claimed(registry, lambda t: _laid_anew(registry, x, t)) if instance else nullcontext():
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
     finally:
-        registry.vectors = None
+        registry.claim, registry.vectors = before, None
     again = _again(x, named.get("weight"), named.get("bias"), vectors, instance) if own else None
     if again is not None:
         registry.offer(out, again, [x])
         return out
-    for name in NAMES[1:3]:
+    for name in names[1:3]:
         # Copies: aten moves running statistics without a new version.
         moved = named.get(name)
         named[name] = None if own or moved is None else moved.detach().clone()
@@ -73,7 +76,8 @@ def _again(
         weight = weight.detach()
         scale = scale * (weight.repeat(len(x)) if instance else weight)
     if bias is not None:
-        bias = bias.detach().to(mean.dtype, copy=True)
+        bias = bias.detach()
+        bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
         bias = bias.repeat(len(x)) if instance else bias
 
     def again(x: Tensor) -> Tensor:

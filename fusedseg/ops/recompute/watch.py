@@ -17,6 +17,7 @@ from .registry import Registry
 from .stock import RULES
 
 Function = Callable[..., Any]
+_is_compiling = torch.compiler.is_compiling
 
 # The methods that Python calls for |= and similar operators.  Other in-place operators call methods such as add_.
 INPLACE_OPERATORS = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
@@ -69,7 +70,7 @@ NAMING = EXPOSING | DETACHING
 
 @functools.cache
 def _may_change(func: Function) -> bool:
-    """Whether a function, called without keywords, may write to a tensor or give its memory another name."""
+    """Whether a function may write to a tensor, or give its memory another name, without ``out`` or ``inplace``."""
     return func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
 
 
@@ -128,9 +129,11 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return func(*args, **kwargs)
         registry, rule = self.registry, RULES.get(func)
+        if rule is None and not kwargs and not _may_change(func):
+            return func(*args)
         if rule is not None and "out" not in kwargs and recipes.innermost() is registry:
             if torch.is_grad_enabled():
                 return rule(registry, func, args, kwargs)
@@ -139,7 +142,7 @@ class Watch(TorchFunctionMode):
                 with torch._C.DisableTorchFunction():
                     _made(registry, out, args)
                 return out
-        if kwargs or _may_change(func):
+        if _may_change(func) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             with torch._C.DisableTorchFunction():
                 for t in _written(func, args, kwargs):
                     registry.before_change(t)

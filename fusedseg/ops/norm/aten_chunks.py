@@ -1,0 +1,72 @@
+"""Chunks of a tensor that stay in a CPU's cache, and the passes over one that ``aten_output.py`` is made of."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..layout import Layout
+from .spec import stats_dtype
+
+aten = torch.ops.aten
+
+# so many chunks are still done as one: dealing them out costs more than the cache gains
+WHOLE = 6
+# aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
+SLOW_STATISTICS = 2**16
+
+
+def chunk_elements(x: Tensor) -> int:
+    """What leaves room in a CPU's cache for the few tensors in flight; elsewhere the number of launches counts."""
+    if x.device.type != "cpu":
+        return 2**26
+    return 2**21 // x.element_size()
+
+
+def channel_chunks(x: Tensor, D: int = 1) -> Iterator[slice]:
+    """Ranges of channels of planes (N, C, S), whole groups of D, two at least, so that two threads find work."""
+    N, C, S = x.shape
+    step = max(2, chunk_elements(x) // (N * S * D)) * D
+    return (slice(c, min(c + step, C)) for c in range(0, C, step))
+
+
+def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of (N, C, S), in two passes of which the second meets the cache."""
+    m = x.shape[0] * x.shape[2]
+    means, variances = [], []
+    for c in channel_chunks(x):
+        # positions first, samples then: aten is slow at reducing over both at once
+        mean = x[:, c].sum(2).sum(0).div_(m)
+        d = x[:, c] - mean.view(1, -1, 1)
+        means.append(mean)
+        variances.append(torch.linalg.vector_norm(d, dim=2).square_().sum(0).div_(m))
+    return torch.cat(means), torch.cat(variances)
+
+
+def slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
+    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
+    # nothing is slow without values but many pieces
+    return slow and not isinstance(x, FakeTensor)
+
+
+def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of a ``channel_view``."""
+    acc = stats_dtype(xv)
+    if slow_statistics(xv, layout, acc):
+        return _plane_moments(xv)
+    if xv.device.type == "cpu":
+        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
+    else:
+        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+    return mean, var
+
+
+def scale_shift(x, out, weight, bias, mean, var, eps) -> None:
+    """out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
+    unused = mean.new_empty(0)
+    torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
+
+
+def small(x: Tensor) -> bool:
+    return x.numel() <= WHOLE * chunk_elements(x)

@@ -1,0 +1,54 @@
+"""What the registry knows about one live storage: its offers, and the saved tensors that lie in it."""
+
+import weakref
+from collections.abc import Iterator
+
+from .offers import Offer
+from .plain import Place
+from .saved import Data
+
+
+class Storage(weakref.ref):
+    """A weak reference to a storage, and the key that the registry finds it by."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Memory:
+    """What is known about one live storage.
+
+    offers: recipes of tensors in this storage, for its newest version.
+    kept: saved tensors in this storage.
+    made: the scope saw torch allocate the storage for a result.
+    exposed: something may write to the storage without raising a version.
+    named: a detached tensor gives the storage another name, and the scope may not see what is done with that name.
+    """
+
+    made = exposed = named = False
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.offers: list[Offer] = []
+        self.kept: list[weakref.ref[Data]] = []
+
+    def keepers(self) -> Iterator[Data]:
+        """Yields the saved tensors that still share the memory and still have the values that were saved."""
+        for ref in self.kept:
+            kept = ref()
+            if kept is not None and not (kept.copied or kept.changed()):
+                yield kept
+
+    def kept_at(self, at: Place, version: int) -> Data | None:
+        for ref in self.kept:
+            kept = ref()
+            if kept is None or kept.version != version or kept.copied or not kept.at.holds(at) or kept.changed():
+                continue
+            return kept
+        return None
+
+    def offer_of(self, at: Place, version: int) -> Offer | None:
+        for offer in self.offers:
+            if offer.version == version and offer.at.holds(at):
+                return offer
+        return None

@@ -1,0 +1,404 @@
+"""The flow of a model changes after it was converted: what stays right, and what the report says about it."""
+
+import copy
+import functools
+import io
+import json
+import linecache
+import logging
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fusedseg
+from fusedseg.__main__ import main
+from fusedseg.conversion import Branch
+from fusedseg.conversion.verify import verify
+from tests.conversion import networks
+from tests.conversion.compare import assert_same, converted, replaced
+
+LEAKY = functools.partial(nn.LeakyReLU, 0.1)
+
+
+class Flagged(nn.Module):
+    """Reads the convolution's output once the flag is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = False
+        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), LEAKY()
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.act(self.bn(y))
+        if self.flag:
+            return z + y
+        return z
+
+
+@pytest.fixture
+def image():
+    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
+
+
+def error_once_the_flag_is_set(model: nn.Module, image: torch.Tensor, **options) -> float:
+    stock = copy.deepcopy(model)
+    fusedseg.convert(model, example_inputs=image, **options)
+    assert_same(model, stock, image)
+    for net in (model, stock):
+        net.flag = True
+    return (model(image) - stock(image)).abs().max().item()
+
+
+def test_in_place_a_flag_makes_the_output_wrong_and_the_report_names_it(image):
+    model = Flagged().double()
+    assert error_once_the_flag_is_set(model, image) > 0.1
+    model.flag = False
+    report = fusedseg.convert(model, example_inputs=image)
+    line = Flagged.forward.__code__.co_firstlineno + 3
+    assert report.branches == [Branch("Flagged.forward", "self.flag", __file__, line, ("conv",))]
+    text = str(report)
+    assert "ConvABN2d(leaky_relu(0.1)) (1)" in text
+    assert (
+        "\nIf the flow changes later, by a flag for example\n  In place (1): convolution, norm and activation must"
+        in text
+    )
+    assert f"\n  (1) Flagged.forward branches on self.flag (test_flow_changes.py, line {line}), which may" in text
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["observed", "traced"])
+def test_exact_modules_are_right_whoever_reads_the_convolution(image, example):
+    model = Flagged().double()
+    stock = copy.deepcopy(model)
+    report = fusedseg.convert(model, inplace=False, **({"example_inputs": image} if example else {}))
+    assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.1))"}
+    assert [branch.sites for branch in report.branches] == [("bn",)]
+    text = str(report)
+    assert (
+        "\n  Exact (1): norm and activation must stay together, with no other reader; any other change is safe" in text
+    )
+    assert "In place" not in text
+    for flag in (False, True):
+        for net in (model, stock):
+            net.flag = flag
+        for training in (True, False):
+            assert_same(model, stock, image, training=training)
+
+
+def test_what_must_stay_in_exact_modules_too(image):
+    """The limit that the docstring and the report state: a fused norm returns the activated tensor."""
+
+    class ReadsTheNorm(Flagged):
+        def forward(self, x):
+            y = self.bn(self.conv(x))
+            return y if self.flag else self.act(y)
+
+    assert error_once_the_flag_is_set(ReadsTheNorm().double(), image, inplace=False) > 0.1
+    report = fusedseg.convert(ReadsTheNorm().double(), inplace=False, example_inputs=image)
+    assert [branch.attribute for branch in report.branches] == ["self.flag"]
+
+
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (lambda: networks.double_conv(3, 8), "BatchNormAct(relu)"),
+        (lambda: networks.double_conv(3, 8, LEAKY()), "BatchNormAct(leaky_relu(0.1))"),
+        (lambda: networks.double_conv(3, 8, nn.ELU()), "BatchNormAct(elu(1.0))"),
+        (lambda: networks.double_conv(3, 8, nn.SELU()), "BatchNormAct(selu)"),
+        (lambda: networks.double_conv(3, 8, nn.SiLU()), "BatchNormAct(silu)"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), LEAKY()), "GroupNormAct(leaky_relu(0.1))"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8)), "InstanceNormAct(leaky_relu(0.1))"),
+    ],
+    ids=["relu", "leaky_relu", "elu", "selu", "silu", "group norm", "instance norm"],
+)
+def test_every_norm_becomes_exact(image, make, to):
+    _, report = converted(make, image, example_inputs=image, inplace=False)
+    assert [row.to for row in report.replaced] == [to]
+
+
+def test_a_network_without_modules_in_place_is_converted_as_before(image):
+    model = networks.ResNet().double()
+    first = fusedseg.convert(model, example_inputs=image)
+    second = fusedseg.convert(model, example_inputs=image, inplace=False)
+    assert first.to_json() == second.to_json()
+
+
+def test_modules_that_the_model_was_built_with_stay(image):
+    def make():
+        abn = fusedseg.InPlaceABN(8, activation="identity")
+        return nn.Sequential(nn.Conv2d(3, 8, 3), abn, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), LEAKY())
+
+    model, report = converted(make, image, example_inputs=image, inplace=False)
+    assert replaced(report) == {"3": "BatchNormAct(leaky_relu(0.1))"}
+    assert type(model[1]) is fusedseg.InPlaceABN
+
+
+def test_a_concatenation_and_leaky_mode(image):
+    model = networks.UNet().double()
+    report = fusedseg.convert(model, example_inputs=image, mode="leaky", slope=0.2, inplace=False)
+    assert set(replaced(report).values()) == {"BatchNormAct(leaky_relu(0.2))", "JoinConv2d", "MaxPool2d"}
+    assert verify(model, image).largest < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "pooled"),
+    [(lambda: networks.UNet(LEAKY), 2 * 8 * 32 * 32 * 4), (networks.NNUNet, 0)],
+    ids=["batch norm", "instance norm"],
+)
+def test_about_as_many_bytes_are_kept(make, pooled):
+    """The scope keeps what a pool makes of a rebuilt tensor; statistics are a few vectors for each norm."""
+    image = torch.randn(2, 3, 64, 64)
+    inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
+    assert inplace.before == exact.before
+    assert abs(exact.after.saved - inplace.after.saved - pooled) < 2000
+    assert exact.after.saved < 0.62 * exact.before.saved
+
+
+def test_random_networks(image):
+    """Half of them have norms that would be in place."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        _, report = converted(lambda seed=seed: networks.Random(seed), image, example_inputs=image, inplace=False)
+        assert not any(to.startswith(("InPlace", "ConvABN")) for to in replaced(report).values())
+
+
+def test_the_last_conversion_counts(image):
+    model = Flagged().double()
+    for inplace, to in ((True, "ConvABN2d"), (False, "BatchNormAct"), (True, "ConvABN2d")):
+        report = fusedseg.convert(model, example_inputs=image, inplace=inplace)
+        assert [row.to.partition("(")[0] for row in report.replaced] == [to]
+    assert type(fusedseg.revert(model).conv) is nn.Conv2d
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved], ids=["copy", "pickle", "save"]
+)
+def test_copies_stay_exact(image, copied):
+    model = Flagged().double()
+    stock = copy.deepcopy(model)
+    fusedseg.convert(model, example_inputs=image, inplace=False)
+    other = copied(model)
+    other.flag = stock.flag = True
+    assert_same(other, stock, image)
+    stock.load_state_dict(other.state_dict())
+    assert_same(fusedseg.revert(other), stock, image)
+
+
+def test_an_option_that_is_no_bool():
+    with pytest.raises(TypeError, match=r"fusedseg\.convert: inplace must be True or False, got 'no'"):
+        fusedseg.convert(Flagged(), inplace="no")
+
+
+def test_command(capsys):
+    command = ["convert", "tests.conversion.test_flow_changes:Flagged", "--input", "2,3,8,8"]
+    assert main([*command, "--no-inplace"]) == 0
+    out = capsys.readouterr().out
+    assert "BatchNormAct(leaky_relu(0.1)) (1)" in out
+    assert "Exact (1)" in out
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["guarantee"].startswith("In place (1)")
+    assert [(found["attribute"], found["sites"]) for found in data["branches"]] == [("self.flag", ["conv"])]
+
+
+def test_what_fails_on_tensors_without_values_is_not_logged(caplog):
+    """PyTorch logged a traceback of dozens of lines for a model that cannot be called with the example's size."""
+
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 3, 2, stride=2), nn.ConvTranspose2d(3, 3, 2, stride=2)
+
+        def forward(self, x):
+            return torch.cat([x, self.up(self.down(x))], 1)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ValueError, match="the model cannot be called with the example: RuntimeError: Sizes of"):
+            fusedseg.convert(Skip(), example_inputs=torch.randn(1, 3, 33, 33))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+# -- which branches are named
+
+
+@dataclass
+class Config:
+    flag: bool = False
+
+
+class Sites(Flagged):
+    """A model with one norm in place, whose forward has a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.phase, self.absent, self.config = 0, "warm-up", None, Config()
+        self.downsample, self.layers, self.extra = None, nn.ModuleList(), nn.Identity()
+        self.function = nn.functional.silu
+        self.register_buffer("step", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(3))
+        self.register_parameter("scale", None)
+
+    @property
+    def late(self) -> bool:
+        return self.epoch > 5
+
+    def is_late(self) -> bool:
+        return self.epoch > 5
+
+    def run(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+def method(body: str) -> type[Sites]:
+    """A subclass of ``Sites`` with a forward of this body, whose source ``inspect`` finds as it does in a notebook."""
+    lines = ["def forward(self, x):\n", *(f"    {line}\n" for line in body.splitlines())]
+    file = f"<forward {hash(body)}>"
+    linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+    names: dict = {"torch": torch, "__name__": __name__}
+    exec(compile("".join(lines), file, "exec"), names)
+    return type("Written", (Sites,), {"forward": names["forward"], "__module__": __name__})
+
+
+NAMED = {
+    "if self.flag:\n    x = x + 1\nreturn self.run(x)": [("self.flag", 2)],
+    "return self.run(x if self.epoch < 3 else -x)": [("self.epoch", 2)],
+    "while self.phase == 'x':\n    x = x + 1\nreturn self.run(x)": [("self.phase", 2)],
+    "return self.run(x) + (self.epoch and self.flag and 1)": [("self.epoch", 2), ("self.flag", 2)],
+    "y = [i for i in (1, 2) if self.flag]\nreturn self.run(x)": [("self.flag", 2)],
+    "match self.phase:\n    case 'x':\n        x = -x\nreturn self.run(x)": [("self.phase", 2)],
+    "if self.config.flag:\n    x = -x\nreturn self.run(x)": [("self.config.flag", 2)],
+    "if self.late:\n    x = -x\nreturn self.run(x)": [("self.late", 2)],
+    "if self.is_late():\n    x = -x\nreturn self.run(x)": [("self.is_late()", 2)],
+    "if self.absent is not None:\n    x = -x\nreturn self.run(x)": [("self.absent", 2)],
+    "if self.training and self.flag:\n    x = -x\nreturn self.run(x)": [("self.flag", 2)],
+}
+NOT_NAMED = [
+    "if self.training:\n    x = -x\nreturn self.run(x)",
+    "x = x if self.downsample is None else self.downsample(x)\nreturn self.run(x)",
+    "if len(self.layers) > 0 or self.extra is None:\n    x = -x\nreturn self.run(x)",
+    "if self.function is not None:\n    x = self.function(x)\nreturn self.run(x)",
+    "if self.scale is not None:\n    x = self.scale * x\nreturn self.run(x)",
+    "if self.table.sum() > 100:\n    x = -x\nreturn self.run(x)",
+    "if x.shape[1] != self.epoch + 3 and self.epoch == 0:\n    raise ValueError\nreturn self.run(x)",
+    "assert self.flag or x.shape[0] > 0\nreturn self.run(x)",
+    "if x.shape[0] > 100:\n    x = -x\nreturn self.run(x)",
+]
+
+
+@pytest.mark.parametrize(("body", "found"), NAMED.items(), ids=[*map(repr, NAMED)])
+def test_branches_that_are_named(body, found):
+    report = fusedseg.convert(method(body)(), example_inputs=torch.randn(2, 3, 8, 8))
+    assert [(branch.attribute, branch.line) for branch in report.branches] == found
+
+
+@pytest.mark.parametrize("body", NOT_NAMED, ids=repr)
+def test_branches_that_are_not_named(body):
+    report = fusedseg.convert(method(body)(), example_inputs=torch.randn(2, 3, 8, 8))
+    assert replaced(report)
+    assert report.branches == []
+
+
+def test_a_branch_on_a_buffer_of_one_element(image):
+    model = method("if self.step > 3:\n    x = -x\nreturn self.run(x)")().double()
+    report = fusedseg.convert(model, example_inputs=image)
+    assert [branch.attribute for branch in report.branches] == ["self.step"]
+
+
+def test_branches_on_training_are_named_if_one_mode_fails(image):
+    model = method("if not self.training:\n    raise KeyError\nelse:\n    x = -x\nreturn self.run(x)")().double()
+    report = fusedseg.convert(model, example_inputs=image)
+    assert report.how == "observed in training mode"
+    assert [branch.attribute for branch in report.branches] == ["self.training"]
+
+
+class Inherits(Flagged):
+    """Calls the inherited forward, and a method that branches."""
+
+    def forward(self, x):
+        """Has a line
+        without indentation, which ``textwrap.dedent`` could not handle.
+        """
+        return self.late(super().forward(x))
+
+    def late(self, x):
+        return -x if self.late_flag else x
+
+    late_flag = False
+
+
+def test_methods_that_the_forward_calls_are_read(image):
+    report = fusedseg.convert(Inherits().double(), example_inputs=image)
+    found = [(branch.function, branch.attribute) for branch in report.branches]
+    assert sorted(found) == [("Flagged.forward", "self.flag"), ("Inherits.late", "self.late_flag")]
+
+
+class Around(nn.Module):
+    """Two blocks, one of them of stock classes, and a branch around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = False
+        self.blocks = nn.Sequential(Flagged(), networks.double_conv(4, 4, LEAKY()))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = self.blocks(x)
+        return [self.head(y), y] if self.deep else self.head(y)
+
+
+def test_modules_around_the_norm_are_read(image):
+    report = fusedseg.convert(Around().double(), example_inputs=image)
+    assert [branch[:2] + branch[4:] for branch in report.branches] == [
+        ("Around.forward", "self.deep", ("blocks.0.conv", "blocks.1.0")),
+        ("Flagged.forward", "self.flag", ("blocks.0.conv",)),
+    ]
+    text = str(report)
+    assert "(leaky_relu(0.1)) (1) (2)" in text
+    assert text.count("self.deep") == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [networks.ResNet, networks.NNUNet, lambda: networks.UNet(LEAKY), lambda: fusedseg.unet.UNet(3, 4, plain=True)],
+    ids=["resnet", "nnunet", "unet", "unet of fusedseg"],
+)
+def test_library_code_without_settings_has_no_notes(make):
+    report = fusedseg.convert(make(), example_inputs=torch.randn(2, 3, 32, 32))
+    assert report.guarantee
+    assert report.branches == []
+
+
+def test_graphs_have_no_branches(image):
+    graph = fx.symbolic_trace(Flagged().double())
+    assert fusedseg.convert(graph, example_inputs=image).branches == []
+
+
+def test_a_forward_without_source(image):
+    model = Flagged().double()
+    names: dict = {}
+    exec("def forward(self, x):\n    return self.act(self.bn(self.conv(x)))", names)
+    cls = type("NoSource", (Flagged,), {"forward": names["forward"]})
+    model.__class__ = cls
+    report = fusedseg.convert(model, example_inputs=image)
+    assert report.branches == [Branch("forward", "", "", 0, ("conv",))]
+    assert "\n  (1) forward: its source cannot be read, so its branches are not known" in str(report)
+
+
+def test_a_model_without_fused_norms_promises_nothing(image):
+    report = fusedseg.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), example_inputs=image)
+    assert (report.guarantee, report.branches) == ("", [])
+    assert "If the flow changes" not in str(report)

@@ -1,0 +1,28 @@
+"""``fusedseg demo --distributed``: any number of processes train as one does."""
+
+import pytest
+import torch
+
+pytest.importorskip("nilearn")
+
+from fusedseg.__main__ import main
+from fusedseg.demo import mni152
+from tests.tools.ranks import on_ranks
+from tests.training import jobs
+
+
+def test_any_number_of_processes():
+    """Batches of three: one process has two samples, or one, or none."""
+    scan = mni152.load(jobs.DEMO_RESOLUTION, torch.device("cpu"), mni152.SLICES)
+    alone, *_ = on_ranks(1, jobs.demo_losses, 3, scan)
+    for world in (2, 4):
+        for losses in on_ranks(world, jobs.demo_losses, 3, scan):
+            torch.testing.assert_close(losses, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_it_needs_torchrun(tmp_path, capsys, monkeypatch):
+    for extra in ("matplotlib", "tqdm"):
+        pytest.importorskip(extra)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["demo", "--distributed", "--out", str(tmp_path)]) == 2
+    assert "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Runs the tests of a file on each of its defects: ``python -m tests.mutation --help``."""
+
+import argparse
+import fnmatch
+import itertools
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.mutation import __doc__ as about
+from tests.mutation.mutants import Mutant, mutants, parses
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("kernels", "fusedseg/ops")
+# Files and the tests that belong to them; the first row that fits counts.  Tests that fail soonest come first.
+NORM_KERNELS = ["tests/kernels/test_norm_act*.py", "tests/kernels/test_sanitize.py", "tests/kernels/test_launcher.py"]
+NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/ops/test_kept.py",
+            "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
+CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
+SCOPE = [
+    "tests/ops/test_recompute*.py",
+    "tests/ops/test_recipe.py",
+    "tests/ops/test_stock.py",
+    "tests/ops/test_reuse.py",
+]
+RELATED = {
+    "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
+    "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
+    "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
+    "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
+    "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_max_pool_codegen.py"],
+    "kernels/*": NORM_KERNELS,
+    "fusedseg/ops/norm/*": NORM_OPS,
+    "fusedseg/ops/recompute/*": SCOPE,
+    "fusedseg/ops/*join_conv.py": ["tests/ops/test_join_conv.py", "tests/nn/test_join_conv.py"],
+    "fusedseg/ops/*sources.py": ["tests/ops/test_join_conv.py", *CONV_OPS, "tests/conversion/test_convs.py"],
+    "fusedseg/ops/conv*": CONV_OPS,
+    "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
+    "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
+    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", *SCOPE],
+    "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
+    "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
+}
+# seconds
+PATIENCE = 600
+# what pytest returns if a test fails, or cannot be collected
+CAUGHT = (1, 2, 4)
+
+
+def sources(root: Path, folders: Iterable[str]) -> list[Path]:
+    """The files with code, relative to the checkout."""
+    found = [
+        path for name in folders for path in ([root / name] if name.endswith(".py") else (root / name).rglob("*.py"))
+    ]
+    return sorted(path.relative_to(root) for path in found if mutants(path.read_text()))
+
+
+def related(root: Path, path: Path) -> list[str]:
+    patterns = next(tests for pattern, tests in RELATED.items() if fnmatch.fnmatch(path.as_posix(), pattern))
+    found = [test.relative_to(root).as_posix() for pattern in patterns for test in sorted(root.glob(pattern))]
+    return list(dict.fromkeys(found))
+
+
+def copied(root: Path, tests: Path, folder: Path) -> Path:
+    """A checkout whose files may be changed, with ``fusedseg.kernels`` where it is found without an installation."""
+    left_out = shutil.ignore_patterns("__pycache__", ".git", "*.venv", "results")
+    for name in ("fusedseg", "kernels", "bench", "docs"):
+        shutil.copytree(root / name, folder / name, ignore=left_out)
+    shutil.copytree(tests / "tests", folder / "tests", ignore=left_out)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(tests / name, folder / name)
+    (folder / "fusedseg/kernels").symlink_to("../kernels")
+    return folder
+
+
+def outcome(folder: Path, tests: list[str]) -> str:
+    """ "caught", "survived" or "timed out": of the tests in a process that has imported PyTorch already."""
+    child = os.fork()
+    if not child:
+        code = 3
+        try:
+            os.setsid()
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
+            os.environ["PYTHONPATH"] = str(folder)
+            for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+                del sys.modules[name]
+            with open(folder / "output.txt", "w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            import pytest
+
+            code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests])
+        finally:
+            os._exit(code)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "caught" if not os.WIFEXITED(status) or os.WEXITSTATUS(status) in CAUGHT else "survived"
+        time.sleep(0.05)
+    os.killpg(child, 9)
+    os.waitpid(child, 0)
+    return "timed out"
+
+
+def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[Path, Mutant]]:
+    """So many defects of each file, the same for the same sources and seed."""
+    found = []
+    for path in sources(root, folders):
+        text = (root / path).read_text()
+        of_file = mutants(text)
+        random.Random(f"{seed} {path}").shuffle(of_file)
+        picked = itertools.islice((mutant for mutant in of_file if parses(mutant.applied(text))), each)
+        found += [(path, mutant) for mutant in sorted(picked)]
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="files or folders to change (default: %(default)s)")
+    parser.add_argument("--each", type=int, default=1, help="defects of each file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose tests run")
+    parser.add_argument("--part", default="1/1", help="1/2 and 2/2: halves, for two processes")
+    options = parser.parse_args(argv)
+    index, parts = map(int, options.part.split("/"))
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import pytest  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import triton  # noqa: F401
+
+    found: dict[str, Counter] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(ROOT, options.tests.resolve(), Path(name))
+        for path, mutant in chosen(ROOT, options.folders, options.each, options.seed)[index - 1 :: parts]:
+            source, start = (ROOT / path).read_text(), time.monotonic()
+            (folder / path).write_text(mutant.applied(source))
+            result = outcome(folder, related(folder, path))
+            (folder / path).write_text(source)
+            found.setdefault(path.as_posix(), Counter())[result] += 1
+            print(f"{result:9s} {time.monotonic() - start:4.0f} s  {path}:{mutant.line}  {mutant.what}", flush=True)
+    print("\ncaught of all")
+    for path, counts in found.items():
+        print(f"{counts.total() - counts['survived']:3d} of {counts.total():3d}  {path}")
+    total = sum(found.values(), Counter())
+    print(f"{total.total() - total['survived']:3d} of {total.total():3d}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Programs that run without and with the scope, for the tests of the scope."""
+
+from contextlib import nullcontext
+
+import torch
+
+from fusedseg import recompute
+
+
+def both(program):
+    """``program(scope)`` returns tensors; it is run from the same random state without and with the scope."""
+    results = []
+    for scope in (nullcontext, recompute):
+        torch.manual_seed(0)
+        results.append(program(scope))
+    return results
+
+
+def assert_same(program):
+    expected, got = both(program)
+    for e, g in zip(expected, got, strict=True):
+        assert e.dtype == g.dtype
+        assert torch.equal(e, g)
+
+
+def grads(*tensors):
+    return [t.grad for t in tensors]

@@ -1,0 +1,154 @@
+"""Gradients of the op on both backends: numerical derivatives, every weight and bias, and saturated activations."""
+
+import pytest
+import torch
+
+import fusedseg
+from fusedseg.activation import INVERTIBLE
+from fusedseg.functional import inplace_abn
+from fusedseg.ops.norm import aten_chunks, aten_output
+from tests.ops.test_inplace_abn import stock
+from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error
+from tests.tools.tensors import channels_last
+
+# each with a parameter
+ACTIVATIONS = [(name, PARAMS.get(name, 0.0)) for name in INVERTIBLE]
+# small enough for the interpreter, each with something to get wrong
+SHAPES = {
+    "N x C": (6, 3),
+    "1d": (2, 3, 7),
+    "2d": (2, 3, 2, 3),
+    "3d": (2, 2, 3, 2, 3),
+    "one sample": (1, 2, 3, 3),
+    "one channel": (2, 1, 3, 3),
+    "one position": (4, 3, 1, 1),
+}
+
+
+@pytest.fixture(params=["whole", "by sums", "chunked"])
+def chunking(request, monkeypatch):
+    """The aten path in one piece by one call, as small tensors are done, in one piece by sums, and in many pieces."""
+    if request.param == "by sums":
+        monkeypatch.setattr(aten_output, "FEW", 0)
+    if request.param == "chunked":
+        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
+
+
+def check_gradients(backend, device, shape, fmt, activation, param, training, affine):
+    x = torch.randn(shape, dtype=torch.float64, device=device)
+    if fmt == "channels_last":
+        x = channels_last(x)
+    x.requires_grad_()
+    C = shape[1]
+    mean, var = torch.randn(C, dtype=x.dtype, device=device), torch.rand(C, dtype=x.dtype, device=device) + 0.5
+    parameters = []
+    if affine:
+        weight = torch.tensor([1.0, -0.7, 0.0][:C], dtype=x.dtype, device=device)
+        parameters = [weight, torch.tensor([0.3, -0.2, 0.4][:C], dtype=x.dtype, device=device)]
+        for p in parameters:
+            p.requires_grad_()
+
+    def fused(x, *wb):
+        return inplace_abn(x * 1, mean.clone(), var.clone(), *wb, training=training, activation=activation,
+                           activation_param=param)  # fmt: skip
+
+    # numerical derivatives of every element where that is quick, along random directions in the interpreter
+    quick = backend == "aten"
+    assert torch.autograd.gradcheck(fused, (x, *parameters), fast_mode=not quick)
+    # dz expanded from a scalar
+    assert torch.autograd.gradcheck(lambda *a: fused(*a).sum() * 2, (x, *parameters), fast_mode=not quick)
+    wb = parameters or [None, None]
+    expected = stock(x, mean.clone(), var.clone(), *wb, training, activation, param)
+    torch.testing.assert_close(fused(x, *parameters), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_gradcheck_shapes(backend, device, shape, fmt, training):
+    check_gradients(backend, device, shape, fmt, "leaky_relu", 0.01, training, True)
+
+
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS, ids=INVERTIBLE)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
+def test_gradcheck_activations(backend, device, activation, param, training, affine):
+    check_gradients(backend, device, (2, 3, 2, 3), "contiguous", activation, param, training, affine)
+
+
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS, ids=INVERTIBLE)
+def test_gradcheck_chunked(monkeypatch, chunking, fmt, training, activation, param):
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    check_gradients("aten", "cpu", (2, 3, 2, 3), fmt, activation, param, training, True)
+
+
+def test_weight_without_bias_and_bias_without_weight(backend, device):
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, device=device, requires_grad=True)
+    v = torch.tensor([1.5, -0.5, 0.2], dtype=x.dtype, device=device, requires_grad=True)
+    for wb in ((v, None), (None, v)):
+        fused = inplace_abn(x * 1, None, None, *wb, training=True)
+        expected = stock(x, None, None, *wb, True)
+        grads = torch.autograd.grad(fused.square().sum(), (x, v))
+        torch.testing.assert_close(fused, expected)
+        torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), (x, v)))
+
+
+WEIGHTS, BIASES = (1.0, -1.0, 0.05, 1e-4, 0.0), (0.0, 0.5, -0.5, 3.0, -3.0)
+
+
+def gradient_errors(backend, device, dtype, activation="leaky_relu", fmt="contiguous"):
+    """{(weight, bias): (error of dx, of dweight, the same of eager)}, each over 4 channels of 1,024 values."""
+    copies, C = 4, 4 * len(WEIGHTS) * len(BIASES)
+    w64 = torch.tensor(WEIGHTS, dtype=torch.float64).repeat_interleave(len(BIASES) * copies)
+    b64 = torch.tensor(BIASES, dtype=torch.float64).repeat_interleave(copies).repeat(len(WEIGHTS))
+    x = (torch.randn(4, C, 16, 16) * 2 + 0.5).to(dtype)
+    dz = torch.randn(4, C, 16, 16).to(dtype)
+
+    def run(f, dtype, parameters):
+        xs = x.to(dtype=dtype, device=device)
+        xs = (channels_last(xs) if fmt == "channels_last" else xs).requires_grad_()
+        wb = [p.to(parameters).to(device).requires_grad_() for p in (w64, b64)]
+        z = f(xs * 1, None, None, *wb, True, activation=activation)
+        return [g.cpu() for g in torch.autograd.grad(z, (xs, wb[0]), dz.to(dtype=dtype, device=device))]
+
+    exact = gradients(dz, x, w64, b64, activation=activation)[:2]
+    ours = run(inplace_abn, dtype, torch.float32)
+    eager = run(stock, dtype, torch.float32)
+    errors = {}
+    for i, key in enumerate((w, b) for w in WEIGHTS for b in BIASES):
+        c = slice(i * copies, (i + 1) * copies)
+        parts = [[g[0][:, c], g[1][c]] for g in (exact, ours, eager)]
+        errors[key] = [[relative_error(a, e) for a, e in zip(part, parts[0], strict=True)] for part in parts[1:]]
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+def test_gradients_for_every_weight(backend, device, dtype, fmt):
+    allowed = GRADIENT_TOLERANCE[dtype]
+    for key, (ours, eager) in gradient_errors(backend, device, dtype, fmt=fmt).items():
+        for name, mine, theirs in zip(("dx", "dweight"), ours, eager, strict=True):
+            assert mine <= max(allowed, 2 * theirs), (key, name, mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.3])
+def test_saturated_elu_has_gradients(backend, device, dtype, alpha):
+    """z = -alpha was inverted to -infinity on aten, since the clamp before the logarithm rounded to -1: NaN for all of
+    the channel's gradients."""
+    x = torch.tensor([-100.0, -20.0, -9.0, -1.0, 2.0, 30.0], dtype=dtype, device=device).view(1, 1, -1)
+    leaf = x.clone().requires_grad_()
+    parameters = [t.to(device, leaf.dtype).requires_grad_() for t in (torch.tensor([2.5]), torch.tensor([0.25]))]
+    statistics = torch.zeros(1, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
+    z = inplace_abn(leaf * 1, *statistics, *parameters, activation="elu", activation_param=alpha)
+    gradients = torch.autograd.grad(z.sum(), [leaf, *parameters])
+    exact = [t.detach().double().requires_grad_() for t in (x, *parameters)]
+    y = torch.nn.functional.batch_norm(exact[0], *(t.double() for t in statistics), *exact[1:])
+    expected = torch.autograd.grad(torch.nn.functional.elu(y, alpha).sum(), exact)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        # what saturates has a gradient of 0 beside exp(y): the rounding of z is all that is left of it
+        assert relative_error(mine, theirs) <= 2 * GRADIENT_TOLERANCE[dtype]

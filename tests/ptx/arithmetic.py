@@ -1,0 +1,182 @@
+"""Translates the instructions that compute, each thread for itself."""
+
+from .parse import Unsupported
+from .values import KINDS, size_of, unsigned
+
+# Instructions on fp32 and fp64 by the values of their operands.  Approximations are computed exactly and rounded.
+FLOATS = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "fma": "fma({0}, {1}, {2})",
+    "neg": "-{0}", "abs": "absolute({0})", "sqrt": "sqrt({0})", "rcp": "(1.0 / {0}.astype(f8)).astype({kind})",
+    "ex2": "exp2({0}.astype(f8)).astype({kind})",
+    "lg2": "log2({0}.astype(f8)).astype({kind})", "min": "extreme(fmin, {0}, {1})", "max": "extreme(fmax, {0}, {1})",
+}  # fmt: skip
+NAN = {"min": "extreme(minimum, {0}, {1})", "max": "extreme(maximum, {0}, {1})"}
+FLOAT_MODIFIERS = {"rn", "approx", "full", "ftz", "NaN", "f32", "f64"}
+# Integers that wrap around, signed or not; and those whose sign matters.
+WRAPPING = {"add": "{0} + {1}", "sub": "{0} - {1}", "neg": "{kind}(0) - {0}", "mul.lo": "{0} * {1}",
+            "mad.lo": "{0} * {1} + {2}"}  # fmt: skip
+INTEGERS = {"mul.hi": "multiply_high({0}, {1}, {kind})", "div": "divide({0}, {1})", "rem": "remainder({0}, {1})",
+            "min": "minimum({0}, {1})", "max": "maximum({0}, {1})", "abs": "absolute({0})"}  # fmt: skip
+LOGIC = {"and": "&", "or": "|", "xor": "^"}
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def compute(w, i) -> None:
+    result, *sources = i.operands
+    ptx = i.modifiers[-1]
+    if ptx in ("f32", "f64"):
+        floats(w, i, result, sources)
+    else:
+        integers(w, i, result, sources)
+
+
+def floats(w, i, result, sources) -> None:
+    kind = KINDS[i.modifiers[-1]]
+    if len(KINDS.keys() & set(i.modifiers)) > 1 or not set(i.modifiers) <= FLOAT_MODIFIERS:
+        raise Unsupported("other modifiers")
+    form = (NAN if "NaN" in i.modifiers else FLOATS)[i.op]
+    given = [w.array(source, kind) for source in sources]
+    if "ftz" in i.modifiers:
+        form, given = f"flushed({form})", [f"flushed({value})" for value in given]
+    w.assign(result, form.format(*given, kind=kind), kind, i.guard)
+
+
+def integers(w, i, result, sources) -> None:
+    *how, ptx = i.modifiers
+    kind, name = KINDS[ptx], ".".join([i.op, *how])
+    if name in ("mul.wide", "mad.wide"):
+        wide = f"{kind[0]}{2 * size_of(kind)}"
+        a, b = (f"{w.array(source, kind)}.astype({wide})" for source in sources[:2])
+        value, kind = f"({a} * {b})", wide
+        if name == "mad.wide":
+            value, kind = f"{value}.view({unsigned(wide)}) + {w.value(sources[2], unsigned(wide))}", unsigned(wide)
+    else:
+        kind = unsigned(kind) if name in WRAPPING else kind
+        form = WRAPPING.get(name) or INTEGERS[name]
+        value = form.format(*(w.array(source, kind) for source in sources), kind=kind)
+    w.assign(result, value, kind, i.guard)
+
+
+def move(w, i) -> None:
+    """mov also takes a number apart, or puts parts together."""
+    result, source = i.operands
+    kind = KINDS[i.modifiers[-1]]
+    whole = unsigned(kind)
+    if result.kind == "vector":
+        part = f"u{size_of(kind) // len(result.value)}"
+        name = w.temporary()
+        w.emit(f"{name} = parts_of({w.array(source, whole)}, {part})")
+        for k, target in enumerate(result.value):
+            w.assign(target, f"{name}[{k}]", part, i.guard)
+    elif source.kind == "vector":
+        part = f"u{size_of(kind) // len(source.value)}"
+        given = ", ".join(w.value(one, part) for one in source.value)
+        w.assign(result, f"pack(n, {part}, {whole}, {given})", whole, i.guard)
+    else:
+        w.assign(result, w.array(source, kind), kind, i.guard)
+
+
+def logic(w, i) -> None:
+    result, *sources = i.operands
+    kind = unsigned(KINDS[i.modifiers[-1]])
+    values = [f"({w.array(source, kind)})" for source in sources]
+    value = f"~{values[0]}" if i.op == "not" else f" {LOGIC[i.op]} ".join(values)
+    w.assign(result, value, kind, i.guard)
+
+
+def shift(w, i) -> None:
+    result, source, by = i.operands
+    kind = KINDS[i.modifiers[-1]]
+    function, kind = ("shift_left", unsigned(kind)) if i.op == "shl" else ("shift_right", kind)
+    w.assign(result, f"{function}({w.array(source, kind)}, {w.value(by, 'u4')}, {kind})", kind, i.guard)
+
+
+def bit_field(w, i) -> None:
+    result, source, position, length = i.operands
+    kind = KINDS[i.modifiers[-1]]
+    given = f"{w.array(source, kind)}, {w.value(position, 'u4')}, {w.value(length, 'u4')}"
+    w.assign(result, f"field({given}, {kind})", kind, i.guard)
+
+
+def permute(w, i) -> None:
+    if i.modifiers != ("b32",):
+        raise Unsupported("other modifiers")
+    result, *sources = i.operands
+    w.assign(result, f"permute({', '.join(w.array(source, 'u4') for source in sources)})", "u4", i.guard)
+
+
+def select(w, i) -> None:
+    result, a, b, predicate = i.operands
+    kind = KINDS[i.modifiers[-1]]
+    w.assign(result, f"where({w.value(predicate, 'b')}, {w.array(a, kind)}, {w.value(b, kind)})", kind, i.guard)
+
+
+def compare_pairs(w, i) -> None:
+    """setp.gt.f16x2 and its like have one result for each half of a register."""
+    *results, a, b = i.operands
+    how, ptx = i.modifiers
+    x, y = (f"to_float({ptx[:-2]!r}, parts_of({w.array(source, 'u4')}, u2))" for source in (a, b))
+    name = w.temporary()
+    w.emit(f"{name} = unordered({x}, {y})" if how == "nan" else f"{name} = {x} {COMPARE[how]} {y}")
+    for k, result in enumerate(results):
+        w.assign(result, f"{name}[{k}]", "b", i.guard)
+
+
+def compare(w, i) -> None:
+    if i.modifiers[-1] in ("f16x2", "bf16x2"):
+        compare_pairs(w, i)
+        return
+    result, a, b = i.operands
+    how, ptx = (m for m in i.modifiers if m != "ftz")
+    kind, floating = KINDS[ptx], ptx in ("f16", "bf16", "f32", "f64")
+    x, y = w.array(a, kind), w.array(b, kind)
+    if ptx in ("f16", "bf16"):
+        x, y = f"to_float({ptx!r}, {x})", f"to_float({ptx!r}, {y})"
+    if "ftz" in i.modifiers:
+        x, y = f"flushed({x})", f"flushed({y})"
+    if how in ("nan", "num") and floating:
+        value = f"{'~' if how == 'num' else ''}unordered({x}, {y})"
+    elif how[-1] == "u" and floating:
+        value = f"(({x} {COMPARE[how[:-1]]} {y}) | unordered({x}, {y}))"
+    else:
+        value = f"({x} {COMPARE[how]} {y})"
+        if how == "ne" and floating:
+            value = f"({value} & ~unordered({x}, {y}))"
+    w.assign(result, value, "b", i.guard)
+
+
+def convert(w, i) -> None:
+    result, *sources = i.operands
+    *how, to, source = i.modifiers
+    flush = "ftz" in how
+    how = [m for m in how if m != "ftz"]
+    kind = KINDS[to]
+    if to in ("f16x2", "bf16x2") and how == ["rn"]:
+        high, low = (f"from_float({to[:-2]!r}, {w.array(one, 'f4')})" for one in sources)
+        w.assign(result, f"pack(n, u2, u4, {low}, {high})", kind, i.guard)
+        return
+    x = w.array(sources[0], KINDS[source])
+    if source in ("f16", "bf16"):
+        x = f"to_float({source!r}, {x})"
+    if flush:
+        x = f"flushed({x})"
+    whole, from_whole = to[0] in "su", source[0] in "su"
+    if whole and from_whole and not how:
+        # The source's type says how to extend it.
+        value = f"{x}.astype({KINDS[source][0]}{size_of(kind)}).view({kind})"
+    elif whole and len(how) == 1:
+        value = f"to_integer({x}, {how[0]!r}, {kind})"
+    elif to in ("f16", "bf16") and how == ["rn"]:
+        value = f"from_float({to!r}, {f'{x}.astype(f8)' if from_whole else x})"
+    elif to in ("f32", "f64") and how in ([], ["rn"]):
+        value = f"{x}.astype({kind})"
+    else:
+        raise Unsupported("a conversion of another kind")
+    w.assign(result, f"flushed({value})" if flush and kind == "f4" else value, kind, i.guard)
+
+
+HANDLERS = {
+    **dict.fromkeys([*FLOATS, "mad", "rem"], compute), **dict.fromkeys([*LOGIC, "not"], logic),
+    "mov": move, "cvta": move, "shl": shift, "shr": shift, "bfe": bit_field, "prmt": permute, "selp": select,
+    "setp": compare, "cvt": convert,
+}  # fmt: skip

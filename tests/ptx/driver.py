@@ -1,0 +1,210 @@
+"""A driver for Triton whose launches run on the machine, on the memory of CPU tensors.
+
+    with driven(Driver("sm_80")) as driver:
+        ...    # kernel[grid](...), or ops of fusedseg with the backend "triton"
+    driver.findings, driver.counts
+
+Everything before the launch is what a GPU gets: the launchers' plans, ``JITFunction.run`` with its specialisation,
+Triton's compiler as far as PTX, ``CompiledKernel``, and the direct launches of ``kernels/launcher.py``.  Replaced are
+
+    CUDABackend.make_cubin, .hash    ptxas is not asked for machine code; the cache keeps such results apart
+    CompiledKernel._init_handles     ``load_binary`` is given machine code, and the machine wants the PTX beside it
+    Launcher.__call__                direct launches pass addresses: the tensors that they belong to are noted
+    fusedseg._backend._interpreted   allows the backend "triton" on CPU tensors
+"""
+
+import contextlib
+import ctypes
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import CompiledKernel
+from triton.runtime import driver as triton_driver
+
+from tests.tools.traffic import Moved, extent
+
+from .machine import Grid, Launch, Options, Program
+from .memory import Segment
+from .wave import Finding
+
+POINTERS = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp64": torch.float64,
+            "*i32": torch.int32, "*u8": torch.uint8, "*i64": torch.int64}  # fmt: skip
+FLOATS = {"fp32": (ctypes.c_float, ctypes.c_uint32), "fp64": (ctypes.c_double, ctypes.c_uint64)}
+# The bytes of shared memory that a CTA may have.
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+_devices = itertools.count(1000)
+
+
+@dataclass
+class Counts:
+    """Launches, and instructions that warps carried out, by kernel."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    instructions: Counter[str] = field(default_factory=Counter)
+
+
+def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
+    first, end = extent(tensor)
+    return Segment(name, first, end - first, number, tensor.element_size())
+
+
+class Driver:
+    """What Triton asks of a driver, and of what it calls utils and launcher_cls."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+        # Triton keeps what it has compiled by device.
+        self.device = next(_devices)
+        self.utils, self.options, self.counts = self, Options(), Counts()
+        self.findings: Counter[Finding] = Counter()
+        self.programs: dict[str, Program] = {}
+        # PTX in place of another: what mutation tests set.
+        self.replaced: dict[str, str] = {}
+        self.moved: Moved | None = None
+        self.tensors: list[torch.Tensor | None] = []
+        self._compiling: list[CompiledKernel] = []
+        self._functions: list[tuple[str, int]] = []
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 108}
+
+    def load_binary(self, name, kernel, shared, device) -> tuple[int, ...]:
+        self._functions.append((self._compiling[-1].asm["ptx"], shared))
+        # module, function, registers, spilled bytes, threads
+        return 1, len(self._functions) - 1, 32, 0, 1024
+
+    def unload_module(self, module) -> None:
+        pass
+
+    def launcher_cls(self, src, metadata):
+        parameters = [item for item in src.signature.items() if item[1] != "constexpr"]
+        places = [k for k, kind in enumerate(src.signature.values()) if kind != "constexpr"]
+        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+            raise NotImplementedError(f"{metadata.name}: scratch memory or clusters")
+
+        def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args) -> None:
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(launch_metadata)
+            if len(args) != len(src.signature):
+                raise TypeError(f"{metadata.name}: {len(args)} arguments for {len(src.signature)} parameters")
+            if x * y * z > 0:
+                self.launch(function, (x, y, z), parameters, [args[k] for k in places])
+
+        return launch
+
+    def report(self, finding: Finding) -> None:
+        self.findings[finding] += 1
+
+    def program(self, function: int) -> Program:
+        ptx, shared = self._functions[function]
+        ptx = self.replaced.get(ptx, ptx)
+        if ptx not in self.programs:
+            self.programs[ptx] = Program(ptx, shared)
+        return self.programs[ptx]
+
+    def launch(self, function: int, grid: Grid, parameters: list[tuple[str, str]], args: list) -> None:
+        program, segments, values = self.program(function), {}, []
+        known = {t.data_ptr(): t for t in self.tensors if t is not None}
+        for number, ((name, kind), arg) in enumerate(zip(parameters, args, strict=True)):
+            if kind[0] != "*":
+                values.append(bits_of(name, kind, arg))
+                continue
+            # a direct launch passes addresses
+            tensor = known[arg] if isinstance(arg, int) else arg
+            if tensor is None:
+                values.append(0)
+                continue
+            if tensor.dtype is not POINTERS[kind]:
+                raise TypeError(f"{program.kernel.name}: {name} is {tensor.dtype}, not {kind}")
+            segments[number] = segment_of(name, tensor, number)
+            values.append(segments[number].virtual)
+        # Scratch memory of two kinds, which no kernel here has.
+        values += [0, 0]
+        if len(values) != len(program.kernel.parameters):
+            raise TypeError(f"{program.kernel.name}: {len(values)} values for {program.kernel.parameters}")
+        launch = Launch(program, grid, values, segments, self.options, self.report)
+        self.counts.launches[program.kernel.name] += 1
+        self.counts.instructions[program.kernel.name] += launch.run()
+        if self.moved is not None:
+            add_up(self.moved, launch)
+
+
+def bits_of(name: str, kind: str, value) -> int:
+    if kind in FLOATS:
+        floating, bits = FLOATS[kind]
+        return bits.from_buffer(floating(value)).value
+    count = int(kind[1:])
+    low = -(1 << count - 1) if kind[0] == "i" and count > 1 else 0
+    if not low <= value < low + (1 << count):
+        raise OverflowError(f"{name} = {value} is no {kind}")
+    return int(value) & ((1 << max(8, count)) - 1)
+
+
+def add_up(moved: Moved, launch: Launch) -> None:
+    """Arguments that lie at the same address count under the name of the first one."""
+    names: dict[int, str] = {}
+    first = {s.name: names.setdefault(s.address, s.name) for s in launch.segments.values()}
+    for total, counter in ((moved.loads, launch.moved.loads), (moved.stores, launch.moved.stores)):
+        for (kernel, name), nbytes in counter.items():
+            total[kernel, first[name]] += nbytes
+    moved.launches += launch.moved.launches
+
+
+@contextlib.contextmanager
+def driven(driver: Driver) -> Iterator[Driver]:
+    """Launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
+    from fusedseg.kernels import launcher
+
+    from fusedseg import _backend
+
+    active, init = triton_driver._active, CompiledKernel._init_handles
+    call = launcher.Launcher.__call__
+
+    def init_handles(self):
+        driver._compiling.append(self)
+        try:
+            return init(self)
+        finally:
+            driver._compiling.pop()
+
+    def noted(self, tensors, *floats):
+        before, driver.tensors = driver.tensors, list(tensors)
+        try:
+            return call(self, tensors, *floats)
+        finally:
+            driver.tensors = before
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (CompiledKernel, "_init_handles", init_handles),
+            (CUDABackend, "make_cubin", lambda self, src, metadata, options, capability: b"none"),
+            (CUDABackend, "hash", lambda self: f"PTX without machine code for {self.target}"),
+            (launcher.Launcher, "__call__", noted),
+            (_backend, "_interpreted", lambda: True),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.callback(setattr, triton_driver, "_active", active)
+        stack.callback(launcher.forget_plans)
+        triton_driver.set_active(driver)
+        launcher.forget_plans()
+        yield driver

@@ -1,0 +1,184 @@
+"""Global memory: the tensors that a launch was given, and which thread touched which byte of them.
+
+Each tensor lies in a window of addresses of its own.  So an access belongs to the very argument that its address was
+computed from, and an access outside of that argument is an error, even if another tensor lies there.
+"""
+
+import ctypes
+
+import numpy as np
+
+from tests.tools.traffic import Moved
+
+u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
+# Windows are 2**WINDOW bytes apart, and a tensor begins in the middle of its own.
+WINDOW = 44
+
+
+class OutOfBounds(RuntimeError):
+    pass
+
+
+class Misaligned(RuntimeError):
+    pass
+
+
+class Marks:
+    """For each granule of a piece of memory: who touched it last in this launch.
+
+    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the
+    CTA had passed.  -1 stands for several CTAs or warps.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.cta, self.warp, self.epoch = (np.zeros(count, np.int32) for _ in range(3))
+
+    def note(self, at, cta, warp, epoch, several: bool) -> None:
+        """``several`` says that all of those who touched a granule count, and not only the last one."""
+        if several:
+            same_cta = self.cta[at] == cta
+            same_warp = same_cta & (self.epoch[at] == epoch) & (self.warp[at] != warp)
+            cta = np.where((self.cta[at] != 0) & ~same_cta, -1, cta)
+            warp = np.where(same_warp, -1, warp)
+        self.cta[at], self.warp[at], self.epoch[at] = cta, warp, epoch
+        if several:
+            # Lanes of one instruction may have met here.
+            for marks, mine in ((self.cta, cta), (self.warp, warp)):
+                met = marks[at] != mine
+                marks[at[met]] = -1
+
+
+class Shadow:
+    """The reads and writes of a piece of memory, by granules of some bytes.  Tensors that overlap have one shadow."""
+
+    def __init__(self, address: int, nbytes: int, granule: int) -> None:
+        self.address, self.granule = address, granule
+        self.reads, self.writes = Marks(nbytes // granule + 16), Marks(nbytes // granule + 16)
+
+
+class Segment:
+    """The memory that a kernel may touch through one argument: from the tensor's first to its last element."""
+
+    def __init__(self, name: str, address: int, nbytes: int, number: int, itemsize: int) -> None:
+        self.name, self.address, self.nbytes, self.itemsize = name, address, nbytes, itemsize
+        # Whole 16 bytes around the elements, so that numpy can look at them as vectors.
+        self.pad = address % 16
+        size = -(-(self.pad + nbytes) // 16) * 16
+        memory = (ctypes.c_uint8 * size).from_address(address - self.pad) if nbytes else b""
+        data = np.frombuffer(memory, u1)
+        self.views = {kind: data.view(kind) for kind in (u1, u2, u4, u8)}
+        # What the kernel sees has the same low bits as the true address.
+        self.window = ((number + 1) << WINDOW) + (1 << (WINDOW - 1))
+        self.virtual = self.window + self.pad
+        self.shadow = Shadow(0, 0, 1)
+
+
+def cast_shadows(segments: list[Segment]) -> None:
+    """Gives every segment its shadow."""
+    groups: list[list[Segment]] = []
+    end = 0
+    for segment in sorted((s for s in segments if s.nbytes), key=lambda s: s.address):
+        if not groups or segment.address >= end:
+            groups.append([])
+        groups[-1].append(segment)
+        end = max(end, segment.address + segment.nbytes)
+    for group in groups:
+        granule = min(4, *(s.itemsize for s in group))
+        if any(s.address % granule for s in group):
+            granule = 1
+        first = group[0].address - group[0].pad
+        shadow = Shadow(first, max(s.address + s.nbytes for s in group) - first, granule)
+        for segment in group:
+            segment.shadow = shadow
+
+
+def spread(start, nbytes: int, granule: int, *values):
+    """The granules of accesses of ``nbytes`` each, and for each granule the values of its access."""
+    count = max(1, nbytes // granule)
+    if count == 1:
+        return start // granule, *values
+    granules = (start // granule)[:, None] + np.arange(count)
+    return granules.ravel(), *(np.repeat(v, count) for v in values)
+
+
+class Memory:
+    """The accesses of the CTAs of one wave."""
+
+    def __init__(self, wave, segments: dict[int, Segment], moved: Moved) -> None:
+        self.wave, self.segments, self.moved = wave, segments, moved
+
+    def _parts(self, addresses, nbytes: int, line: int):
+        """The accesses by segment: their positions among all (None: all of them), and their offsets in bytes."""
+        numbers = (addresses >> u8(WINDOW)).astype(np.int64) - 1
+        for number in np.unique(numbers):
+            positions = None if (numbers == number).all() else np.flatnonzero(numbers == number)
+            mine = addresses if positions is None else addresses[positions]
+            segment = self.segments.get(int(number))
+            if segment is None:
+                raise OutOfBounds(f"address {int(mine[0]):#x} of no argument: {self.wave.where(line)}")
+            if (mine % u8(nbytes)).any():
+                wrong = int(mine[np.flatnonzero(mine % u8(nbytes))[0]]) - segment.virtual
+                raise Misaligned(
+                    f"byte {wrong} of {segment.name} is no multiple of {nbytes} in memory: {self.wave.where(line)}"
+                )
+            offsets = (mine - u8(segment.window)).astype(np.int64)
+            low, high = int(offsets.min()) - segment.pad, int(offsets.max()) + nbytes - segment.pad
+            if low < 0 or high > segment.nbytes:
+                raise OutOfBounds(
+                    f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}: {self.wave.where(line)}"
+                )
+            yield segment, positions, offsets
+
+    def load(self, addresses, kind, count: int, guard, idx, line: int):
+        """``count`` arrays of values, 0 for lanes that the guard leaves out."""
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        out = np.zeros((count, len(addresses)), kind)
+        if len(lanes):
+            out[:, chosen] = self.gather(addresses[chosen], kind, count, lanes, line)
+        return tuple(out)
+
+    def gather(self, addresses, kind, count: int, lanes, line: int):
+        size = np.dtype(kind).itemsize
+        out = np.empty((count, len(addresses)), kind)
+        for segment, positions, offsets in self._parts(addresses, size * count, line):
+            who = lanes if positions is None else lanes[positions]
+            self.moved.loads[self.wave.name, segment.name] += len(who) * size * count
+            self._touch(segment, offsets, size * count, who, None, line)
+            where = slice(None) if positions is None else positions
+            out[:, where] = segment.views[kind][offsets // size + np.arange(count)[:, None]]
+        return out
+
+    def store(self, addresses, kind, values, guard, idx, line: int) -> None:
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        if not len(lanes):
+            return
+        size, count = np.dtype(kind).itemsize, len(values)
+        data = np.stack(values)[:, chosen]
+        for segment, positions, offsets in self._parts(addresses[chosen], size * count, line):
+            mine, who = (data, lanes) if positions is None else (data[:, positions], lanes[positions])
+            self.moved.stores[self.wave.name, segment.name] += len(who) * size * count
+            at, view = offsets // size + np.arange(count)[:, None], segment.views[kind]
+            changes = (view[at] != mine).any(axis=0)
+            view[at] = mine
+            # If two lanes have one address, the last one wins, and the first one now finds another value.
+            if (view[at] != mine).any():
+                self.wave.find(
+                    "global-race", f"lanes of one instruction differ in what they store to {segment.name}", line
+                )
+            self._touch(segment, offsets, size * count, who, changes, line)
+
+    def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, line: int) -> None:
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
+        shadow, wave, write = segment.shadow, self.wave, changes is not None
+        start = offsets + (segment.address - segment.pad - shadow.address)
+        matters = changes if write else np.ones(len(lanes), bool)
+        at, lanes, matters = spread(start, nbytes, shadow.granule, lanes, matters)
+        cta, warp, epoch = wave.cta[lanes] + 1, wave.warp[lanes] + 1, wave.epoch[wave.local_cta[lanes]]
+        for marks in (shadow.writes, shadow.reads) if write else (shadow.writes,):
+            what = f"one {'writes' if write else 'reads'} and one {'wrote' if marks is shadow.writes else 'read'}"
+            if (matters & (marks.cta[at] != 0) & (marks.cta[at] != cta)).any():
+                wave.find("global-race", f"two CTAs touch a byte of {segment.name}, {what}", line)
+            same = (marks.cta[at] == cta) & (marks.epoch[at] == epoch)
+            if (matters & same & (marks.warp[at] != warp)).any():
+                wave.find("global-order", f"two warps without a barrier touch a byte of {segment.name}, {what}", line)
+        (shadow.writes if write else shadow.reads).note(at, cta, warp, epoch, several=not write)

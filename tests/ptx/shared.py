@@ -1,0 +1,154 @@
+"""Shared memory of the CTAs of a wave: who touched each granule since the last barrier, and asynchronous copies.
+
+A copy by cp.async arrives when it is waited for, and not before.  Shared memory begins as NaN.
+"""
+
+import numpy as np
+
+from .memory import Misaligned, OutOfBounds, spread
+from .parse import Unsupported
+
+u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
+# The address of the first byte in a CTA.  It is not 0, so that a null pointer shows.
+BASE = 1024
+NAN = 0x7FC0BEEF
+# In place of a thread: threads of several warps.  Its warp, -1 >> 5, is that of no thread.
+SEVERAL = -1
+
+
+class Shared:
+    """``stride`` bytes for each CTA, of which the kernel asked for ``size``."""
+
+    def __init__(self, wave, size: int, granule: int) -> None:
+        self.wave, self.size, self.granule = wave, size, granule
+        self.stride = -(-size // 16) * 16
+        total = wave.ctas * self.stride
+        memory = np.full(total // 4, NAN, u4).view(u1)
+        self.views = {kind: memory.view(kind) for kind in (u1, u2, u4, u8)}
+        count = total // granule
+        # The last write and read: the number of barriers before it + 1, or 0; and the thread, or SEVERAL.
+        self.write_epoch, self.write_thread, self.read_epoch, self.read_thread = np.zeros((4, count), np.int32)
+        # The number of bar.warp.sync that the writing warp had passed.
+        self.write_sync = np.zeros(count, np.int32)
+        # How many copies may still write, and how many matrix products may still read.
+        self.pending, self.reading = np.zeros((2, count), np.int16)
+        # Copies under way: lanes, their places in shared memory, the words for these, the groups, and the PTX line.
+        self.copies: list[tuple] = []
+        self.committed = np.zeros(wave.n, np.int32)
+
+    def offsets(self, addresses, nbytes: int, lanes, line: int):
+        offsets = addresses.astype(np.int64) - BASE
+        if (offsets % nbytes).any():
+            raise Misaligned(f"an address of shared memory is no multiple of {nbytes}: {self.wave.where(line)}")
+        low, high = int(offsets.min()), int(offsets.max()) + nbytes
+        if low < 0 or high > self.size:
+            raise OutOfBounds(f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}")
+        return offsets + self.wave.local_cta[lanes] * self.stride
+
+    def load(self, addresses, kind, count: int, guard, idx, line: int):
+        """``count`` arrays of values, 0 for lanes that the guard leaves out."""
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        out = np.zeros((count, len(addresses)), kind)
+        if len(lanes):
+            size = np.dtype(kind).itemsize
+            out[:, chosen] = self.read(addresses[chosen], kind, count, lanes, line, size * count)
+        return tuple(out)
+
+    def read(self, addresses, kind, count: int, lanes, line: int, aligned: int, several_warps: bool = False):
+        size = np.dtype(kind).itemsize
+        offsets = self.offsets(addresses, aligned, lanes, line)
+        self.touch(offsets, size * count, lanes, None, line, several_warps)
+        return self.views[kind][offsets // size + np.arange(count)[:, None]]
+
+    def store(self, addresses, kind, values, guard, idx, line: int) -> None:
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        if len(lanes):
+            size = np.dtype(kind).itemsize * len(values)
+            self.write(addresses[chosen], kind, np.stack(values)[:, chosen], lanes, line, size)
+
+    def write(self, addresses, kind, data, lanes, line: int, aligned: int) -> None:
+        size, count = np.dtype(kind).itemsize, len(data)
+        offsets = self.offsets(addresses, aligned, lanes, line)
+        at, view = offsets // size + np.arange(count)[:, None], self.views[kind]
+        changes = (view[at] != data).any(axis=0)
+        # Which of two lanes that have one address wins is not specified.
+        order = slice(None, None, -1 if self.wave.options.first_wins else 1)
+        view[at[:, order]] = data[:, order]
+        if (view[at] != data).any():
+            self.wave.find("shared-race", "lanes of one instruction store different values", line)
+        self.touch(offsets, size * count, lanes, changes, line)
+
+    def touch(self, offsets, nbytes: int, lanes, changes, line: int, several_warps: bool = False) -> None:
+        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
+        wave, write = self.wave, changes is not None
+        matters = changes if write else np.ones(len(lanes), bool)
+        at, lanes, matters = spread(offsets, nbytes, self.granule, lanes, matters)
+        cta, thread = wave.local_cta[lanes], wave.tid[lanes].astype(np.int32)
+        epoch, sync = wave.epoch[cta] + 1, wave.warp_syncs[cta, thread >> 5]
+        if several_warps:
+            thread = np.full_like(thread, SEVERAL)
+        if self.pending[at].any():
+            wave.find("shared-race", f"a {'write' if write else 'read'} of what cp.async may still write", line)
+        if write and (matters & (self.reading[at] > 0)).any():
+            wave.find("shared-race", "a write of what wgmma may still read", line)
+        writer = self.write_thread[at]
+        met = matters & (self.write_epoch[at] == epoch) & (writer != thread)
+        if (met & (writer >> 5 != thread >> 5)).any():
+            wave.find("shared-race", f"a warp {'writes' if write else 'reads'} what another wrote, no barrier", line)
+        elif (met & (self.write_sync[at] == sync)).any():
+            wave.find("warp-hazard", f"a thread {'writes' if write else 'reads'} what another of its warp wrote", line)
+        reader = self.read_thread[at]
+        other_warp = (self.read_epoch[at] == epoch) & (reader >> 5 != thread >> 5)
+        if write:
+            if (matters & other_warp).any():
+                wave.find("shared-race", "a warp writes what another read, no barrier", line)
+            self.write_epoch[at], self.write_thread[at], self.write_sync[at] = epoch, thread, sync
+            return
+        if (self.write_epoch[at] == 0).any():
+            wave.find("shared-uninit", "a read of shared memory that nobody wrote", line)
+        self.read_epoch[at], self.read_thread[at] = epoch, np.where(other_warp, SEVERAL, thread)
+        # Lanes of one instruction may have met here.
+        lost = self.read_thread[at] >> 5 != thread >> 5
+        self.read_thread[at[lost]] = SEVERAL
+
+    def copy(self, to, source, size: int, filled, guard, idx, line: int) -> None:
+        """cp.async of ``size`` bytes; a lane with ``filled`` = 0 reads nothing and writes zeros."""
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        if not len(lanes):
+            return
+        filled = np.broadcast_to(size if filled is None else filled, len(to))[chosen]
+        to, source = to[chosen], source[chosen]
+        if ((filled != 0) & (filled != size)).any():
+            raise Unsupported(f"cp.async that fills a part with zeros: {self.wave.where(line)}")
+        words = np.zeros((size // 4, len(to)), u4)
+        read = np.flatnonzero(filled)
+        if len(read):
+            words[:, read] = self.wave.memory.gather(source[read], u4, size // 4, lanes[read], line)
+        offsets = self.offsets(to, size, lanes, line)
+        # From here on the bytes may change.
+        self.touch(offsets, size, lanes, np.ones(len(lanes), bool), line)
+        self._pend(offsets, size, 1)
+        self.copies.append((lanes, offsets, words, self.committed[lanes], line))
+
+    def _pend(self, offsets, size: int, change: int) -> None:
+        np.add.at(self.pending, spread(offsets, size, self.granule)[0], change)
+
+    def commit(self, idx) -> None:
+        self.committed[slice(None) if idx is None else idx] += 1
+
+    def wait(self, allowed: int | None, idx, line: int) -> None:
+        """All copies arrive but those of the last ``allowed`` groups; None waits for those without a group, too."""
+        mine = slice(None) if idx is None else idx
+        before = np.full(self.wave.n, -1, np.int32)
+        before[mine] = 2**30 if allowed is None else self.committed[mine] - allowed
+        left = []
+        for lanes, offsets, words, group, at in self.copies:
+            over = group < before[lanes]
+            if over.any():
+                size = 4 * len(words)
+                self._pend(offsets[over], size, -1)
+                self.touch(offsets[over], size, lanes[over], np.ones(int(over.sum()), bool), at)
+                self.views[u4][offsets[over] // 4 + np.arange(len(words))[:, None]] = words[:, over]
+            if not over.all():
+                left.append((lanes[~over], offsets[~over], words[:, ~over], group[~over], at))
+        self.copies = left

@@ -1,0 +1,208 @@
+"""CTAs that run in lock step: every thread is a lane of numpy arrays.
+
+Threads that diverge run lowest block first.  A CTA's barrier opens when all of its threads wait there or have ended.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .matrices import Matrices
+from .memory import Memory
+from .parse import Unsupported
+from .shared import Shared
+
+u4 = np.uint32
+# What a register holds that nobody has written.
+GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BEEF),
+           "b64": np.uint64(0x7FF8DEADBEEF7FC1)}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """Something that is wrong, or depends on an order, although the launch ran to its end.
+
+    shared-race      threads of two warps touch a byte of shared memory between two barriers, and one writes; or a
+                     thread touches what a cp.async may still write, or wgmma may still read; or two lanes of one
+                     instruction store different values to one place
+    shared-uninit    a read of shared memory that its CTA has not written
+    warp-hazard      threads of one warp touch a byte of shared memory, one writes, and nothing synchronises the warp
+    global-race      two CTAs touch a byte of a tensor, and one changes it
+    global-order     two warps of a CTA do so between two barriers
+    divergent-sync   threads of a CTA wait at different barriers
+    """
+
+    kind: str
+    kernel: str
+    text: str
+
+
+class Registers(dict):
+    def __init__(self, wave) -> None:
+        super().__init__()
+        self.wave = wave
+
+    def __missing__(self, name: str):
+        value = GARBAGE[self.wave.kernel.classes[name.rstrip("0123456789")]]
+        self[name] = np.full(self.wave.n, value)
+        return self[name]
+
+
+class Wave:
+    """``numbers`` are the CTAs in the launch's grid.  ``launch`` has the program, the arguments and the options."""
+
+    def __init__(self, launch, numbers: np.ndarray) -> None:
+        self.program, self.kernel, self.name = launch.program, launch.program.kernel, launch.program.kernel.name
+        self.options, self.grid, self.report = launch.options, launch.grid, launch.report
+        self.parameters = launch.values
+        self.threads, self.ctas = self.kernel.threads, len(numbers)
+        self.n = self.ctas * self.threads
+        self.cta = np.repeat(numbers, self.threads).astype(np.int64)
+        self.local_cta = np.repeat(np.arange(self.ctas), self.threads)
+        self.tid = np.tile(np.arange(self.threads, dtype=u4), self.ctas)
+        self.warp = (self.tid // 32).astype(np.int32)
+        # The barriers that each CTA has passed, and those, with bar.warp.sync, that each warp has.
+        self.epoch = np.zeros(self.ctas, np.int32)
+        self.warp_syncs = np.zeros((self.ctas, self.threads // 32), np.int32)
+        self.memory = Memory(self, launch.segments, launch.moved)
+        self.shared = Shared(self, self.program.shared, self.program.granule)
+        self.matrices = Matrices(self)
+        self.executed = 0
+        self._whole: np.ndarray | None = None
+
+    def where(self, line: int) -> str:
+        return self.program.where(line)
+
+    def find(self, kind: str, text: str, line: int) -> None:
+        self.report(Finding(kind, self.name, f"{text}: {self.where(line)}"))
+
+    def lanes_of(self, guard, idx):
+        """Which elements of a block's arrays take part in an instruction, and the lanes that these are."""
+        if guard is None:
+            return slice(None), np.arange(self.n) if idx is None else idx
+        chosen = np.flatnonzero(guard)
+        return chosen, chosen if idx is None else idx[chosen]
+
+    def special(self, name: str, idx):
+        x, y, z = self.grid
+        of, _, axis = name.partition(".")
+        place = "xyz".index(axis or "x")
+        if of == "tid":
+            value = (self.tid, np.zeros(self.n, u4), np.zeros(self.n, u4))[place]
+        elif of == "laneid":
+            value = self.tid % u4(32)
+        elif of == "ctaid":
+            value = (self.cta % x, self.cta // x % y, self.cta // (x * y))[place].astype(u4)
+        elif of == "nctaid":
+            value = np.full(self.n, (x, y, z)[place], u4)
+        else:
+            raise Unsupported(f"%{name}")
+        return value if idx is None else value[idx]
+
+    def run(self) -> None:
+        """``at`` is the block of each lane, or None while all of them are at block ``b``."""
+        registers, b = Registers(self), 0
+        together = self.options.schedule == "together" or self.threads == 32
+        at = None if together else np.zeros(self.n, np.int64)
+        done, waiting = np.zeros((2, self.n), bool)
+        while True:
+            idx = None
+            if at is not None:
+                ready = self._ready(done, waiting)
+                if not ready.any():
+                    if done.all():
+                        return
+                    raise RuntimeError(f"{self.name}: threads wait at a barrier for ever")
+                b = int(at[ready].min())
+                idx = np.flatnonzero(ready & (at == b))
+                if len(idx) == self.n:
+                    at = idx = None
+            end = self.kernel.blocks[b].end
+            self._count(b, idx)
+            self._whole = None
+            taken = self.program.functions[b](self, registers, idx)
+            if end[0] == "return":
+                if idx is None:
+                    return
+                done[idx] = True
+                self._open_barriers(waiting, done, at)
+                continue
+            following = b + 1
+            if end[0] == "branch":
+                following = self.kernel.labels[end[1]]
+            elif end[0] == "either":
+                following = np.where(taken, self.kernel.labels[end[2]], b + 1)
+                if (following == following[0]).all():
+                    following = int(following[0])
+            if idx is not None:
+                at[idx] = following
+                if end[0] == "barrier":
+                    waiting[idx] = True
+                    self._open_barriers(waiting, done, at)
+            elif isinstance(following, int):
+                b = following
+                if end[0] == "barrier":
+                    self.epoch += 1
+                    self.warp_syncs += 1
+            else:
+                at = following
+
+    def _ready(self, done, waiting):
+        """The lanes that can go on.  With the schedules "first" and "last" that is one warp of each CTA."""
+        ready = ~(done | waiting)
+        if self.options.schedule == "together" or self.threads == 32:
+            return ready
+        can = ready.reshape(self.ctas, -1, 32).any(2)
+        first = can.argmax(1)
+        if self.options.schedule == "last":
+            first = can.shape[1] - 1 - can[:, ::-1].argmax(1)
+        return ready & (self.warp == np.repeat(first, self.threads))
+
+    def _open_barriers(self, waiting, done, at) -> None:
+        wait, end = waiting.reshape(self.ctas, -1), done.reshape(self.ctas, -1)
+        for cta in np.flatnonzero((wait | end).all(1) & wait.any(1)):
+            lanes = slice(cta * self.threads, (cta + 1) * self.threads)
+            if len(np.unique(at[lanes][waiting[lanes]])) > 1:
+                self.find("divergent-sync", "threads of a CTA wait at different barriers", 0)
+            waiting[lanes] = False
+            self.epoch[cta] += 1
+            self.warp_syncs[cta] += 1
+
+    def _count(self, b: int, idx) -> None:
+        warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
+        self.executed += len(self.kernel.blocks[b].instructions) * warps
+        if self.executed > self.options.limit:
+            raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
+
+    def whole_warps(self, idx, line: int) -> None:
+        """An instruction of a warp needs all of its threads."""
+        if idx is None or self._whole is idx:
+            return
+        rows = idx.reshape(-1, 32) if len(idx) % 32 == 0 else np.zeros((1, 32), int)
+        if (rows[:, 0] % 32 != 0).any() or (np.diff(rows, axis=1) != 1).any():
+            raise RuntimeError(f"a part of a warp's threads: {self.where(line)}")
+        self._whole = idx
+
+    def sync_warps(self, idx, line: int) -> None:
+        self.whole_warps(idx, line)
+        first = np.arange(0, self.n, 32) if idx is None else idx[::32]
+        self.warp_syncs[self.local_cta[first], self.warp[first]] += 1
+
+    def shuffle(self, kind: str, values, by, bounds, idx, line: int):
+        """shfl.sync: each lane gets the value of another lane, and whether there is such a lane.
+
+        It brings the threads of a warp together, but promises no order of their accesses to memory.
+        """
+        self.whole_warps(idx, line)
+        lane = np.arange(len(values)) & 31
+        by, bounds = (np.broadcast_to(v, len(values)).astype(np.int64) for v in (by, bounds))
+        segment = (bounds >> 8) & 31
+        last = (lane & segment) | (bounds & 31 & ~segment)
+        if kind == "bfly":
+            source = lane ^ (by & 31)
+        elif kind == "idx":
+            source = (lane & segment) | (by & 31 & ~segment)
+        else:
+            raise Unsupported(f"shfl.sync.{kind}: {self.where(line)}")
+        valid = source <= last
+        source = np.where(valid, source, lane)
+        return values[np.arange(len(values)) - lane + source], valid

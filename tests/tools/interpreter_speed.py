@@ -1,0 +1,245 @@
+"""Triton's interpreter, made several times faster without a change to any value that it computes.
+
+Most of its time goes into Python objects, not into arrays: it builds the type of every block anew, patches
+``triton.language`` again for every launch, and computes a check of integer overflows whose result it discards.  What
+``fast()`` changes are only those parts.  ``tests/tools/test_interpreter.py`` compares the bits of all kernels with
+those of the interpreter as it is.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+# What ``fast`` replaces, as Triton has it.
+AS_IT_IS = [
+    (owner, name, getattr(owner, name))
+    for owner, names in (
+        (interpreter, ("_patch_lang", "_get_np_dtype")),
+        (interpreter.interpreter_builder, ("options",)),
+        (tl.block_type, ("__init__", "__eq__", "to_ir", "with_element_ty")),
+        (tl.tensor, ("__init__",)),
+        (tl.dtype, ("__eq__",)),
+        (TritonSemantic, ("cast", "broadcast_impl_value", "computation_type_impl")),
+    )
+    for name in names
+]
+
+
+def as_it_is() -> contextlib.ExitStack:
+    """Inside, the interpreter is as slow as Triton's, whatever ``fast`` has changed."""
+    stack = contextlib.ExitStack()
+    for owner, name, value in AS_IT_IS:
+        stack.enter_context(mock.patch.object(owner, name, value))
+    return stack
+
+
+def fast() -> contextlib.ExitStack:
+    """Inside, kernels that run in the interpreter take a fraction of the time."""
+    stack = contextlib.ExitStack()
+    for change in (patched_language, cached_types, quick_operators, without_unused_checks):
+        stack.enter_context(change())
+    return stack
+
+
+class _Patches:
+    """The attributes of ``triton.language`` that a launch replaces, found once, and set and restored quickly."""
+
+    def __init__(self, patch: Callable) -> None:
+        self.values: list[tuple[object, str, object]] = []
+        found = self.values
+
+        class Recording(interpreter._LangPatchScope):
+            def set_attr(self, obj: object, name: str, value: object) -> None:
+                found.append((obj, name, value))
+                super().set_attr(obj, name, value)
+
+        both_modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        with mock.patch.object(interpreter, "_LangPatchScope", Recording):
+            with mock.patch.object(interpreter, "_patch_attr", _patch_attr):
+                scope = patch(both_modules)
+            # Triton 3.6 converts arrays of one element as numpy 2.4 no longer does; later versions read as here.
+            scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.restore()
+        # A module of the language may name an attribute that a class inherits: it is removed again, not restored.
+        self.originals = [(obj, name, vars(obj).get(name, _MISSING)) for obj, name, _ in self.values]
+
+    def apply(self) -> None:
+        for obj, name, value in self.values:
+            setattr(obj, name, value)
+
+    def restore(self) -> None:
+        for obj, name, original in self.originals:
+            if original is _MISSING:
+                if name in vars(obj):
+                    delattr(obj, name)
+            else:
+                setattr(obj, name, original)
+
+
+_MISSING = object()
+
+
+def _patch_attr(obj, name, member, builder, scope) -> None:
+    """As the interpreter's, without a new dictionary of the keywords for each call."""
+    function = getattr(member, "__wrapped__", member)
+    semantic = interpreter.interpreter_semantic
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+@contextlib.contextmanager
+def patched_language() -> Iterator[None]:
+    """The interpreter replaces the functions of ``triton.language`` anew for each launch, and whenever one kernel
+    function calls another.  Inside, a launch does so once, from a list."""
+    patch = interpreter._patch_lang
+    patches: _Patches | None = None
+    patched = False
+    nothing = interpreter._LangPatchScope()
+
+    class Outermost:
+        def restore(self) -> None:
+            nonlocal patched
+            patched = False
+            patches.restore()
+
+    def patch_outermost(fn):
+        nonlocal patched, patches
+        if patched:
+            return nothing
+        if patches is None:
+            patches = _Patches(patch)
+        patches.apply()
+        patched = True
+        return Outermost()
+
+    with mock.patch.object(interpreter, "_patch_lang", patch_outermost):
+        yield
+
+
+@contextlib.contextmanager
+def cached_types() -> Iterator[None]:
+    """Types of blocks, and what tensors copy from their types, are built once for each shape."""
+    blocks: dict[tuple, dict] = {}
+    tensors: dict[tuple, dict] = {}
+    others: dict[tuple, tl.block_type] = {}
+    dtypes: dict[str, object] = {}
+    block_init, tensor_init, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    block_to_ir, block_equal = tl.block_type.to_ir, tl.block_type.__eq__
+
+    def init_block(self, element_ty, shape):
+        values = shape.values if isinstance(shape, tl.core.tuple) else shape
+        if not isinstance(values, (list, tuple)) or not isinstance(element_ty, tl.dtype):
+            block_init(self, element_ty, shape)
+            return
+        key = (element_ty.name, *[s.value if isinstance(s, tl.constexpr) else s for s in values])
+        known = blocks.get(key)
+        if known is None:
+            block_init(self, element_ty, shape)
+            known = blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            known["key"], known["sizes"] = key, key[1:]
+        self.__dict__.update(known)
+        self.element_ty = element_ty
+
+    def init_tensor(self, handle, of):
+        sizes = of.sizes if of.is_block() else ()
+        known = tensors.get(sizes)
+        if known is None:
+            tensor_init(self, handle, of)
+            known = tensors[sizes] = {name: vars(self)[name] for name in vars(self) if name in ("shape", "numel")}
+        self.__dict__.update(known)
+        self.handle, self.type, self.dtype = handle, of, of.scalar
+
+    def with_element_ty(self, scalar_ty):
+        key = self.key, scalar_ty.name
+        if key not in others:
+            others[key] = tl.block_type(scalar_ty, self.shape)
+        return others[key]
+
+    def np_dtype_of(dtype):
+        name = dtype.name
+        if name not in dtypes:
+            dtypes[name] = np_dtype(dtype)
+        return dtypes[name]
+
+    def same_block(self, other):
+        # Names of pointers do not say in which memory they point.
+        if isinstance(other, tl.block_type) and not self.element_ty.is_ptr():
+            return self.key == other.key
+        return block_equal(self, other)
+
+    def to_ir(self, builder):
+        return self if builder is interpreter.interpreter_builder else block_to_ir(self, builder)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (tl.block_type, "__init__", init_block),
+            (tl.block_type, "__eq__", same_block),
+            (tl.block_type, "to_ir", to_ir),
+            (tl.block_type, "with_element_ty", with_element_ty),
+            (tl.tensor, "__init__", init_tensor),
+            (interpreter, "_get_np_dtype", np_dtype_of),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def quick_operators() -> Iterator[None]:
+    """Operands that agree in dtype and shape are neither cast nor broadcast, and a type equals itself at a glance."""
+    cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
+    computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
+    computed: dict[tuple, tl.dtype] = {}
+
+    def cast_if_needed(self, value, dst_ty, *args, **kwargs):
+        source, target = value.type.scalar, dst_ty.scalar
+        if source.name == target.name and not source.is_ptr():
+            return value
+        return cast(self, value, dst_ty, *args, **kwargs)
+
+    def broadcast_if_needed(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a.is_block():
+            if b.is_block() and a.sizes == b.sizes:
+                return lhs, rhs
+        elif not b.is_block():
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def computation_type_of(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in computed:
+            computed[key] = computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return computed[key]
+
+    def same_dtype(self, other):
+        return self is other or equal(self, other)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (TritonSemantic, "cast", cast_if_needed),
+            (TritonSemantic, "broadcast_impl_value", broadcast_if_needed),
+            (TritonSemantic, "computation_type_impl", computation_type_of),
+            (tl.dtype, "__eq__", same_dtype),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def without_unused_checks() -> Iterator[None]:
+    """The interpreter computes whether an integer operation overflows, and then asserts it only where kernels are
+    debugged, which they are not here."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    with mock.patch.object(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)):
+        yield

@@ -1,0 +1,144 @@
+"""The faster interpreter computes the bits of the interpreter as it is, and keeps its errors."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from tests.kernels import conv_abn_cases as convs
+from tests.kernels import test_max_pool as pools
+from tests.kernels import test_norm_act_groups as norms
+from tests.tools.tensors import slots_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("compares interpreters")
+
+
+def both(run):
+    """What ``run`` returns in either interpreter."""
+    from tests.tools.interpreter_speed import as_it_is
+
+    found = []
+    for interpreter in (as_it_is, contextlib.nullcontext):
+        torch.manual_seed(0)
+        with interpreter():
+            found.append(run())
+    return found
+
+
+def assert_same_bits(found):
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+NORMS = [(None, dtype) for dtype in DTYPES] + [(6, torch.float32), (2, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("groups", "dtype"), NORMS, ids=str)
+def test_norms(dtype, groups, device):
+    def run():
+        found = []
+        for rows, keep in ((False, "output"), (True, "input")):
+            given = norms.inputs((3, 6, 7, 9), rows, dtype, device)
+            kept = slots_of([0, 2], 6, device) if keep == "output" else None
+            found += norms.launch(*given, groups, keep=keep, kept=kept).values()
+        return found
+
+    assert_same_bits(both(run))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_convolutions(dtype, device):
+    conv = convs.Conv((2, 5, 9, 7), (6, 5, 3, 3), padding=1)
+
+    def run():
+        found = []
+        for rows, training in ((False, True), (True, False)):
+            given, out = convs.inputs(conv, dtype, device, rows), convs.output(conv, dtype, device, rows)
+            running = convs.running_statistics(conv, device)
+            found += [*convs.launch(conv, given, out, training=training, running=running), out, *running]
+        return found
+
+    assert_same_bits(both(run))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pools(dtype, device):
+    def run():
+        x, dz = torch.randn(2, 5, 9, 7).to(dtype), torch.randn(2, 5, 5, 4).to(dtype)
+        return pools.launch(x, dz.shape, dz, False, (3, 2, 1, 1))[:3]
+
+    assert_same_bits(both(run))
+
+
+@triton.jit
+def mixed_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    """Scalars, blocks of several ranks and dtypes, promotions, and an integer that wraps."""
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < N, other=-1)
+    wide = x.to(tl.int64) * 3 + N
+    small = (x.to(tl.uint8) + 250).to(tl.float32) / 7
+    table = tl.where(offs[:, None] <= offs[None, :], small[None, :] * 0.1, wide[:, None].to(tl.float32))
+    out = tl.sum(table, axis=1) + tl.max(table, axis=0) - (offs % 5 // 2) * 1.5 + (2147483647 + x)
+    tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_mixed_types(dtype):
+    def run():
+        out = torch.zeros(16, dtype=dtype)
+        mixed_kernel[(1,)](torch.arange(16, dtype=torch.int32), out, 13, BLOCK=16)
+        return [out]
+
+    assert_same_bits(both(run))
+
+
+@triton.jit
+def adds_unequal_blocks_kernel(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 4), tl.arange(0, 4) + tl.arange(0, 8))
+
+
+@triton.jit
+def odd_block_kernel(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 3), 1.0)
+
+
+@triton.jit
+def adds_pointers_kernel(out_ptr):
+    tl.store(out_ptr + out_ptr, 1.0)
+
+
+@pytest.mark.parametrize("kernel", [adds_unequal_blocks_kernel, odd_block_kernel, adds_pointers_kernel])
+def test_what_is_wrong_is_refused(kernel):
+    """Twice: what is wrong must not be remembered as right."""
+
+    def text():
+        with pytest.raises(InterpreterError) as refused:
+            kernel[(1,)](torch.zeros(8))
+        return str(refused.value)
+
+    for _ in range(2):
+        slow, fast = both(text)
+        assert slow == fast != ""
+
+
+def test_the_language_is_left_as_it_was():
+    before = {name: vars(tl)[name] for name in vars(tl)}
+    members = {name: vars(tl.tensor)[name] for name in vars(tl.tensor)}
+    mixed_kernel[(1,)](torch.arange(16, dtype=torch.int32), torch.zeros(16), 13, BLOCK=16)
+    with pytest.raises(InterpreterError):
+        odd_block_kernel[(1,)](torch.zeros(8))
+    assert {name: vars(tl)[name] for name in vars(tl)} == before
+    assert {name: vars(tl.tensor)[name] for name in vars(tl.tensor)} == members
