@@ -70,7 +70,8 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # nothing is computed again where the activation changes nothing
             residual = None
-        ctx.save_for_backward(source, weight, bias, residual, slope, mean, second, xhat, share)
+        rest = residual, slope, mean, second, xhat, share
+        ctx.save_for_backward(source, weight, bias, *rest)
         if spec.process_group is None:
             # As in the stock functions, no gradient gives no gradient: zeros would count as one for an optimizer.
             # Processes that share their statistics all take part in backward, with zeros if need be.
