@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...activation import TABLE
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
 from .aten_groups import over_channels
@@ -220,7 +221,7 @@ def _whole(
 ) -> Gradients:
     """The gradients in one piece, with ``buffer`` or new memory for y and g; those of vectors may be per sample."""
     g, dslope, residual = dz, None, saved.residual
-    if spec.act.name != "identity":
+    if not TABLE[spec.act.name].identity:
         y = _normalise(saved, spec, buffer)
         if residual is not None:
             y.add_(residual)
@@ -274,7 +275,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
         copy, buffer = (memory[: dzp.numel()].view(dzp.shape) for memory in scratch)
         if N > 1:
             xp = copy.copy_(xp)
-            dzp = buffer.copy_(dzp) if spec.act.name == "identity" else dzp
+            dzp = buffer.copy_(dzp) if TABLE[spec.act.name].identity else dzp
         w, b, s = (None if v is None else v[u] for v in vectors)
         of = slice(u.start // D, u.stop // D)
         grouped = spec.kind == "group"
