@@ -44,7 +44,10 @@ def floats(w, i, result, sources) -> None:
 def integers(w, i, result, sources) -> None:
     *how, ptx = i.modifiers
     kind, name = KINDS[ptx], ".".join([i.op, *how])
-    if name in ("mul.wide", "mad.wide"):
+    if ptx == "s16x2":
+        a, b = (f"parts_of({w.array(source, kind)}, u2)" for source in sources)
+        value = f"pack(n, u2, u4, *({WRAPPING[name].format(a, b)}))"
+    elif name in ("mul.wide", "mad.wide"):
         wide = f"{kind[0]}{2 * size_of(kind)}"
         a, b = (f"{w.array(source, kind)}.astype({wide})" for source in sources[:2])
         value, kind = f"({a} * {b})", wide

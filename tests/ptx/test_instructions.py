@@ -39,6 +39,7 @@ def truncated(a, b):
 
 INTEGERS = {
     "add.s32 %r19, %r10, %r11;": lambda a, b, c: a + b,
+    "add.s16x2 %r19, %r10, %r11;": lambda a, b, c: (a + b) & 0xFFFF | ((a >> 16) + (b >> 16) & 0xFFFF) << 16,
     "sub.s32 %r19, %r10, %r11;": lambda a, b, c: a - b,
     "mul.lo.s32 %r19, %r10, %r11;": lambda a, b, c: a * b,
     "mul.hi.s32 %r19, %r10, %r11;": lambda a, b, c: s32(a) * s32(b) >> 32,

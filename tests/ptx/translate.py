@@ -15,7 +15,6 @@ from .shared import BASE
 from .values import KINDS, NUMPY, UNSIGNED, size_of, unsigned
 
 CONSTANT = ("int", "f32", "f64", "symbol")
-# Instructions without a result.
 EFFECTS = ("st", "stmatrix", "fence", "cp", "bar", "barrier", "bra", "ret")
 
 

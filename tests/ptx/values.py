@@ -10,7 +10,7 @@ NUMPY = {"b": b, "u1": u1, "u2": u2, "u4": u4, "u8": u8, "i1": i1, "i2": i2, "i4
 UNSIGNED = {0: "b", 1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 # What a value of a PTX type is in numpy.  Halves, pairs of halves and tf32 are bits.
 KINDS = {"pred": "b", "s8": "i1", "u8": "u1", "b8": "u1", "s16": "i2", "u16": "u2", "b16": "u2", "f16": "u2",
-         "bf16": "u2", "s32": "i4", "u32": "u4", "b32": "u4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4",
+         "bf16": "u2", "s32": "i4", "u32": "u4", "b32": "u4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "s16x2": "u4",
          "s64": "i8", "u64": "u8", "b64": "u8", "f64": "f8"}  # fmt: skip
 
 
