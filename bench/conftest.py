@@ -48,12 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_columns = ["min", "median", "iqr", "rounds"]
     # Its tables have hundreds of lines.
     config.option.benchmark_quiet = config.option.verbose <= 0
-
-
-@pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Benches run one after another, in one process: they are timed."""
-    return 0
+    # It says so of the bench that was running when the user interrupted it, and as an error this hid the results.
+    config.addinivalue_line("filterwarnings", "ignore:Benchmark fixture was not used at all in this test")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -107,7 +107,6 @@ def aggressive(module: nn.Module) -> nn.Module:
 # name: (norm and activation for a number of dimensions, how the module is treated)
 CONTENDERS = {
     "eager": (leaky, as_it_is),
-    "relu": (relu, as_it_is),
     "compiled": (leaky, compiled),
     "aggressive": (leaky, aggressive),
     "inplace_abn": (published, as_it_is),
@@ -117,7 +116,6 @@ CONTENDERS = {
 # name: (a function of dimensions and a convolution's arguments that builds the layer, how it is treated)
 CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
     "eager": (conv_then(leaky), as_it_is),
-    "relu": (conv_then(relu), as_it_is),
     "compiled": (conv_then(leaky), compiled),
     "aggressive": (conv_then(leaky), aggressive),
     "folded": (conv_then(leaky), folded),
@@ -127,8 +125,6 @@ CONV_CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module],
 }
 # Without a GPU, "auto" is "aten" and Triton cannot run.
 CUDA_ONLY = ("ours-triton", "ours-aten")
-# This is another function at the cost of leaky_relu.  It is left out on a GPU, where time is short.
-CPU_ONLY = ("relu",)
 # It has no backward.
 INFERENCE_ONLY = ("folded",)
 # A C++ compiler takes seconds for each of them, so on a CPU they compete in a few cases only.
@@ -141,15 +137,10 @@ def uncompiled(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in COMPILERS]
 
 
-def norm_contenders(kind: str) -> list[str]:
-    """Who competes on "cpu" or "cuda"."""
-    return [name for name in CONTENDERS if kind == "cpu" or name not in CPU_ONLY]
-
-
 def conv_contenders(kind: str, inference: bool) -> list[str]:
     """Who competes on "cpu" or "cuda"."""
     # For one convolution and its norm the aggressive compiler has little to recompute.
-    elsewhere = (*CPU_ONLY, "aggressive") if kind == "cuda" else CUDA_ONLY
+    elsewhere = ("aggressive",) if kind == "cuda" else CUDA_ONLY
     absent = (*(TRAINING_ONLY if inference else INFERENCE_ONLY), *elsewhere)
     return [name for name in CONV_CONTENDERS if name not in absent]
 

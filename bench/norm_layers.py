@@ -82,7 +82,7 @@ def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
 
 
 def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str, Tensor]:
-    """The float64 results of the norm and leaky_relu with that slope; a slope of 0 is relu."""
+    """The float64 results of the norm and leaky_relu with that slope; with a slope of 0 it is relu."""
     x, weight, bias, dz = (data[name].detach() for name in ("x", "weight", "bias", "dz"))
     grads = gradients(dz, x, weight, bias, param=slope, groups=case.groups)
     assert grads.dweight is not None
@@ -113,12 +113,15 @@ def compete_norms(
     case: NormCase,
     device: torch.device,
     contenders: Mapping[str, tuple[Callable[[NormCase], nn.Module], Treat]],
-    slopes: Mapping[str, float],
+    slope: float,
     seconds: float,
     host_calls: int = 0,
 ) -> dict[str, Result]:
-    """contenders: name to what builds the layer of a case, and what is done to it.  slopes: of contenders, "" of all
-    that are not named.  host_calls: as in ``compete``."""
+    """Lets layers of a case compete.
+
+    ``contenders`` has, by name, the function that builds the layer of a case, and how it is treated.  ``slope`` is that
+    of the activation.  ``host_calls``: see ``Timing``.
+    """
     data, dtype = make_data(case, device), DTYPES[case.dtype]
 
     def build(name: str) -> LayerJob:
@@ -127,7 +130,7 @@ def compete_norms(
 
     return compete(
         {name: partial(build, name) for name in contenders},
-        {name: partial(expected, case, data, slope) for name, slope in slopes.items()},
+        {"": partial(expected, case, data, slope)},
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
         # `bench/test_launch.py` measures the host's time of a launch, the other benches leave it out.
         Timing(device, seconds, ahead=device.type == "cuda", host_calls=host_calls),

@@ -16,7 +16,6 @@ from .harness import Result
 
 # contender: its name in the head of the closing table.
 RIVALS = {
-    "relu": "BN+ReLU",
     "compiled": "compile",
     "aggressive": "aggressive",
     "checkpoint": "checkpoint",

@@ -42,7 +42,7 @@ CONTENDERS: dict[str, tuple[Callable[[NormCase], nn.Module], Treat]] = {
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    return compete_norms(case, device, CONTENDERS, {"": SLOPE, "relu": 0.0}, SECONDS[device.type], CALLS)
+    return compete_norms(case, device, CONTENDERS, SLOPE, SECONDS[device.type], CALLS)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

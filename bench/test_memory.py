@@ -56,6 +56,7 @@ class Case(NamedTuple):
 
 
 def unets(size: str, shape: tuple[int, ...], widths: tuple[int, ...]) -> dict[str, Case]:
+    """A U-Net with ReLU, which is converted, and one with LeakyReLU, for which ours has fused blocks."""
     make = partial(UNet, 3, CLASSES, widths=widths)
     return {
         f"U-Net with ReLU, {size}": Case(partial(make, plain=True, norm_act=relu(2)), shape),

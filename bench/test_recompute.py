@@ -109,6 +109,8 @@ class Case(NamedTuple):
     # Inductor takes minutes for some networks on a CPU.
     compile: bool = True
     twins: bool = False
+    # All benches together must end within minutes.
+    slow: bool = False
 
     def contenders(self) -> list[str]:
         if self.twins:
@@ -140,7 +142,7 @@ CASES = {
             (2, 3, 128, 128),
             twins=True,
         ),
-        Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), compile=False),
+        Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), compile=False, slow=True),
         Case("ResNet-18", Segments, {"width": 32}, (4, 3, 128, 128), compile=False),
     ],
     "cuda": [
@@ -178,7 +180,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    parametrize_pairs(metafunc, [(str(case), case.contenders(), False) for case in CASES[kind]])
+    parametrize_pairs(metafunc, [(str(case), case.contenders(), case.slow) for case in CASES[kind]])
 
 
 @pytest.mark.benchmark(timer=CLOCK)

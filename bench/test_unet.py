@@ -82,9 +82,8 @@ class Case(NamedTuple):
         return Images(net, self.channels)
 
     def contenders(self) -> list[str]:
-        """relu is another function, and costs what leaky_relu does; the published package has no InstanceNorm."""
-        absent = ("relu", "inplace_abn") if self.instance else ("relu",)
-        return [name for name in WAYS if name not in absent]
+        """The published package has no InstanceNorm."""
+        return [name for name in WAYS if not (self.instance and name == "inplace_abn")]
 
     def memory_format(self) -> torch.memory_format:
         return memory_format_of(len(self.size) + 2, self.channels_last)

@@ -130,6 +130,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("fusedseg.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "tests.mutation", *arguments]:
+            parse("tests.mutation.__main__", arguments, monkeypatch)
         case ["python", "-m", "tests.ptx.mutants", *arguments]:
             pytest.importorskip("triton")
             parse("tests.ptx.mutants", arguments, monkeypatch)

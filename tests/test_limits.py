@@ -19,11 +19,6 @@ LONG = {
     ("memory/plan.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "unet")
-# file -> why its calls may pass more than POSITIONAL arguments by position
-CALLS = {
-    "doctor.py": "launches kernels directly",
-    "ops/norm/op.py": "the flat schemas of the norm op",
-}
 
 
 def files() -> Iterator[tuple[str, ast.Module, int]]:
@@ -64,9 +59,7 @@ def test_calls_pass_few_arguments_by_position():
         f"{path}:{node.lineno} {ast.unparse(node.func)}, {len(node.args)}"
         for path, tree, _ in files()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and len(node.args) > POSITIONAL and path not in CALLS
-        # PyTorch sets the order there, and no name would be shorter
-        if not ast.unparse(node.func).startswith("aten.")
+        if isinstance(node, ast.Call) and len(node.args) > POSITIONAL
     ]
     assert not found
 

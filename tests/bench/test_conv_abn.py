@@ -46,16 +46,15 @@ def test_all_do_the_same(case, name, monkeypatch):
 
         monkeypatch.setattr(fusedseg, "backend", "triton")
     data = make_data(case, CPU)
-    slope = 0.0 if name == "relu" else 0.01
     inference = job_of(InferenceJob, name, case, data)
     z = inference.forward(inference.prepare())
     assert not z.requires_grad
-    assert relative_error(z, expected_in_inference(case, data, slope)["z"]) < TOLERANCE[case.dtype]
+    assert relative_error(z, expected_in_inference(case, data)["z"]) < TOLERANCE[case.dtype]
     if name == "folded":
         return
     job = job_of(ConvJob, name, case, data)
     out = job.forward(job.prepare())
-    results, reference = job.results(out, job.backward(out)), expected(case, data, slope)
+    results, reference = job.results(out, job.backward(out)), expected(case, data)
     assert list(results) == list(reference)
     for key, got in results.items():
         assert relative_error(got, reference[key]) < TOLERANCE[case.dtype], key
@@ -72,8 +71,8 @@ def test_the_input_belongs_to_the_layer_before():
 
 def test_who_competes():
     assert {"ours-triton", "ours-aten"}.isdisjoint(conv_contenders("cpu", inference=False))
-    assert set(conv_contenders("cuda", inference=False)) == set(CONV_CONTENDERS) - {"folded", "relu", "aggressive"}
-    assert set(conv_contenders("cuda", inference=True)) == set(CONV_CONTENDERS) - {"aggressive", "relu"}
+    assert set(conv_contenders("cuda", inference=False)) == set(CONV_CONTENDERS) - {"folded", "aggressive"}
+    assert set(conv_contenders("cuda", inference=True)) == set(CONV_CONTENDERS) - {"aggressive"}
 
 
 @EACH

@@ -13,7 +13,8 @@ from bench import (
     test_max_pool,
     test_unet,
 )
-from bench.contenders import conv_contenders, norm_contenders
+from bench.contenders import CONTENDERS as NORM_CONTENDERS
+from bench.contenders import conv_contenders
 from bench.files import ReportError, load
 from bench.gpu import goals
 from bench.harness import Result
@@ -31,7 +32,7 @@ CASES = {
     "launch": test_launch.CASES["cuda"],
 }
 CONTENDERS = {
-    "inplace_abn": norm_contenders("cuda"),
+    "inplace_abn": NORM_CONTENDERS,
     "inplace_norm_act": test_inplace_norm_act.CONTENDERS,
     "conv_abn": conv_contenders("cuda", inference=False),
     "max_pool": test_max_pool.contenders("cuda"),

@@ -110,10 +110,13 @@ Source = Tensor | Interpolated
 
 def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
     """The sources as a tuple; raises if an element is no source, or if batches or spatial sizes differ."""
-    sources = (x,) if isinstance(x, (Tensor, Interpolated)) else tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not sources or not all(isinstance(source, (Tensor, Interpolated)) for source in sources):
-        came = [type(source).__name__ for source in sources]
-        raise TypeError(f"{op}: x must be a tensor, an Interpolated, or a sequence of these, got {came}")
+    if isinstance(x, (Tensor, Interpolated)):
+        sources: tuple[Source, ...] = (x,)
+    else:
+        sources = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+        if not sources or not all(isinstance(source, (Tensor, Interpolated)) for source in sources):
+            came = [type(source).__name__ for source in sources]
+            raise TypeError(f"{op}: x must be a tensor, an Interpolated, or a sequence of these, got {came}")
     first = sources[0]
     if len(first.shape) < 2:
         raise ValueError(f"{op}: x must have shape (N, C, *spatial), got {tuple(first.shape)}")

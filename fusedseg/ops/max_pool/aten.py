@@ -141,7 +141,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
 def _as_rows(x: Tensor, z: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Ranges of contiguous planes as channels_last copies of x, z and codes.
 
-    What the caller has written to the copies of z and codes goes to ``z`` and ``codes`` when it asks for the next ones.
+    What the caller has written to the latter two goes to ``z`` and ``codes`` when it asks for the next ones.
     """
     of_all = [t.view(1, -1, *t.shape[2:]) for t in (x, z, codes)]
     count, step = of_all[0].shape[1], max(1, CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
@@ -186,9 +186,8 @@ def _by_indices(
             if low is not None:
                 taken = torch.maximum(taken, low[piece])
             distance = memory.like(taken).copy_(taken).sub_(first[piece])
-            codes[:, :, piece].copy_(
-                _recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel, memory)
-            )
+            code = _recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel, memory)
+            codes[:, :, piece].copy_(code)
 
 
 class _Memory:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _backend
 from .. import unfused
-from ..check import HALF, check_dtype, check_tangents, check_tensor, check_transforms
+from ..check import HALF, check_dtype, check_input, check_tensor
 from ..conv.convolution import per_dimension
 from ..double_backward import batched, one_by_one
 from ..layout import FORMATS, dense
@@ -280,14 +280,12 @@ def dims_of(op: str, x: Tensor, kernel_size: int | Sequence[int]) -> int:
 
 def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
     """The op on an unchecked ``x``, (N, C, *spatial) or (C, *spatial)."""
-    check_tensor(op, x)
-    if x.dim() not in (dims + 1, dims + 2):
+    if isinstance(x, Tensor) and x.dim() not in (dims + 1, dims + 2):
         raise ValueError(
             f"{op}: x must have shape (N, C, *spatial) or (C, *spatial) with {dims} spatial dimensions, "
             f"got {tuple(x.shape)}"
         )
-    check_transforms(op)
-    check_tangents(op, x)
+    check_input(op, x)
     batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
     check(op, batch, pool)
     z = max_pool(batch, pool)

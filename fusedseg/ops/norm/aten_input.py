@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...activation import TABLE
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
 from .aten_groups import over_channels
@@ -167,21 +168,23 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
     assert mean is not None
     mask = [True, affine, affine]
     if spec.keeps_variance:
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, False, eps, mask)
+        options = {"train": False, "eps": eps, "output_mask": mask}
+        return aten.native_batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, **options)
+    options = {"train": True, "eps": eps, "output_mask": mask}
     if spec.kind == "group":
         N, C = x.shape[:2]
         shape = (N, C, x.numel() // (N * C), spec.groups)
         mean, rstd = (v.view(N, spec.groups) for v in (mean, second))
         return aten.native_group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
     if spec.kind == "batch":
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, True, eps, mask)
+        return aten.native_batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, **options)
     weight = _each(weight, x, spec)
     done = []
     first = 0
     for gp, xp in zip(_problems(g, spec), _problems(x, spec), strict=True):
         u = slice(first, first := first + xp.shape[1])
         w = None if weight is None else weight[u]
-        done.append(aten.native_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], True, eps, mask))
+        done.append(aten.native_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], **options))
     if len(done) == 1:
         return done[0]
     dx, *sums = zip(*done, strict=True)
@@ -220,7 +223,7 @@ def _whole(
 ) -> Gradients:
     """The gradients in one piece, with ``buffer`` or new memory for y and g; those of vectors may be per sample."""
     g, dslope, residual = dz, None, saved.residual
-    if spec.act.name != "identity":
+    if not TABLE[spec.act.name].identity:
         y = _normalise(saved, spec, buffer)
         if residual is not None:
             y.add_(residual)
@@ -274,7 +277,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
         copy, buffer = (memory[: dzp.numel()].view(dzp.shape) for memory in scratch)
         if N > 1:
             xp = copy.copy_(xp)
-            dzp = buffer.copy_(dzp) if spec.act.name == "identity" else dzp
+            dzp = buffer.copy_(dzp) if TABLE[spec.act.name].identity else dzp
         w, b, s = (None if v is None else v[u] for v in vectors)
         of = slice(u.start // D, u.stop // D)
         grouped = spec.kind == "group"

@@ -184,7 +184,7 @@ class _Backward:
         if c != EVERY:
             weight, shift, inverse = weight[c], shift[c], inverse[c]
         return aten.native_batch_norm_backward(
-            g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True]
+            g, y, weight, None, None, shift, inverse, train=True, eps=0.0, output_mask=[dx_wanted, True, True]
         )
 
     def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
