@@ -1,4 +1,4 @@
-"""Drop-in modules over the ops."""
+"""Modules that replace stock modules and call the ops."""
 
 from ..ops.conv.sources import Interpolated
 from .branch_sum import BranchSum

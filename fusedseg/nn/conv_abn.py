@@ -23,7 +23,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def activation_module(act: Activation) -> nn.Module:
-    """The stock module, of an activation that can be inverted: all of these work in place."""
+    """The stock module of an invertible activation.  All these modules have the option ``inplace``."""
     row = TABLE[act.name]
     if row.module is None:
         return nn.Identity()

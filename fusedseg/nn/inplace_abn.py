@@ -16,39 +16,45 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
         nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
 
-    whose two tensors kept for backward become one: the output.  ``state_dict`` is that of ``nn.BatchNorm2d``, so its
-    checkpoints load, strictly, and give the same function for any weight, also negative, tiny or zero.
+    The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict`` has the
+    names and shapes of ``nn.BatchNorm2d``.  So its checkpoints load with ``strict=True``, and give the same function
+    for any weight, also if the weight is negative, tiny or zero.
 
-    Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
+    Use it on a tensor that no other code reads, such as a convolution's output, and use the returned tensor.
 
-    ``forward(x, residual)`` adds the residual, of the shape of x, before the activation, as residual blocks do.
+    ``forward(x, residual)`` adds the residual before the activation, as residual blocks do.
+
+    Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
 
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
-        device, dtype: of parameters and buffers.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
+            ignore it.
+        device, dtype: the device and dtype of parameters and buffers.
 
-    Kept for backward: the output, 1 / sqrt(var + eps), the parameters and the residual; and the normalised input of
-    those channels whose weight is too small beside their bias, or beside the residual, to rebuild it (see
-    ``functional.inplace_abn``).  On a GPU that list of channels follows an optimizer's step without making the host
-    wait, and may lag behind it by a step; loading a state dict or changing the parameters in place refreshes it at once
-    (changes through ``.data`` are not seen).  A captured CUDA graph keeps the list of the time of its capture.
+    Kept for backward: the output, 1 / sqrt(var + eps), the parameters, the residual, and the normalised input of some
+    channels.  These are the channels whose weight is too small, compared with the bias or the residual, to rebuild the
+    normalised input from the output (see ``functional.inplace_abn``).  On a GPU the list of these channels is updated
+    after an optimizer's step without making the host wait, so it may lag behind by one step.  Loading a state dict or
+    changing the parameters in place refreshes the list at once; changes through ``.data`` are not noticed.  A captured
+    CUDA graph keeps the list that was valid when it was captured.
 
-    Under ``torch.utils.checkpoint`` running statistics move once; those of ``nn.BatchNorm2d`` move twice.
+    Under ``torch.utils.checkpoint`` the running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once; ``momentum=None`` breaks the graph
-    under ``torch.compile``, as in ``nn.BatchNorm2d``.
+    Falls back: an input that is neither contiguous nor channels_last is copied once.  ``momentum=None`` breaks the
+    graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
 
-    It is a ``torch.nn.modules.batchnorm._BatchNorm``, as which ``torch.optim.swa_utils.update_bn`` and FSDP find it.
+    The module is an instance of ``torch.nn.modules.batchnorm._BatchNorm``, so that ``torch.optim.swa_utils.update_bn``
+    and FSDP find it.
 
     Raises:
-        RuntimeError: from ``nn.SyncBatchNorm.convert_sync_batchnorm``, which would replace it by a norm without an
-            activation: call ``fusedseg.convert_sync`` instead.
-        ValueError: an activation that cannot be inverted, naming the module that is exact for it; an input of another
-            number of channels or dimensions, or otherwise unfit (see ``functional.inplace_abn``).
-        TypeError: an integer or complex input or dtype.
+        RuntimeError: ``nn.SyncBatchNorm.convert_sync_batchnorm`` was called on it, which would replace it by a norm
+            without an activation; call ``fusedseg.convert_sync`` instead.
+        ValueError: the activation cannot be inverted (the error names the module that is exact for it); the input has
+            another number of channels or dimensions, or is unfit in another way (see ``functional.inplace_abn``).
+        TypeError: the input or the dtype is integer or complex.
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
@@ -75,9 +81,9 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     @classmethod
     def from_batchnorm(cls, bn: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
-        """``from_norm``, for an ``nn.BatchNorm1d``, ``2d`` or ``3d``."""
+        """Does the same as ``from_norm``, for an ``nn.BatchNorm1d``, ``2d`` or ``3d``."""
         return cls.from_norm(bn, activation, activation_param)
 
     def to_batchnorm(self, dims: int = 2) -> nn.Module:
-        """``to_norm``: the ``nn.BatchNorm{dims}d``."""
+        """Does the same as ``to_norm``: returns the ``nn.BatchNorm{dims}d``."""
         return self.to_norm(dims)

@@ -1,4 +1,4 @@
-"""``InPlaceABNSync``: InPlaceABN with the statistics of all processes."""
+"""``InPlaceABNSync``: ``InPlaceABN`` with the statistics of all processes."""
 
 from typing import Any
 
@@ -7,29 +7,33 @@ from .synchronised import Synchronised
 
 
 class InPlaceABNSync(Synchronised, InPlaceABN):
-    """``InPlaceABN`` whose statistics, in training, are those of the batches of all processes of a group together.
+    """``InPlaceABN`` whose statistics, in training, are computed over the batches of all processes of a group.
 
     Equals ``nn.Sequential(nn.SyncBatchNorm(C, ..., process_group), nn.LeakyReLU(0.01))``, on GPUs and CPUs (by gloo).
-    Every process merges the (count, mean, M2) of all in the order of their ranks: statistics are the same bits on each,
-    whatever their batch sizes; a process may have an empty batch.  One collective forward, one backward; every process
-    of the group must take part in both.
+    Every process merges the (count, mean, M2) of all processes in the order of the ranks.  So the statistics have the
+    same bits on every process, whatever the batch sizes; a process may have an empty batch.  There is one collective in
+    forward and one in backward, and every process of the group must take part in both.
+
+    Shapes are those of ``InPlaceABN``; the batch sizes of the processes may differ.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, activation, activation_param, device, dtype: as in
             ``InPlaceABN``.
-        process_group: of ``torch.distributed``; None for that of all processes.
+        process_group: a group of ``torch.distributed``; None means the group of all processes.
 
-    Kept for backward: as in ``InPlaceABN``, and the number of values a channel of all processes.
+    Kept for backward: the tensors that ``InPlaceABN`` keeps, and for each channel the fraction of the values of all
+    processes that this process has.  Compiled code keeps the number of values of all processes too.
 
-    Falls back to ``InPlaceABN``: in eval mode; in a group of one process; and, with a warning, where
-    ``torch.distributed`` is not initialised.  Gradients of weight and bias are those of the process's own values, as
-    ``DistributedDataParallel`` expects.  Under ``torch.compile`` the group is that of the time of tracing, and all its
-    processes must run graphs that call their norms in one order, as those of one network do.
+    Falls back to ``InPlaceABN`` in eval mode, in a group of one process, and, with a warning, if ``torch.distributed``
+    is not initialised.  The gradients of weight and bias are sums over the process's own values, as
+    ``DistributedDataParallel`` expects.  Under ``torch.compile`` the group is determined while the graph is traced.
+    All processes of the group must then run graphs that call their norms in the same order, as graphs of one network
+    do.
 
     Raises:
-        ValueError: arguments that ``InPlaceABN`` does not take; one value a channel is enough here, if there are others
-            on other processes.
-        RuntimeError: from ``torch.distributed``, where a process of the group is gone.
+        ValueError: ``InPlaceABN`` does not take the arguments.  One value per channel is enough here, if other
+            processes have values too.
+        RuntimeError: ``torch.distributed`` raises it if a process of the group has ended.
 
     Source: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """

@@ -13,31 +13,35 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
 
         nn.Sequential(nn.GroupNorm(num_groups, C, eps, affine), nn.LeakyReLU(0.01))
 
-    whose two tensors kept for backward become one: the output.  ``state_dict`` is that of ``nn.GroupNorm``.
+    The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict`` has the
+    names and shapes of ``nn.GroupNorm``.
 
-    Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
+    Use it on a tensor that no other code reads, such as a convolution's output, and use the returned tensor.
 
-    ``forward(x, residual)`` adds the residual, of the shape of x, before the activation, as residual blocks do.
+    ``forward(x, residual)`` adds the residual before the activation, as residual blocks do.
+
+    Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as in ``nn.GroupNorm``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
+            ignore it.
 
-    Kept for backward: the output, 1 / sqrt(var + eps) of each group of each sample, the parameters and the residual;
-    and kept channels as ``InPlaceABN`` has them.
+    Kept for backward: the output, 1 / sqrt(var + eps) of each group of each sample, the parameters, the residual, and
+    the normalised input of the kept channels (see ``InPlaceABN``).
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once, and so is a residual of other
-    strides than the input.
+    Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
+    from those of the input is copied once too.
 
     Raises:
-        ValueError: an activation that cannot be inverted, naming the module that is exact for it; groups that do not
-            divide the channels; another number of channels; groups of one value; an input or residual that is otherwise
-            unfit (see ``functional.inplace_group_norm_act``).
-        TypeError: an integer or complex input or dtype.
+        ValueError: the activation cannot be inverted (the error names the module that is exact for it); the groups do
+            not divide the channels; the input has another number of channels, or groups of one value; the input or the
+            residual is unfit in another way (see ``functional.inplace_group_norm_act``).
+        TypeError: the input or the dtype is integer or complex.
 
-    Source: Wu and He, "Group Normalization", ECCV 2018; kept as in Rota Bulo et al., "In-Place Activated BatchNorm for
-    Memory-Optimized Training of DNNs", CVPR 2018.
+    Source: Wu and He, "Group Normalization", ECCV 2018.  Keeping the output: Rota Bulo et al., "In-Place Activated
+    BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
 
     OP = "fusedseg.InPlaceGroupNormAct"
@@ -57,7 +61,7 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
         activation_param: float = 0.01,
     ) -> None:
         act = self._parse(activation, activation_param, dtype)
-        # stock modules of older versions know no bias
+        # The stock modules of older PyTorch versions do not have the argument bias.
         options = {} if bias else {"bias": False}
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **options)
         self._invert(act)

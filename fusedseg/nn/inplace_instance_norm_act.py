@@ -16,36 +16,40 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
 
         nn.Sequential(nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
 
-    whose two tensors kept for backward become one: the output.  ``state_dict``, and what is refused when one is loaded,
-    are those of ``nn.InstanceNorm3d``.  channels_last(_3d) input needs no copy, of which the stock module makes two.
+    The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict``, and the
+    errors while one is loaded, are those of ``nn.InstanceNorm3d``.  Input in channels_last(_3d) is not copied, while
+    the stock module copies it twice.
 
-    Use it on a tensor that nobody else reads, such as a convolution's output, and use what it returns.
+    Use it on a tensor that no other code reads, such as a convolution's output, and use the returned tensor.
 
-    ``forward(x, residual)`` adds the residual, of the shape of x, before the activation, as residual blocks do.
+    ``forward(x, residual)`` adds the residual before the activation, as residual blocks do.
+
+    Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
 
     Args:
         num_features: C.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``: neither parameters
-            nor running statistics unless asked for.
+        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.  By default there
+            are neither parameters nor running statistics.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; unused where there is none.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
+            ignore it.
 
-    Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters and the residual;
-    and kept channels as ``InPlaceABN`` has them.
+    Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters, the residual, and
+    the normalised input of the kept channels (see ``InPlaceABN``).
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once, and so is a residual of other
-    strides than the input.  Where ``num_features`` is not the input's number of channels, and nothing depends on it,
-    there is a warning, as in the stock modules.  Unbatched input, (C, *spatial), is not taken for what it is: its
-    number of dimensions does not tell it from a batch.
+    Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
+    from those of the input is copied once too.  If ``num_features`` is not the input's number of channels, and there
+    are neither parameters nor running statistics, the module only warns, as the stock modules do.  Input without a
+    batch, (C, *spatial), is not supported, because its number of dimensions does not distinguish it from a batch.
 
     Raises:
-        ValueError: an activation that cannot be inverted, naming the module that is exact for it; another number of
-            channels or dimensions; statistics of one spatial element; an input or residual that is otherwise unfit
-            (see ``functional.inplace_instance_norm_act``).
-        TypeError: an integer or complex input or dtype.
+        ValueError: the activation cannot be inverted (the error names the module that is exact for it); the input has
+            another number of channels or dimensions; the statistics would be those of one spatial element; the input or
+            the residual is unfit in another way (see ``functional.inplace_instance_norm_act``).
+        TypeError: the input or the dtype is integer or complex.
 
-    Source: Ulyanov et al., "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016; kept as in
-    Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
+    Source: Ulyanov et al., "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016.  Keeping the
+    output: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
     """
 
     OP = "fusedseg.InPlaceInstanceNormAct"
@@ -66,7 +70,7 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         activation_param: float = 0.01,
     ) -> None:
         act = self._parse(activation, activation_param, dtype)
-        # stock modules of older versions know no bias
+        # The stock modules of older PyTorch versions do not have the argument bias.
         options = {} if bias else {"bias": False}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self._invert(act)
@@ -80,5 +84,5 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         text = f"{self.OP}: input must have {channels} channels (num_features), got {tuple(x.shape)}"
         if self.affine or self.running_mean is not None:
             raise ValueError(text)
-        # the caller of the module is that many calls away
+        # The caller of the module is six frames above.
         warnings.warn(f"{text}; it makes no difference, since affine is False", stacklevel=6)

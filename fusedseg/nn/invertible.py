@@ -1,4 +1,4 @@
-"""What modules share that keep their output and invert the activation: which channels are kept beside it."""
+"""The base class of modules that keep their output and invert the activation: it finds the kept channels."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from .stock_norm import StockNorm
 
 
 class Invertible(StockNorm):
-    """Before a stock norm among the base classes, which brings ``weight`` and ``bias``."""
+    """A base class that stands before a stock norm, which brings ``weight`` and ``bias``."""
 
     KEEP = "output"
-    # the module that errors name instead where an activation cannot be inverted
+    # The module that errors recommend if an activation cannot be inverted.
     EXACT: str
 
     @classmethod
@@ -27,27 +27,31 @@ class Invertible(StockNorm):
 
     @classmethod
     def from_norm(cls, norm: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
-        """A module with the very parameters and buffers of the stock ``norm``.
+        """Makes a module that shares the parameters and buffers of the stock ``norm``.
 
         ``Sequential(norm, activation)`` and the result are the same function.  Optimizers of ``norm`` keep working.
+
+        Raises:
+            TypeError: ``norm`` is not one of the stock norms that the module stands for.
+            ValueError: the activation cannot be inverted.
         """
         return cls._from_stock(norm, activation=activation, activation_param=activation_param)
 
     def _invert(self, act: Activation) -> None:
-        """Called at the end of ``__init__``."""
+        """Sets the activation; ``__init__`` calls this at its end."""
         self.activation = act.name
         self.activation_param = act.param
         self._act = act
         self._kept = KeptChannels()
-        # what compiled code uses: it reads these two, and refresh_kept() sets them
+        # Compiled code reads these two attributes, and refresh_kept() sets them.
         self._kept_count = 0
         self._kept_slots: Tensor | None = None
-        # of which dtype the output is, and whether a residual is in it
+        # The dtype of the output, and whether a residual is added to it.
         self._kept_as = torch.float32, False
         watch(self)
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
-        """The kept channels of an output of this dtype, None where no backward will come."""
+        """The kept channels of an output of this dtype; None if there are none, or if no backward will follow."""
         if not torch.is_grad_enabled() or unfused.wanted():
             return None
         if not torch.compiler.is_compiling():
@@ -57,15 +61,18 @@ class Invertible(StockNorm):
 
     @unfused.assume_constant_result
     def _trace_kept(self, dtype: torch.dtype, residual: bool) -> bool:
-        """Runs once, while the forward is traced."""
+        """Finds the kept channels for compiled code; it runs once, while the forward is traced."""
         self._kept_as = dtype, residual
         serve_compiled_code()
         self.refresh_kept()
         return True
 
     def refresh_kept(self) -> None:
-        """Finds the kept channels for compiled code, which does so by itself after an optimizer's step only: call this
-        after changing the parameters of a compiled model in another way (loading a state dict does)."""
+        """Finds the kept channels for compiled code.
+
+        After an optimizer's step, and after a state dict was loaded, this is called automatically.  Call it yourself
+        after you change the parameters of a compiled model in another way.
+        """
         kept = self._kept.refresh(self.weight, self.bias, self._act, *self._kept_as)
         self._kept_slots, self._kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
 

@@ -1,4 +1,4 @@
-"""``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which take its parts."""
+"""``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which receive the parts of it."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from .leaf import Unscriptable, as_leaf, proxy_in
 
 
 def geometry_of(conv: nn.Conv2d | nn.Conv3d) -> RawGeometry:
-    """The arguments of a convolution module that are no channels."""
+    """The arguments of a convolution module except the numbers of channels."""
     pads = conv._reversed_padding_repeated_twice
     return RawGeometry(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode, pads)
 
 
 def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tuple[Source, ...]:
-    """The sources that a module's input stands for; ValueError unless they have ``dims`` spatial dimensions."""
+    """The sources that a module's input stands for.  Raises ValueError unless they have ``dims`` spatial dimensions."""
     sources = parse_sources(name, x)
     shape = shape_of(sources)
     if len(shape) != dims + 2:

@@ -1,7 +1,7 @@
-"""What modules of this package do under ``torch.fx.symbolic_trace`` and ``torch.jit.script``.
+"""The behaviour of this package's modules under ``torch.fx.symbolic_trace`` and ``torch.jit.script``.
 
-Under the first, each of them is one call, like the modules of ``torch.nn``: their forwards check shapes and read values
-of their inputs, and a ``Proxy`` has neither.  Under the second they raise an error.
+``torch.fx.symbolic_trace`` records each module as one call, like the modules of ``torch.nn``, because the forwards
+check shapes and read values of their inputs, and a ``Proxy`` has neither.  ``torch.jit.script`` raises an error.
 """
 
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from ..ops.conv.sources import Interpolated
 
 
 def proxy_in(value: Any) -> Proxy | None:
-    """The first proxy in a value, which may be a tensor, an ``Interpolated``, or a list or tuple; None without one."""
+    """The first proxy in a value, or None.  The value may be a tensor, an ``Interpolated``, a list or a tuple."""
     if isinstance(value, Proxy):
         return value
     if isinstance(value, Interpolated):

@@ -11,7 +11,7 @@ from .leaf import Unscriptable, as_leaf
 
 
 class _MaxPool(Unscriptable, nn.Module):
-    """The first base class of the modules below; the second one is ``nn.MaxPool2d`` or ``nn.MaxPool3d``."""
+    """The base class of ``MaxPool2d`` and ``MaxPool3d``; it stands before the stock module."""
 
     dims: int
     # The values as they were given; the stock modules store and print them.

@@ -1,4 +1,4 @@
-"""``BatchNormAct``, ``InstanceNormAct``, ``GroupNormAct``: a norm, a residual and any activation, exactly."""
+"""``BatchNormAct``, ``InstanceNormAct`` and ``GroupNormAct``: a norm, a residual and any activation, exactly."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from .stock_norm import StockNorm
 
 
 class _NormAct(StockNorm):
-    """What the three have in common: the activation and its slope."""
+    """The base class of the three modules: it has the activation and its slope."""
 
     KEEP = "input"
     VECTORS = "weight", "bias", "slope"
@@ -24,7 +24,7 @@ class _NormAct(StockNorm):
     def _set_activation(
         self, activation: str, param: float | str | None, num_slopes: int, device: Any, dtype: Any
     ) -> None:
-        """Called at the end of ``__init__``."""
+        """Sets the activation and the slope; ``__init__`` calls this at its end."""
         name, channels = self.OP, getattr(self, self.CHANNELS)
         if dtype is not None:
             check_dtype(name, "dtype", dtype)
@@ -58,8 +58,15 @@ class _NormAct(StockNorm):
         *,
         slope: nn.Parameter | None = None,
     ) -> Any:
-        """A module with the very parameters and buffers of the stock ``norm``, and of activation "prelu" with the
-        ``slope`` of an ``nn.PReLU`` (its ``weight``).  Optimizers keep working."""
+        """Makes a module that shares the parameters and buffers of the stock ``norm``.
+
+        For activation "prelu", ``slope`` is the ``weight`` of an ``nn.PReLU``, which is shared too.  Optimizers of
+        these parameters keep working.
+
+        Raises:
+            ValueError: ``slope`` is given for another activation, or missing for "prelu"; the activation is unknown.
+            TypeError: ``norm`` is not one of the stock norms that the module stands for.
+        """
         if (slope is not None) != (activation == "prelu"):
             raise ValueError(
                 f"{cls.OP}.from_norm: slope must be given for activation 'prelu' and for no other, got {activation!r}"
@@ -79,39 +86,44 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
         nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
 
-    and with a residual ``F.leaky_relu(bn(x) + residual, 0.01)``; on aten, that is without a GPU, to the last bit.
-    ``state_dict`` is that of ``nn.BatchNorm2d``, so its checkpoints load, strictly; a learned ``slope`` is added for
-    prelu.
+    With a residual it equals ``F.leaky_relu(bn(x) + residual, 0.01)``.  Without a GPU, on aten, the results have the
+    same bits.  The ``state_dict`` has the names and shapes of ``nn.BatchNorm2d``, so its checkpoints load with
+    ``strict=True``; for prelu it also has the learned ``slope``.
 
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
         activation: the name of an activation, one of ``fusedseg.activation.NAMES``.
-        activation_param: the negative slope of leaky_relu (None: 0.01), the alpha of elu (1), the initial slope of
-            prelu (0.25), the approximation of gelu, "none" or "tanh" ("none"); None for the others.
-        num_slopes: of prelu, 1 or C, as in ``nn.PReLU``.
-        device, dtype: of parameters and buffers.
+        activation_param: the negative slope of leaky_relu (None means 0.01), the alpha of elu (None means 1), the
+            initial slope of prelu (None means 0.25), or the approximation of gelu, "none" or "tanh" (None means
+            "none").  It must be None for activations without a parameter.
+        num_slopes: the number of slopes of prelu, 1 or C, as in ``nn.PReLU``.
+        device, dtype: the device and dtype of parameters and buffers.
 
-    Shapes: x and ``residual`` alike, in fp16, bf16, fp32 or fp64; the result too, in the memory format of x.  x and
-    ``residual`` are left alone.
+    Shapes: x and ``residual`` have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape, dtype and memory
+    format of x.  x and ``residual`` are not changed.
 
-    Kept for backward: x, mean and 1 / sqrt(var + eps), the parameters; the residual, where there is an activation.  The
-    output is rebuilt from them.  A convolution that follows keeps the output all the same, as its input: under
-    ``fusedseg.recompute()`` it keeps a recipe instead.
+    Kept for backward: x, mean, 1 / sqrt(var + eps), the parameters, and the residual if there is an activation.  The
+    output is rebuilt from them.  A convolution that follows still keeps the output, because it is the convolution's
+    input; under ``fusedseg.recompute()`` it keeps a recipe instead.
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once, a residual of other strides than x
-    likewise; ``momentum=None`` breaks the graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
+    Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
+    from those of x is copied once too.  ``momentum=None`` breaks the graph under ``torch.compile``, as in
+    ``nn.BatchNorm2d``.
 
-    It is a ``torch.nn.modules.batchnorm._BatchNorm``, as which ``torch.optim.swa_utils.update_bn`` and FSDP find it.
+    The module is an instance of ``torch.nn.modules.batchnorm._BatchNorm``, so that ``torch.optim.swa_utils.update_bn``
+    and FSDP find it.
 
     Raises:
-        ValueError: an unknown activation, or a parameter for one that has none; an input of another number of channels
-            or dimensions, or one value per channel in training; a residual unlike x.
-        TypeError: an integer or complex input or dtype, an ``activation_param`` that is no number.
-        RuntimeError: in backward, when it is differentiated itself; from ``nn.SyncBatchNorm.convert_sync_batchnorm``,
-            which would replace it by a norm without an activation: call ``fusedseg.convert_sync`` instead.
+        ValueError: the activation is unknown, or has no parameter and one is given; the input has another number of
+            channels or dimensions, or one value per channel in training; the residual has another shape or device.
+        TypeError: the input or the dtype is integer or complex; ``activation_param`` is not a number; the residual has
+            another dtype than x, outside autocast.
+        RuntimeError: backward itself is differentiated; or ``nn.SyncBatchNorm.convert_sync_batchnorm`` was called on
+            the module, which would replace it by a norm without an activation; call ``fusedseg.convert_sync`` instead.
 
-    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; the name of ``inplace_abn``'s exact twin is ``ABN``.
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.  The alias ``ABN`` is the name of the exact module in
+    the package ``inplace_abn``.
     """
 
     OP = "fusedseg.BatchNormAct"
@@ -141,16 +153,19 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
 
         nn.Sequential(nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
 
-    and with a residual ``F.leaky_relu(norm(x) + residual, 0.01)``; its ``state_dict`` too.  An image without a batch is
-    not taken, since its shape does not tell: pass ``x[None]``.  channels_last is kept, where the stock module copies.
+    With a residual it equals ``F.leaky_relu(norm(x) + residual, 0.01)``.  The ``state_dict`` has the names and shapes
+    of ``nn.InstanceNorm2d``.  An image without a batch is not supported, because its shape does not show that; pass
+    ``x[None]``.  An input in channels_last gives an output in channels_last; the stock module copies it.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``, so neither parameters nor
-            running statistics by default; running ones, where there are any, are used in eval.
+        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.  By default there are
+            neither parameters nor running statistics.  Running statistics, if there are any, are used in eval mode.
         activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
 
-    Shapes, what is kept for backward, what falls back and what is raised: see ``BatchNormAct``; ValueError for a single
-    position where statistics are those of x.
+    ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
+
+    Raises:
+        ValueError: there is a single position per channel, and the statistics are those of x.
 
     Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization", 2016.
     """
@@ -182,15 +197,17 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
 
         nn.Sequential(nn.GroupNorm(num_groups, num_channels, eps, affine), nn.LeakyReLU(0.01))
 
-    and with a residual ``F.leaky_relu(norm(x) + residual, 0.01)``.  Unlike the stock module's under autocast, the
-    result has the dtype of x.
+    With a residual it equals ``F.leaky_relu(norm(x) + residual, 0.01)``.  Under autocast the result has the dtype of x,
+    unlike the result of the stock module.
 
     Args:
         num_groups, num_channels, eps, affine: as in ``nn.GroupNorm``.
         activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
 
-    Shapes, what is kept for backward, what falls back and what is raised: see ``BatchNormAct``; ValueError for
-    ``num_groups`` that do not divide the channels, or one value per group.
+    ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
+
+    Raises:
+        ValueError: ``num_groups`` does not divide the channels, or a group has one value.
 
     Source: Wu and He, "Group Normalization", ECCV 2018.
     """

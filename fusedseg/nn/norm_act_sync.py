@@ -1,4 +1,4 @@
-"""``BatchNormActSync``: BatchNormAct with the statistics of all processes."""
+"""``BatchNormActSync``: ``BatchNormAct`` with the statistics of all processes."""
 
 from typing import Any
 
@@ -7,23 +7,24 @@ from .synchronised import Synchronised
 
 
 class BatchNormActSync(Synchronised, BatchNormAct):
-    """``BatchNormAct`` whose statistics, in training, are those of the batches of all processes of a group together.
+    """``BatchNormAct`` whose statistics, in training, are computed over the batches of all processes of a group.
 
     Equals ``nn.Sequential(nn.SyncBatchNorm(C, ..., process_group), nn.ReLU())`` for ``activation="relu"``, on GPUs and
-    CPUs.  Processes, batch sizes, fallbacks and gradients: see ``InPlaceABNSync``.
+    CPUs.  ``InPlaceABNSync`` describes processes, batch sizes, fallbacks and gradients.
 
     Args:
         process_group: a group of ``torch.distributed``; None means the group of all processes.
 
     All other arguments are those of ``BatchNormAct``.
 
-    Kept for backward: as in ``BatchNormAct``, and two more vectors of C values.  On aten, backward has g = dz phi'(y)
-    beside dx, in one piece each.
+    Kept for backward: the tensors that ``BatchNormAct`` keeps, and for each channel the fraction of the values of all
+    processes that this process has.  Compiled code keeps the number of values of all processes too.  On aten, backward
+    holds g = dz phi'(y) beside dx, each in one piece.
 
     Raises:
-        ValueError: arguments that ``BatchNormAct`` does not take; one value a channel is enough here, if there are
-            others on other processes.
-        RuntimeError: from ``torch.distributed``, where a process of the group is gone.
+        ValueError: ``BatchNormAct`` does not take the arguments.  One value per channel is enough here, if other
+            processes have values too.
+        RuntimeError: ``torch.distributed`` raises it if a process of the group has ended.
     """
 
     OP = "fusedseg.BatchNormActSync"

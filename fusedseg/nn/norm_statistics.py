@@ -1,6 +1,7 @@
-"""Which statistics a call of a norm module uses, and which it moves: of a batch, of each sample, or of groups.
+"""Base classes that decide which statistics a call of a norm module uses, and which running statistics it moves.
 
-Each class here stands beside the stock norm among the base classes of a module; the stock norm brings the attributes.
+There is one class for statistics of a batch, one for each sample, and one for groups.  A module has one of these base
+classes beside its stock norm, which brings the attributes.
 """
 
 import sys
@@ -15,9 +16,9 @@ from ..ops.recompute.saved import recomputing
 class Using(NamedTuple):
     """The statistics of one call.
 
-    ``own``: they are those of the input.  The running ones are those that ``momentum`` moves, or that are used; None
-    where neither happens.  ``batches`` is the number of batches if the call adds 1 to it, or None.  ``groups`` is that
-    of ``nn.GroupNorm``.
+    ``own`` is True if the statistics are those of the input.  ``running_mean`` and ``running_var`` are the running
+    statistics that the call uses, or moves by ``momentum``; they are None if it does neither.  ``batches`` is the
+    number of batches if the call adds 1 to it, otherwise None.  ``groups`` is ``num_groups`` of ``nn.GroupNorm``.
     """
 
     own: bool
@@ -29,11 +30,11 @@ class Using(NamedTuple):
 
 
 def looked_up(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
-    """The attributes of these names, which are parameters or buffers; ``where`` is "_parameters" or "_buffers".
+    """The parameters or buffers with these names; ``where`` is "_parameters" or "_buffers".
 
-    ``nn.Module`` looks for such an attribute in Python, after every other place; this function reads the module's
-    dictionaries.  An attribute that is not there, such as a weight that ``torch.nn.utils.parametrize`` computes, is
-    looked up as usual.  So are all of them in compiled code.
+    ``nn.Module`` searches for such an attribute in Python, after all other places.  This function reads the module's
+    dictionary directly, which is faster.  An attribute that the dictionary does not have, such as a weight that
+    ``torch.nn.utils.parametrize`` computes, is looked up as usual.  In compiled code, all attributes are.
     """
     if torch.compiler.is_compiling():
         return [getattr(module, name) for name in names]
@@ -46,11 +47,11 @@ COUNTED = *RUNNING, "num_batches_tracked"
 
 
 class BatchStatistics:
-    """Of ``_BatchNorm``.
+    """The statistics of modules that are a ``_BatchNorm``.
 
-    As a ``_BatchNorm`` a module is found by whatever looks for BatchNorms, such as ``swa_utils.update_bn``.
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` looks for them too, and would replace them by norms without an
-    activation: ``qconfig`` is there to make it raise.
+    Code that searches a model for BatchNorms, such as ``swa_utils.update_bn``, finds these modules.
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` finds them too, and would replace them by norms without an activation.
+    The property ``qconfig`` makes it raise an error.
     """
 
     KIND = "batch"
@@ -63,7 +64,7 @@ class BatchStatistics:
 
     def _statistics(self) -> Using:
         training, momentum = self.training, self.momentum
-        # a forward that is computed again moves nothing
+        # A forward pass that is computed again moves no running statistics.
         if training and (not self.track_running_stats or recomputing()):
             return Using(True)
         running_mean, running_var, *counted = looked_up(self, "_buffers", COUNTED if training else RUNNING)
@@ -76,9 +77,9 @@ class BatchStatistics:
     def qconfig(self) -> Any:
         """The attribute that PyTorch's quantisation sets on modules.
 
-        ``convert_sync_batchnorm`` asks for it too, by ``hasattr``, which passes on every error but AttributeError.
-        Nothing else that it asks for can raise without harm to others.  Only the frame of the caller tells who asks:
-        ``torch.ao.quantization.prepare`` asks every module for this attribute as well.
+        ``convert_sync_batchnorm`` asks for it by ``hasattr``, which lets every error pass except AttributeError.  No
+        other attribute that it reads could raise an error without harm to other code.  Only the frame of the caller
+        shows who asks, because ``torch.ao.quantization.prepare`` asks every module for this attribute as well.
         """
         asking = sys._getframe(1).f_code
         if asking is nn.SyncBatchNorm.convert_sync_batchnorm.__func__.__code__:  # type: ignore[attr-defined]
@@ -102,7 +103,7 @@ class BatchStatistics:
 
 
 class InstanceStatistics:
-    """Of ``_InstanceNorm``."""
+    """The statistics of modules that are an ``_InstanceNorm``."""
 
     KIND = "instance"
     CHANNELS = "num_features"
@@ -113,7 +114,7 @@ class InstanceStatistics:
     momentum: float | None
 
     def _statistics(self) -> Using:
-        # as in the stock module: running statistics are used in eval mode only, and a momentum of None is 0
+        # As in the stock module, running statistics are used in eval mode only, and a momentum of None means 0.
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         moved = not (self.training and recomputing())
@@ -122,7 +123,7 @@ class InstanceStatistics:
 
 
 class GroupStatistics:
-    """Of ``nn.GroupNorm``."""
+    """The statistics of modules that are an ``nn.GroupNorm``."""
 
     KIND = "group"
     CHANNELS = "num_channels"

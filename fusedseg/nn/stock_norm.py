@@ -1,4 +1,4 @@
-"""What all norm modules share: their forward pass, and the way from a stock norm and back to one."""
+"""The base class of all norm modules: the forward pass, and the conversion from a stock norm and back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +18,21 @@ from .norm_statistics import Using, looked_up
 
 
 class StockNorm(Unscriptable, nn.Module):
-    """A base class before the stock norm whose parameters, buffers and settings a module has, and before the class of
-    ``norm_statistics.py`` that belongs to it."""
+    """The base class of all norm modules.
 
-    # How errors call the module, and what it keeps: the "output" or the "input".
+    It stands before a class of ``norm_statistics.py`` and before the stock norm, which brings parameters, buffers and
+    settings.
+    """
+
+    # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # Which statistics the norm has, and the attribute that counts its channels.
+    # The kind of statistics (``Spec.kind``), and the attribute that holds the number of channels.
     KIND: str
     CHANNELS: str
-    # The parameters in the order of ``Passed``, of which ``slope`` may be absent.
+    # The names of the parameters in the order of ``Passed``; a subclass adds ``slope``.
     VECTORS: tuple[str, ...] = "weight", "bias"
-    # the classes of the stock norms, in the order of their spatial dimensions where there are several
+    # The classes of the stock norms.  If there are several, they are in the order of their spatial dimensions.
     stock: Any
 
     weight: Any
@@ -57,11 +60,11 @@ class StockNorm(Unscriptable, nn.Module):
         return normalise(passed, spec, self._kept_now(weight, bias, x.dtype, residual is not None))
 
     def _others(self) -> str | None:
-        """The name of the process group with whose other members the statistics are shared, or None."""
+        """The name of the process group whose members share the statistics, or None."""
         return None
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
-        """The kept channels of an output of this dtype."""
+        """The kept channels of an output of this dtype; None for a module that keeps its input."""
         return None
 
     def _check_shape(self, x: Tensor) -> None:
@@ -75,7 +78,7 @@ class StockNorm(Unscriptable, nn.Module):
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:
-        """A module of this class with these options and the very parameters and buffers of ``norm``."""
+        """Makes a module of this class with these options that shares the parameters and buffers of ``norm``."""
         if type(norm) not in cls.stock:
             names = ", ".join(f"nn.{c.__name__}" for c in cls.stock)
             raise TypeError(f"{cls.OP}.from_norm: norm must be one of {names}, got {type(norm).__name__}")
@@ -84,8 +87,13 @@ class StockNorm(Unscriptable, nn.Module):
         return made
 
     def to_norm(self, dims: int = 2) -> nn.Module:
-        """The stock norm, for ``dims`` spatial dimensions, with this module's very parameters and buffers; the
-        activation comes after it."""
+        """Makes the stock norm for ``dims`` spatial dimensions, which shares this module's parameters and buffers.
+
+        The activation is not part of it, and must follow it.
+
+        Raises:
+            ValueError: ``dims`` is not 1, 2 or 3.
+        """
         if dims not in (1, 2, 3):
             raise ValueError(f"{self.OP}.to_norm: dims must be 1, 2 or 3, got {dims!r}")
         norm = self.stock[min(dims, len(self.stock)) - 1](*_arguments(self))
@@ -94,7 +102,7 @@ class StockNorm(Unscriptable, nn.Module):
 
 
 def _arguments(norm: Any) -> tuple:
-    """Of a norm without parameters or buffers, which it is to adopt."""
+    """The constructor's arguments for a norm without parameters and buffers, which then adopts those of ``norm``."""
     if isinstance(norm, nn.GroupNorm):
         return norm.num_groups, norm.num_channels, norm.eps, False
     return norm.num_features, norm.eps, norm.momentum, False, False
@@ -107,7 +115,7 @@ def _adopt(norm: Any, other: Any) -> None:
     norm.weight, norm.bias = other.weight, other.bias
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         if hasattr(other, name):
-            # buffers that were registered as None would otherwise stay out of the state dict's order
+            # Without this, a buffer that was registered as None would take another place in the state dict.
             delattr(norm, name)
             norm.register_buffer(name, getattr(other, name))
     norm.train(other.training)

@@ -1,4 +1,4 @@
-"""What modules share whose statistics, in training, are those of all processes of a group."""
+"""The base class of modules whose statistics, in training, are those of all processes of a group."""
 
 import functools
 import warnings
@@ -19,21 +19,21 @@ def _warn_alone() -> None:
 
 
 class Synchronised:
-    """Before the local module among the base classes."""
+    """A base class that stands before the module without synchronisation, such as ``InPlaceABN``."""
 
     training: bool
     running_mean: Any
     process_group: Any = None
 
     def _others(self) -> str | None:
-        """The name of the group, where its statistics are wanted and there are others in it."""
+        """The name of the group if the call uses its statistics and it has other members, otherwise None."""
         if not self.training and self.running_mean is not None:
             return None
         return self._group()
 
     @unfused.assume_constant_result
     def _group(self) -> str | None:
-        """Runs once, while a forward is traced."""
+        """The name of the group, or None; in compiled code this runs once, while the forward is traced."""
         if not distributed.is_available() or not distributed.is_initialized():
             _warn_alone()
             return None

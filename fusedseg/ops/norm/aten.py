@@ -1,4 +1,7 @@
-"""The norm op on aten ops, for every device: ``aten_output.py`` and ``aten_input.py``, by what the op keeps."""
+"""The norm op on aten ops, for every device.
+
+An op that keeps its output runs ``aten_output.py``; an op that keeps its input runs ``aten_input.py``.
+"""
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ class Aten:
         assert out is not None
         if layout.I * layout.D == 1:
             return Normalised(out, *aten_output.forward(passed, spec, layout, kept, out))
-        # The running statistics of samples move once, towards the averages of all of them.
+        # If samples have statistics of their own, the running statistics move once, towards the averages over samples.
         unmoved = passed if passed.running_mean is None else passed._replace(running_mean=None, running_var=None)
         by = aten_samples if layout.I > 1 else aten_output
         found = Normalised(out, *by.forward(unmoved, spec, layout, kept, out))

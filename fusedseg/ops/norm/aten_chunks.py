@@ -1,4 +1,4 @@
-"""Chunks of a tensor that stay in a CPU's cache, and the passes over one that ``aten_output.py`` is made of."""
+"""Chunks of a tensor that fit into a CPU's cache, and the passes over one chunk that ``aten_output.py`` uses."""
 
 from collections.abc import Iterator
 
@@ -11,32 +11,40 @@ from .spec import stats_dtype
 
 aten = torch.ops.aten
 
-# so many chunks are still done as one: dealing them out costs more than the cache gains
+# A tensor of up to this many chunks is processed in one piece, because splitting it costs more than the cache gains.
 WHOLE = 6
-# aten's statistics of contiguous fp32 and fp64 planes run at a tenth of the memory's speed; below this they cost less
+# For contiguous planes in fp32 or fp64, aten computes statistics at a tenth of the memory's speed.  Up to this number
+# of values, aten is still faster than the passes of this file.
 SLOW_STATISTICS = 2**16
 
 
 def chunk_elements(x: Tensor) -> int:
-    """What leaves room in a CPU's cache for the few tensors in flight; elsewhere the number of launches counts."""
+    """The number of elements of one chunk.
+
+    On a CPU, the few tensors that a pass uses at once fit into the cache.  On other devices the chunks are large,
+    because the number of launches matters there.
+    """
     if x.device.type != "cpu":
         return 2**26
     return 2**21 // x.element_size()
 
 
 def channel_chunks(x: Tensor, D: int = 1) -> Iterator[slice]:
-    """Ranges of channels of planes (N, C, S), whole groups of D, two at least, so that two threads find work."""
+    """Ranges of channels of planes (N, C, S).
+
+    A range holds whole groups of D channels, and at least two groups, so that two threads find work.
+    """
     N, C, S = x.shape
     step = max(2, chunk_elements(x) // (N * S * D)) * D
     return (slice(c, min(c + step, C)) for c in range(0, C, step))
 
 
 def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of (N, C, S), in two passes of which the second meets the cache."""
+    """Mean and biased variance per channel of (N, C, S), in two passes; the second pass reads from the cache."""
     m = x.shape[0] * x.shape[2]
     means, variances = [], []
     for c in channel_chunks(x):
-        # positions first, samples then: aten is slow at reducing over both at once
+        # It sums over positions first and over samples afterwards, because aten is slow at reducing over both at once.
         mean = x[:, c].sum(2).sum(0).div_(m)
         d = x[:, c] - mean.view(1, -1, 1)
         means.append(mean)
@@ -46,7 +54,7 @@ def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
     slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
-    # nothing is slow without values but many pieces
+    # Fake tensors have no values, so for them only the number of pieces costs time.
     return slow and not isinstance(x, FakeTensor)
 
 
@@ -63,7 +71,7 @@ def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def scale_shift(x, out, weight, bias, mean, var, eps) -> None:
-    """out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
+    """Writes out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
     unused = mean.new_empty(0)
     torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
 

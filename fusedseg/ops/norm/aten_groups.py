@@ -11,34 +11,40 @@ aten = torch.ops.aten
 
 
 def serves(x: Tensor, layout: Layout) -> bool:
-    """Whether aten's group norm is used: not where its temporaries are large, nor for tensors without values."""
+    """Whether aten's group norm is used.  It is not used if its temporaries are large, nor for fake tensors."""
     if layout.D == 1 or x.device.type != "cpu" or isinstance(x, FakeTensor):
         return False
     return not layout.rows or aten_chunks.small(x)
 
 
 def of_channels(mean: Tensor, var: Tensor, D: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of groups, from those of their channels, which have as many values each."""
+    """Mean and biased variance of each group, from the means and variances of its D channels.
+
+    All channels of a group have the same number of values.
+    """
     means, variances = mean.view(-1, D), var.view(-1, D)
     mean = means.mean(1)
     return mean, variances.mean(1) + (means - mean[:, None]).square_().mean(1)
 
 
 def over_channels(v: Tensor, D: int) -> Tensor:
-    """Of groups, for each of their channels."""
-    # a third of the time of repeat_interleave
+    """Repeats the value of each group for each of its D channels."""
+    # This takes a third of the time of repeat_interleave.
     return v if D == 1 else v[:, None].expand(-1, D).reshape(-1)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, D: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The group norm of one sample (1, C, *positions), in new memory; mean and rstd of each group."""
+    """The group norm of one sample (1, C, *positions), in new memory, with the mean and rstd of each group."""
     C, G = x.shape[1], x.shape[1] // D
     y, mean, rstd = aten.native_group_norm(x, weight, bias, 1, C, x[0, 0].numel(), G, eps)
     return y, mean.view(G), rstd.view(G)
 
 
 def backward(g: Tensor, centred: Tensor, weight: Tensor, rstd: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias of the above; ``centred``: x - mean; ``rstd``: of each channel's group."""
+    """dx, dweight and dbias of ``forward``.
+
+    ``centred`` is x - mean.  ``rstd`` has one value per channel, which is the rstd of the channel's group.
+    """
     C, G = g.shape[1], g.shape[1] // D
     rstd = rstd[::D].contiguous().view(1, G)
     shape = (1, C, g[0, 0].numel(), G)

@@ -1,13 +1,15 @@
-"""The norm op that keeps its input on aten ops, for every device: the very ops of the stock norm and
-activation, and so the same bits.
+"""The norm op that keeps its input, on aten ops, for every device.
 
-Backward rebuilds y by a batch norm of given statistics (``_normalise``), whose rounding is that of the forward pass,
-writes g = dz phi'(y) over it, and hands g to the norm's own backward.  Planes of a large tensor are done a part at a
-time, each a smaller problem of whole statistics groups, so that there is no temporary of the tensor's size.  Rows
-(channels_last) are done in one piece, since a range of channels is scattered there: beside dx there is g.
+It calls the same ops as the stock norm and activation, so its results have the same bits.
 
-InstanceNorm of planes is the batch norm of one sample with N C channels, and of rows that of each sample; GroupNorm of
-some planes is that of one sample with as many channels.
+Backward rebuilds y by a batch norm of given statistics (``_normalise``), which rounds as the forward pass does.  It
+writes g = dz phi'(y) over y, and passes g to the norm's own backward.  Planes of a large tensor are processed in parts.
+Each part is a smaller problem of whole statistics groups, so that there is no temporary of the tensor's size.  Rows
+(channels_last) are processed in one piece, because a range of channels is scattered in memory there; g then takes the
+memory of a whole tensor beside dx.
+
+InstanceNorm of planes is computed as the batch norm of one sample with N C channels.  InstanceNorm of rows is computed
+as one batch norm per sample.  GroupNorm of a part of the planes is the GroupNorm of one sample with these channels.
 """
 
 from collections.abc import Sequence
@@ -24,12 +26,16 @@ from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, 
 
 aten = torch.ops.aten
 
-# a tensor of as many bytes is still done in one piece; a larger one in parts that a CPU's caches hold
+# A tensor of up to WHOLE_BYTES is processed in one piece, a larger one in parts of PART_BYTES, which fit into a CPU's
+# caches.
 WHOLE_BYTES, PART_BYTES = 2**24, 2**22
 
 
 def _image(x: Tensor) -> Tensor:
-    """``x``, or rows as the channels_last (N, C, 1, S) of any number of dimensions, which aten always knows as such."""
+    """``x`` if it is contiguous.  Otherwise its rows as a channels_last tensor (N, C, 1, S).
+
+    aten recognises channels_last by four dimensions, whatever number of dimensions ``x`` has.
+    """
     if x.is_contiguous():
         return x
     N, C = x.shape[:2]
@@ -38,12 +44,12 @@ def _image(x: Tensor) -> Tensor:
 
 
 def _as(image: Tensor, x: Tensor) -> Tensor:
-    """What ``_image`` has made of a tensor like ``x``, as that."""
+    """Gives a result of ``_image`` the shape and strides of ``x`` again."""
     return image if image.stride() == x.stride() and image.shape == x.shape else image.as_strided(x.shape, x.stride())
 
 
 def _problems(x: Tensor, spec: Spec) -> Sequence[Tensor]:
-    """Views of ``x`` that batch norm takes, in the order of their statistics."""
+    """The views of ``x`` on which batch norm is called, in the order of their statistics."""
     if spec.kind == "batch":
         return [_image(x)]
     if x.is_contiguous():
@@ -56,21 +62,24 @@ def _wide(v: Tensor | None, x: Tensor) -> Tensor | None:
     if v is None or (v.dtype == x.dtype and v.dtype in (torch.float32, torch.float64)):
         return v
     wide = stats_dtype(x)
-    # without a call where there is nothing to do, as nearly always
+    # In nearly all cases the dtype is right already, and the call of ``to`` is saved.
     return v if v.dtype == wide else v.to(wide)
 
 
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """Beside half precision, a weight in fp32 is also what makes aten compute the statistics in fp32."""
+    """The weight in the dtype of the statistics; ones for half-precision ``x`` if there is no weight.
+
+    A weight in fp32 beside half-precision ``x`` makes aten compute the statistics in fp32.
+    """
     if weight is None and x.dtype in (torch.float16, torch.bfloat16):
         return torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
     return _wide(weight, x)
 
 
 def _each(v: Any, x: Tensor, spec: Spec) -> Any:
-    """A vector of C values as ``_problems`` have channels."""
-    # A fifth of the time of Tensor.repeat.  reshape() would give a view of one channel, through which all samples moved
-    # the same running statistics.
+    """Repeats a vector of C values for every sample, because the views of ``_problems`` have N C channels together."""
+    # This takes a fifth of the time of Tensor.repeat.  For one channel, reshape() would return a view in which all
+    # samples share one value, so all samples would move the same running statistics.
     return v if v is None or spec.kind == "batch" else v.expand(len(x), -1).contiguous().view(-1)
 
 
@@ -88,7 +97,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
         z, mean, second = aten.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
         z = _as(z, x)
         if not own:
-            # copies: the buffers may move before backward comes
+            # These are copies, because the buffers may change before backward runs.
             mean, second = (v.clone() for v in running if v is not None)
         for buffer, v in zip((running_mean, running_var), running, strict=True):
             if own and buffer is not None and v is not None and v is not buffer:
@@ -115,12 +124,12 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
 def _wide_saved(saved: Saved) -> Saved:
     x = saved.source
     weight, bias = _wide_weight(saved.weight, x), _wide(saved.bias, x)
-    # without a call where there is nothing to do, as nearly always
+    # In nearly all cases nothing changes, and the call of ``_replace`` is saved.
     return saved if weight is saved.weight and bias is saved.bias else saved._replace(weight=weight, bias=bias)
 
 
 def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
-    """The normalised x, in ``out`` or in new memory; weight and bias are wide."""
+    """The normalised x, in ``out`` or in new memory.  ``saved`` comes from ``_wide_saved``."""
     x, weight, bias, mean, second, eps = saved.source, saved.weight, saved.bias, saved.mean, saved.second, spec.eps
     assert mean is not None
     running = spec.keeps_variance
@@ -128,10 +137,10 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
         D = len(x) * x.shape[1] // len(mean)
         mean, second = over_channels(mean, D), over_channels(second, D)
     bias = _each(bias, x, spec)
-    # aten's group norm rounds otherwise where it has neither of them
+    # Without weight and bias, aten's group norm rounds differently from its batch norm.
     bare = spec.kind == "group" and weight is None and bias is None
     if not running:
-        # aten rounds weight / sqrt(var + eps) once, and not again with a variance of 1 and an eps of 0
+        # aten rounds weight / sqrt(var + eps) once.  A variance of 1 and an eps of 0 avoid a second rounding here.
         weight = second if weight is None else second * _each(weight, x, spec)
         second, eps = torch.ones_like(mean), 0.0
     if spec.kind == "batch" and out is None:
@@ -154,7 +163,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
 
 
 def rebuild(saved: Saved, spec: Spec) -> Tensor:
-    """z once more, with the bits it had."""
+    """Computes z again, with the same bits as in the forward pass."""
     z = _normalise(_wide_saved(saved), spec, None)
     if saved.residual is not None:
         z.add_(saved.residual)
@@ -162,8 +171,10 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
 
 
 def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
-    """dx, dweight and dbias of the norm alone; the latter two of every channel of every sample where ``x`` is not one
-    piece to aten."""
+    """dx, dweight and dbias of the norm alone.
+
+    If a norm of samples is computed as a batch norm, dweight and dbias have one value per channel and sample.
+    """
     x, weight, mean, second, eps = saved.source, saved.weight, saved.mean, saved.second, spec.eps
     assert mean is not None
     mask = [True, affine, affine]
@@ -192,7 +203,10 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
 
 
 def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
-    """dx, dweight and dbias of a batch norm; dx is that of other sums than those of x, as if its statistics were."""
+    """dx, dweight and dbias of a batch norm whose sums are replaced by ``exchange`` before dx is computed.
+
+    dweight and dbias are the sums of this process.
+    """
     x, weight, mean = saved.source, saved.weight, saved.mean
     assert mean is not None
     rstd = torch.rsqrt(saved.second + spec.eps)
@@ -202,7 +216,7 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
     layout = layout_of(x)
     assert layout is not None
     m = layout.N * layout.S
-    # dx = slope (x - mean) + offset + scale g: a mean far from zero costs it nothing
+    # dx = slope (x - mean) + offset + scale g.  This form loses no accuracy if the mean is far from zero.
     scale = rstd if weight is None else rstd * weight
     slope, offset = scale * rstd * t2 / -m, scale * t1 / -m
     dx = torch.empty_like(x)
@@ -221,7 +235,10 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
 def _whole(
     dz: Tensor, saved: Saved, spec: Spec, affine: bool, buffer: Tensor | None, exchange: Exchange | None = None
 ) -> Gradients:
-    """The gradients in one piece, with ``buffer`` or new memory for y and g; those of vectors may be per sample."""
+    """The gradients, computed in one piece, with ``buffer`` or new memory for y and g.
+
+    The gradients of weight, bias and slope may have one value per channel and sample.
+    """
     g, dslope, residual = dz, None, saved.residual
     if not TABLE[spec.act.name].identity:
         y = _normalise(saved, spec, buffer)
@@ -236,8 +253,10 @@ def _whole(
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
-    """``dz`` and the residual lie in memory as x does.  With an exchange, which a batch norm alone has, y and g are
-    computed in one piece."""
+    """The gradients of all inputs.  ``dz`` and the residual have the strides of x.
+
+    With an exchange, which only a batch norm has, y and g are computed in one piece.
+    """
     x, slope = saved.source, saved.slope
     saved = _wide_saved(saved)
     if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or wanted.exchange is not None:
@@ -245,7 +264,7 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     else:
         found = _in_parts(dz, saved, spec, wanted.affine)
     C = x.shape[1]
-    # of every sample, one after the other, where a norm of samples was done as a batch norm
+    # If a norm of samples was computed as a batch norm, these vectors hold one sample after another.
     dweight, dbias = (v if v is None or len(v) <= C else v.view(-1, C).sum(0) for v in (found.dweight, found.dbias))
     dslope = found.dslope
     if slope is not None and dslope is not None and len(dslope) > len(slope):
@@ -254,7 +273,7 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
 
 
 def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
-    """Of contiguous planes."""
+    """The gradients for contiguous planes, computed part by part."""
     x, residual, slope, mean = saved.source, saved.residual, saved.slope, saved.mean
     assert mean is not None
     shape = x.shape if spec.kind == "batch" else (1, -1, *x.shape[2:])
@@ -266,9 +285,9 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
     one_slope = slope is None or len(slope) == 1
     vectors = [_each(v, x, spec) for v in (saved.weight, saved.bias, None if one_slope else slope)]
     D = U // len(mean)
-    # two channels at least, so that two threads find work
+    # A part has at least two groups of channels, so that two threads find work.
     step = max(2, PART_BYTES // (x.nbytes // U) // D) * D
-    # new memory for each part would cost more than what is done with it
+    # All parts share this memory, because allocating memory for each part would cost more than the computation.
     scratch = x.new_empty(2, N * step * (x.numel() // (N * U)))
     sums: list[tuple] = []
     for u in (slice(first, min(first + step, U)) for first in range(0, U, step)):

@@ -1,19 +1,19 @@
-"""The norm op that keeps its output on aten ops, for every device: the mathematics of ``kernels/norm_act.py``.
+"""The norm op that keeps its output, on aten ops, for every device.  The mathematics is in ``kernels/norm_act.py``.
 
-Backward rebuilds y = phi^-1(z) and g = dz phi'(z) a chunk at a time, so that what one op writes is still in the cache
-when the next one reads it, and a large tensor (over 12 MiB on a CPU) has no temporary of its size.  All chunks use the
-same memory: the first write to a page of new memory costs more than the arithmetic on it.  With
+Backward rebuilds y = phi^-1(z) and g = dz phi'(z) chunk by chunk.  So the values that one op writes are still in the
+cache when the next op reads them, and a large tensor (over 12 MiB on a CPU) needs no temporary of its size.  All chunks
+use the same memory, because the first write to a page of new memory costs more than the arithmetic on it.  With
 xhat = (y - shift) * inverse (shift = bias, inverse = 1 / weight; for a kept channel y is xhat itself, shift 0 and
 inverse 1),
 
     native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
 
-is exactly (dx, dweight, dbias).  On a CPU it is asked for the two sums alone where that is faster (``_by_sums``): y
-then lies in the memory of dx, and dx = scale g + slope y + offset is written over it, with vectors per channel.
+is exactly (dx, dweight, dbias).  On a CPU it computes only the two sums if that is faster (``_by_sums``).  Then y
+lies in the memory of dx, and dx = scale g + slope y + offset is written over it, with one value of each per channel.
 
-Groups of D channels, on a CPU, are given to aten's group norm a few at a time (planes), or all where they are small
-(rows).  Else their statistics are merged from those of the channels, and dx is made from sums.  Samples with statistics
-of their own are dealt with in ``aten_samples.py``.
+On a CPU, groups of D channels are passed to aten's group norm: a few groups at a time (planes), or all at once if the
+tensor is small (rows).  Otherwise the statistics of groups are merged from the statistics of their channels, and dx is
+computed from sums.  ``aten_samples.py`` serves samples with statistics of their own.
 """
 
 import torch
@@ -28,12 +28,12 @@ from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, stats_dtype
 
 aten = torch.ops.aten
 
-# with so many values, the number of calls counts more than what they do
+# Up to this number of values, the number of calls costs more than their arithmetic.
 FEW = 2**20
 
 
 def cast(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """``v.to(dtype)``, without the call where there is nothing to do, as nearly always."""
+    """``v.to(dtype)``; the call is saved if the dtype is right already, as in nearly all cases."""
     return v if v.dtype == dtype else v.to(dtype)
 
 
@@ -56,13 +56,13 @@ def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout
 def forward(
     passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes z into ``out``.  Mean, rstd and xhat of the kept channels, flat or None, of the batch or of one sample."""
+    """Writes z into ``out``.  Returns mean, rstd and the xhat of the kept channels, which is flat, or None."""
     x, weight, bias, residual = passed.x, passed.weight, passed.bias, passed.residual
     running_mean, running_var, training = passed.running_mean, passed.running_var, spec.own
     momentum, eps, act, acc = spec.momentum, spec.eps, spec.act, stats_dtype(x)
     xv = channel_view(x, layout)
     outv = xv if out is x else channel_view(out, layout)
-    # parameters in fp32 are also what makes aten compute the statistics of half-precision input in fp32
+    # Parameters in fp32 make aten compute the statistics of half-precision input in fp32.
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
     bias = bias if bias is None or bias.dtype == acc else bias.to(acc)
     own_update = running_mean is not None and running_mean.dtype != acc
@@ -116,13 +116,13 @@ def forward(
 def _forward_planes(
     x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, spec: Spec, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Writes z of a large batch into ``out``, a few channels at a time; mean and biased variance of each channel."""
+    """Writes z of a large batch into ``out``, a few channels at a time.  Returns mean and biased variance."""
     added = None if residual is None else channel_view(residual, layout)
     found = []
     for c in aten_chunks.channel_chunks(x):
         out_c, bias_c = out[:, c], None if bias is None else bias[c]
         mean, var = aten_chunks.moments(x[:, c], layout._replace(C=c.stop - c.start))
-        # sample by sample: aten is slow where memory has gaps
+        # It goes sample by sample, because aten is slow on memory with gaps.
         for x_i, out_i in zip(x[:, c].split(1), out_c.split(1), strict=True):
             aten_chunks.scale_shift(x_i, out_i, weight[c], bias_c, mean, var, spec.eps)
         if added is not None:
@@ -134,7 +134,7 @@ def _forward_planes(
 
 
 class _Backward:
-    """One backward pass: what all chunks share."""
+    """The values that all chunks of one backward pass share."""
 
     def __init__(self, saved: Saved, act: Activation, layout: Layout, kept: Kept | None, dresidual: Tensor | None):
         self.act, self.kept, self.D = act, kept, layout.D
@@ -155,19 +155,22 @@ class _Backward:
             self.xhat = channel_view(saved.xhat, layout._replace(C=kept.count))
 
     def gradient(self, z: Tensor, dz: Tensor, c: slice, rows: slice, out: Tensor | None = None) -> Tensor:
-        """g of a range of channels (planes) or rows: in dresidual where that is wanted, else in ``out`` or new memory,
-        or ``dz`` itself where these are the same values and there is no ``out``."""
+        """g of a range of channels (planes) or rows.
+
+        It is written into dresidual if that gradient is wanted, otherwise into ``out`` or new memory.  If g equals dz
+        and there is no ``out``, ``dz`` itself is returned.
+        """
         out = out if self.dresidual is None else self.dresidual[:, c, rows]
         return _inverse(self.act).grad(dz, z, self.act.param, out)
 
     def invert(self, z: Tensor, c: slice, rows: slice, out: Tensor | None = None) -> Tensor:
-        """y of a range of channels or rows, in ``out`` or new memory, or ``z`` itself where these are the same values.
+        """y of a range of channels or rows, in ``out`` or new memory, or ``z`` itself if y equals z.
 
         ``out`` may lie in the memory of ``z``.
         """
         y = _inverse(self.act).y(z, self.act.param, out)
         if y is z and out is not None and out.is_contiguous() and not z.is_contiguous():
-            # aten is slow where memory has gaps
+            # aten is slow on memory with gaps.
             y = out.copy_(z)
         if self.residual is not None:
             y = torch.sub(y, self.residual[:, c, rows], out=out if y is z else y)
@@ -179,7 +182,7 @@ class _Backward:
         return y
 
     def reduce(self, g: Tensor, y: Tensor, c: slice, dx_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, s2, s1 of these values alone."""
+        """dx, s2 and s1 of these values alone."""
         weight, shift, inverse = self.rescaled, self.shift, self.inverse
         if c != EVERY:
             weight, shift, inverse = weight[c], shift[c], inverse[c]
@@ -188,7 +191,7 @@ class _Backward:
         )
 
     def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of whole groups of channels; ``y`` is overwritten unless it is ``z``."""
+        """dx, s2 and s1 of whole groups of channels.  ``y`` is overwritten unless it is ``z``."""
         weight, rstd = self.weight[c], self.rstd[c]
         scale = self.inverse[c] / rstd
         centred = torch.empty_like(y) if y is z else y
@@ -198,7 +201,7 @@ class _Backward:
         return aten_groups.backward(g, centred, weight, rstd, self.D)
 
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """scale, slope and offset of dx = scale g + slope y + offset, for channels whose sums are these."""
+        """scale, slope and offset of dx = scale g + slope y + offset, for the channels ``c`` with these sums."""
         rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
         t1, t2 = weight * s1, weight * s2
         if self.D > 1:
@@ -208,16 +211,16 @@ class _Backward:
 
 
 def _by_sums(z: Tensor) -> bool:
-    """Whether the sums of a whole CPU tensor come first, and dx is written over y; else aten makes dx at once.
+    """Whether a whole CPU tensor is reduced to its sums first, and dx is then written over y.
 
-    aten computes dx slowly, and in new memory; but it is one call, and these are nine, most of them on vectors.  In
-    half precision aten is the faster one.
+    Otherwise aten computes dx at once.  aten is slow at this and takes new memory, but it is a single call.  The other
+    way takes nine calls, most of them on vectors.  In half precision aten is faster.
     """
     return z.device.type == "cpu" and z.numel() > FEW and z.dtype == stats_dtype(z)
 
 
 def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> None:
-    """dx = scale g + slope y + offset.  ``dx`` may be ``g`` or ``y``; ``y`` is overwritten only if it is ``dx``."""
+    """Writes scale g + slope y + offset into ``dx``, which may be ``g`` or ``y``.  Otherwise ``y`` is not changed."""
     by_channel = scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2))
     shifted = torch.empty_like(y) if dx is g else dx
     aten_chunks.scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
@@ -230,15 +233,16 @@ EVERY = slice(None)
 def backward(
     dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dresidual: Tensor | None
 ) -> Gradients:
-    """dx, dweight and dbias, the latter two in the dtype of the statistics, whether wanted or not.
+    """dx, dweight and dbias.  dweight and dbias have the dtype of the statistics, and are computed in any case.
 
-    ``dresidual``, where given, is written.  dx may be new memory even where ``wanted.into`` is given: aten makes it.
+    The gradient of the residual is written into ``dresidual`` if that is given.  dx may be new memory even if
+    ``wanted.into`` is given, because some calls of aten allocate dx themselves.
     """
     z, training, into, exchange = saved.source, spec.own, wanted.into, wanted.exchange
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
     zv, dzv = channel_view(z, layout), channel_view(dz, layout)
-    # x - mean is not rounded to half precision
+    # Half precision is excluded, because x - mean must not be rounded to it.
     as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
     if training and layout.D == 1 and exchange is None and aten_chunks.small(z):
         if _by_sums(z):
@@ -251,7 +255,7 @@ def backward(
         g, y = job.gradient(zv, dzv, EVERY, EVERY), job.invert(zv, EVERY, EVERY)
         dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
     elif isinstance(z, FakeTensor):
-        # pieces without values, by the thousand, would take seconds
+        # A loop over thousands of pieces of a fake tensor would take seconds.
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
     else:
         dx = torch.empty_like(z) if into is None else into
@@ -266,8 +270,8 @@ def backward(
 def _backward_over(
     job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, c: slice = EVERY, g: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Writes dx of a batch of these channels alone; returns s2 and s1.  dx may lie in the memory of ``z``."""
-    # g first: it is computed from z, whose memory y may take
+    """Writes dx of these channels of a batch; returns s2 and s1.  dx may lie in the memory of ``z``."""
+    # g comes first, because it is computed from z, and y may be written over z.
     g = job.gradient(z, dz, c, EVERY, g)
     y = job.invert(z, c, EVERY, dx)
     _, s2, s1 = job.reduce(g, y, c, False)
@@ -278,7 +282,7 @@ def _backward_over(
 def _backward_planes(
     job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, as_groups: bool
 ) -> tuple[Tensor, Tensor]:
-    """Groups of channels are independent: each range of them is done in one sweep.  Returns s2 and s1."""
+    """Writes dx in one sweep over ranges of channels, which are independent.  Returns s2 and s1."""
     N, _, S = z.shape
     parts = list(aten_chunks.channel_chunks(z, job.D))
     s1, s2 = [], []
@@ -289,7 +293,7 @@ def _backward_planes(
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
         if by_sums:
-            # without a copy where aten is fast in the memory of dx, which has no gaps there
+            # With one sample, dx has no gaps in memory.  aten is fast there, so dx is written without a copy.
             s2_c, s1_c = _backward_over(job, z_c, dz[:, c], dx_c if N == 1 else y, c, g)
             found = y
         else:
@@ -311,15 +315,18 @@ def _backward_planes(
 def _backward_twice(
     job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, rows: bool, exchange: Exchange | None
 ) -> tuple[Tensor, Tensor]:
-    """Two sweeps, over runs of rows, since a range of channels is scattered there, or over ranges of channels: the
-    sums, then dx.  Returns s2 and s1."""
+    """Writes dx in two sweeps: the first computes the sums, the second dx.  Returns s2 and s1.
+
+    The sweeps go over ranges of channels.  For ``rows`` they go over runs of rows, because a range of channels is
+    scattered in memory there.
+    """
     if rows:
         C, m = z.shape[1:3]
         step = max(1, aten_chunks.chunk_elements(z) // C)
         parts = [(EVERY, slice(n, n + step)) for n in range(0, m, step)]
     else:
         parts = [(c, EVERY) for c in aten_chunks.channel_chunks(z, job.D)]
-    # g waits for the second sweep: in the memory of dresidual or dx, unless dx lies in the memory of z
+    # g is stored for the second sweep in the memory of dresidual or dx, unless dx lies in the memory of z.
     over_z = dx.data_ptr() == z.data_ptr()
     waits = job.dresidual if job.dresidual is not None else None if over_z or job.g_is_dz else dx
     sums = []

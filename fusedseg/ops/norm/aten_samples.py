@@ -1,7 +1,7 @@
-"""Samples with statistics of their own (InstanceNorm, GroupNorm) on aten ops, as ``aten_output.py`` has a batch.
+"""The norm op that keeps its output, on aten ops, for samples with statistics of their own (InstanceNorm, GroupNorm).
 
-Contiguous planes of I samples and C channels are one sample of I C channels.  In channels_last, where those are not
-evenly spaced, samples are done one after the other.
+It calls ``aten_output.py``, which serves a batch.  Contiguous planes of I samples and C channels are computed as one
+sample of I C channels.  In channels_last these channels are not evenly spaced, so samples are computed one by one.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from .spec import Gradients, Passed, Saved, Spec, Wanted
 
 
 def _repeated(v: Tensor | None, samples: int) -> Any:
-    # a fifth of the time of Tensor.repeat
+    # This takes a fifth of the time of Tensor.repeat.
     return None if v is None else v.expand(samples, -1).contiguous().view(-1)
 
 
@@ -33,7 +33,10 @@ def _as_one(layout: Layout) -> Layout:
 
 
 def _part(t: Tensor | None, i: int, samples: int) -> Any:
-    """What belongs to sample i: of a tensor that begins with samples, or a flat one that holds them in order."""
+    """The values of sample i.
+
+    ``t`` is a tensor whose first dimension counts samples, or a flat tensor that holds the samples in order.
+    """
     if t is None or t.dim() > 1:
         return None if t is None else t[i : i + 1]
     return t.view(samples, -1)[i]
@@ -42,7 +45,7 @@ def _part(t: Tensor | None, i: int, samples: int) -> Any:
 def forward(
     passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``aten_output.forward``: mean and rstd, (I C / D,) each, and xhat of the kept channels."""
+    """Does what ``aten_output.forward`` does.  Mean and rstd, (I C / D,) each, and xhat of the kept channels."""
     samples, x = layout.I, passed.x
     if not layout.rows:
         weight, bias = _repeated(passed.weight, samples), _repeated(passed.bias, samples)
@@ -64,7 +67,7 @@ def _over_samples(found: Gradients, samples: int) -> list[Any]:
 def backward(
     dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dresidual: Tensor | None
 ) -> Gradients:
-    """As ``aten_output.backward``; dweight and dbias only where they are wanted."""
+    """Does what ``aten_output.backward`` does, but returns dweight and dbias only if they are wanted."""
     samples, z = layout.I, saved.source
     if not layout.rows:
         weight, bias = _repeated(saved.weight, samples), _repeated(saved.bias, samples)

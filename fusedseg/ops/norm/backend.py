@@ -1,6 +1,6 @@
-"""The implementations of the norm op, and which of them serves a tensor.
+"""The implementations of the norm op, and the choice between them.
 
-A new implementation is a class with these methods, and a line in ``backend_of``.
+A new implementation needs a class with the methods of ``Backend``, and a line in ``backend_of``.
 """
 
 from typing import Protocol
@@ -16,31 +16,37 @@ from .triton import Triton
 
 
 class Backend(Protocol):
-    """Tensors are dense and not empty; ``layout`` is the layout of x with the statistics of the op."""
+    """The methods of an implementation.
+
+    All tensors are dense and not empty.  ``layout`` is the layout of x with the statistics of the op.
+    """
 
     def cannot(self, x: Tensor, act: Activation | None) -> str | None:
-        """Why this backend cannot serve ``x`` with this activation, or None where it can; None: no activation."""
+        """The reason why this backend cannot serve ``x`` with this activation, or None if it can.
+
+        ``act=None`` asks without an activation.
+        """
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
-        """The op that keeps its output writes z into ``out``, which may be x.  The residual lies in memory as x does.
+        """The forward pass.  An op that keeps its output writes z into ``out``, which may be x.
 
-        ``spec.process_group`` plays no part: statistics of all processes are passed as running ones.  The running
-        statistics are moved where the statistics are those of x.
+        The residual has the strides of x.  A backend ignores ``spec.process_group``, because the statistics of all
+        processes are passed to it as running statistics.  It moves the running statistics if ``spec.own`` is True.
         """
         ...
 
     def backward(
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
     ) -> Gradients:
-        """``dz`` and the residual lie in memory as ``saved.source`` does, and are left alone."""
+        """The gradients.  ``dz`` and the residual have the strides of ``saved.source``, and are not changed."""
         ...
 
     def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
-        """z of an op that keeps its input, with the bits that it had."""
+        """z of an op that keeps its input, with the same bits as in the forward pass."""
         ...
 
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
-        """(count, mean, M2) of parts of the values of ``x``, per channel: (parts, 3, C)."""
+        """(count, mean, M2) per channel of each part of the values of ``x``, in one tensor (parts, 3, C)."""
         ...
 
 

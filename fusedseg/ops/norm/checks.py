@@ -7,12 +7,12 @@ from ...activation import TABLE
 from ..check import ACTIVATION_DTYPES, HALF, check_channel_vector, check_dtype, check_input
 from .spec import Passed, Spec
 
-# the dtype of x -> the dtypes that its parameters may have
+# This table gives, for each dtype of x, the dtypes that the parameters may have.
 BESIDE = {dtype: (dtype, torch.float32) if dtype in HALF else (dtype,) for dtype in ACTIVATION_DTYPES}
 
 
 def check(op: str, passed: Passed, spec: Spec) -> None:
-    """Raises ValueError or TypeError for arguments that the op cannot take; errors call it ``op``."""
+    """Raises ValueError or TypeError for arguments that the op cannot take.  Error texts begin with ``op``."""
     x = passed.x
     check_input(op, x)
     check_norm(op, passed, spec, x.shape, x)
@@ -25,9 +25,9 @@ def check(op: str, passed: Passed, spec: Spec) -> None:
 
 
 def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Tensor, of: str = "x") -> None:
-    """Checks parameters and running statistics for a tensor of this shape, of the dtype and on the device of ``like``.
+    """Checks parameters and running statistics for a tensor of this shape, with the dtype and device of ``like``.
 
-    Errors call that tensor ``of``.
+    Error texts call the tensor ``of``.
     """
     C, dtype, device = shape[1], like.dtype, like.device
     _, weight, bias, _, _, running_mean, running_var, _ = passed
@@ -44,15 +44,17 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
     if not spec.own and running_mean is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
-    # The condition of a batch is asked here, since it calls nothing more.  ``own`` comes first: an exported program in
-    # eval mode must not be bound to the number of samples that it was traced with.
+    # The condition for a batch stands here, because this saves a call.  ``own`` comes first, because an exported
+    # program in eval mode must not depend on the number of samples that it was traced with.
     if spec.process_group is None and (spec.kind != "batch" or (spec.own and C and shape.numel() == C)):
         _check_values(op, spec, shape)
 
 
 def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
-    """Raises ValueError where a statistic of x itself would be that of one value, as it is for any batch that comes
-    here.  An empty batch passes, as in the stock norms."""
+    """Raises ValueError if a statistic of x would be computed from a single value.
+
+    The caller has found this already if the kind is "batch".  An empty batch passes, as in the stock norms.
+    """
     if spec.kind == "batch":
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
     if spec.kind == "instance":
@@ -64,14 +66,14 @@ def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
     groups = spec.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
-    # nn.GroupNorm takes several samples whose groups have one value each, and so does the op that keeps its output.
+    # nn.GroupNorm accepts several samples whose groups have one value each.  The op that keeps its output does too.
     values = groups if spec.keep == "output" else shape[0] * groups
     if shape.numel() == values and values:
         raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
 
 
 def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
-    """``residual`` can be added to ``x``, and is not overwritten with it."""
+    """Raises an error unless ``residual`` can be added to ``x`` and shares no memory that the op overwrites."""
     if not isinstance(residual, Tensor):
         raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
     if residual.shape != x.shape:
@@ -97,13 +99,13 @@ def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
         )
     if not isinstance(slope, Tensor):
         raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
-    # one slope for all channels, or one for each
+    # There is one slope for all channels, or one slope per channel.
     C = 1 if slope.numel() == 1 and slope.dim() == 1 else x.shape[1]
     check_channel_vector(op, "slope", slope, C, x.dtype, x.device, "x")
 
 
 def _check_writable(op: str, x: Tensor) -> None:
-    """``x`` may be overwritten without losing a gradient."""
+    """Raises ValueError unless ``x`` can be overwritten without losing a gradient."""
     if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
         raise ValueError(
             f"{op}: x must not overlap itself, since it is overwritten, got shape {tuple(x.shape)} with strides "

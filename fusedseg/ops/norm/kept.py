@@ -1,8 +1,9 @@
-"""Kept channels: those whose xhat cannot be rebuilt from the output to working accuracy.
+"""Kept channels: the channels whose xhat cannot be rebuilt from the output to working accuracy.
 
-Rebuilding xhat = (y - bias) / weight loses a relative u |bias / weight| (u: the dtype's rounding), and everything where
-weight is 0 or so small that the output falls below the dtype's normal range.  The xhat of such channels goes to a side
-buffer; memory grows by just those channels.  Which they are depends on the parameters alone.
+Rebuilding xhat = (y - bias) / weight has a relative error of u |bias / weight|, where u is the rounding of the dtype.
+It loses everything if weight is 0, or so small that the output falls below the normal range of the dtype.  The xhat of
+such channels is stored in a side buffer, so memory grows by these channels only.  The list of kept channels depends on
+the parameters alone.
 """
 
 import bisect
@@ -20,14 +21,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...activation import TABLE, Activation
 from ..recompute.saved import recomputing
 
-# |bias| > KAPPA |weight| is kept: u |bias / weight| then stays below 2**-6, 2**-9, 2**-18, 2**-41
+# A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
+# 2**-18 and 2**-41.
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """``slots``: (C,) int32 on the parameters' device, a kept channel's place in the side buffer, -1 for the others;
-    ``count`` of them; ``mask``: (C,) bool on the CPU, read off the slots where it is not at hand."""
+    """The kept channels of one call.
+
+    ``slots``, (C,) int32 on the parameters' device, is the place of a kept channel in the side buffer, and -1 for all
+    other channels.  ``count`` is the number of kept channels.  ``mask``, (C,) bool on the CPU, is True for kept
+    channels; if it is None, it is read from ``slots``.
+    """
 
     slots: Tensor
     count: int
@@ -35,12 +41,12 @@ class Kept:
 
     @functools.cached_property
     def index(self) -> Tensor:
-        """The kept channels in ascending order, int64, on the CPU."""
+        """The numbers of the kept channels in ascending order, int64, on the CPU."""
         mask = self.slots.cpu() >= 0 if self.mask is None else self.mask
         return mask.nonzero().squeeze(1)
 
     def within(self, c: slice) -> tuple[Tensor, slice]:
-        """The kept channels of a range of channels, counted from its start, and their slots."""
+        """The kept channels of a range of channels, counted from the start of the range, and their slots."""
         channels = self.index.tolist()
         start = c.start or 0
         stop = len(self.slots) if c.stop is None else c.stop
@@ -51,20 +57,20 @@ class Kept:
 def kept_mask(
     weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False
 ) -> Tensor | None:
-    """(C,) bool on the parameters' device; None, on a CPU, where it would be all False.
+    """True for the channels to keep: (C,) bool on the parameters' device.  On a CPU, None stands for all False.
 
-    ``residual``: what is added to the output, and taken off again, has a part in its rounding as a bias has; it is
-    taken for 1, as what comes out of a normalisation.  A stream of many times that costs channels whose weight is just
-    above 1 / KAPPA as many times the accuracy.
+    ``residual``: a residual is added to the output and subtracted again, so it affects the rounding as a bias does.
+    Its size is assumed to be 1, the size of normalised values.  If the residual is many times larger, channels whose
+    weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
-    # the smallest weight whose outputs stay normal numbers, where the slope takes its part of them
+    # This is the smallest weight whose outputs stay normal numbers after the multiplication by the slope.
     inverse = TABLE[act.name].inverse
     assert inverse is not None, act
     slope = inverse.slope(act.param)
     floor = 1.0 if residual else torch.finfo(dtype).tiny / slope
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
-        # a handful of values in every step: numpy's calls cost a tenth of aten's
-        # by DLPack: storage that Tensor.numpy() has shown cannot be resized any more, as FSDP does
+        # These are few values in every step, and numpy's calls cost a tenth of aten's.  DLPack is used because
+        # Tensor.numpy() would forbid resizing the storage, which FSDP does.
         w, b = np.from_dlpack(weight.detach()), np.from_dlpack(bias.detach())
         mask = np.maximum(np.abs(b), floor) > np.abs(w) * KAPPA[dtype]
         return torch.from_numpy(mask) if mask.any() else None
@@ -79,7 +85,10 @@ def slots_of(mask: Tensor) -> Tensor:
 def find(
     weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype, residual: bool = False
 ) -> Kept | None:
-    """The kept channels now; none for parameters without values (meta, fake).  Waits for parameters on a GPU."""
+    """The kept channels for the present values of the parameters, or None if there are none.
+
+    It returns None for parameters without values (meta, fake).  For parameters on a GPU it waits for the device.
+    """
     if weight is None and bias is None:
         return None
     weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
@@ -110,21 +119,24 @@ def _watch_optimizers() -> None:
 
 
 def refresh_modules() -> None:
-    # an optimizer's step on fake tensors says nothing of the values of other modules, nor may it hide them
+    # An optimizer may step on fake tensors.  The modules of this loop may have real parameters, which must be read.
     with unset_fake_temporarily():
         for module in tuple(_modules):
-            # one that has become a stock module again has no list
+            # A module that has become a stock module again has no list.
             if hasattr(module, "refresh_kept"):
                 module.refresh_kept()
 
 
 def watch(module) -> None:
-    """Notes a module whose ``refresh_kept()`` is to be called on behalf of compiled code."""
+    """Registers a module, so that its ``refresh_kept()`` is called for compiled code."""
     _modules.add(module)
 
 
 def serve_compiled_code() -> None:
-    """From now on all modules' lists are refreshed after every optimizer step: compiled code cannot look itself."""
+    """Refreshes the lists of all modules after every optimizer step from now on.
+
+    Compiled code cannot read the parameters' values to find the list by itself.
+    """
     global _compiled
     if not _compiled:
         _compiled = True
@@ -135,8 +147,9 @@ def serve_compiled_code() -> None:
 class KeptChannels:
     """The kept channels of one module, found without making the host wait for the device.
 
-    The first call, and any change of the parameters, finds them at once; but on a GPU, after an optimizer's step,
-    the list is read asynchronously and used once it has arrived, so it may lag behind the parameters by a step.
+    The list is found at once at the first call, and after any change of the parameters other than an optimizer's step.
+    After an optimizer's step on a GPU, the list is copied to the host asynchronously, and used when it has arrived.  So
+    it may lag behind the parameters by one step.
     """
 
     def __init__(self) -> None:
@@ -146,17 +159,17 @@ class KeptChannels:
         self._pending: tuple[Tensor, Tensor, Any] | None = None
 
     def __reduce__(self):
-        # a copy has parameters of its own, and finds the list anew
+        # A copy has parameters of its own, and finds its list again.
         return KeptChannels, ()
 
     def forget(self) -> None:
-        """The parameters were replaced: the next call finds the list at once."""
+        """Forgets the parameters, because they were replaced.  The next call finds the list at once."""
         self._key = self._pending = None
 
     def refresh(
         self, weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype, residual: bool = False
     ) -> Kept | None:
-        """The list to use for this forward, with a residual or without."""
+        """The kept channels for this forward pass, or None.  ``residual`` says whether a residual is added."""
         first = weight if weight is not None else bias
         if first is None or first.is_meta or isinstance(first, FakeTensor):
             return None
@@ -172,7 +185,7 @@ class KeptChannels:
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
             self._key, self._steps = key, _optimizer_steps
-        # a forward that is computed again keeps what the first one kept
+        # A forward pass that is computed again must keep the same channels as the first one.
         if self._pending is not None and not recomputing() and self._pending[2].query():
             slots, mask, _ = self._pending
             count = int(mask.sum())

@@ -1,16 +1,16 @@
 """Norm, residual and activation in one op: z = phi(weight * (x - mean) * rstd + bias [+ residual]).
 
-Mean and variance are those of a channel (BatchNorm), of a channel of one sample (InstanceNorm) or of a group of one
-sample's channels (GroupNorm): Ioffe and Szegedy 2015, Ulyanov et al. 2016, Wu and He 2018; or those of a channel over
-the batches of several processes (``sync.py``).  ``Spec.keep`` says what is kept for backward beside the parameters:
+A mean and a variance belong to a channel (BatchNorm, Ioffe and Szegedy 2015), to a channel of one sample (InstanceNorm,
+Ulyanov et al. 2016), to a group of one sample's channels (GroupNorm, Wu and He 2018), or to a channel over the batches
+of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept for backward beside the parameters:
 
-    "output"   z, which is written over x, and rstd; and xhat of the kept channels (``kept.py``).  Source: Rota Bulo,
+    "output"   z, which is written over x, rstd, and xhat of the kept channels (``kept.py``).  Source: Rota Bulo,
                Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018,
                equations 5 to 8 (their "InPlace-ABN I"), with the signed weight of BatchNorm.
-    "input"    x and two vectors of statistics; and the residual, where there is an activation.
+    "input"    x and two vectors of statistics, and the residual if there is an activation.
 
-Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op that overwrites its input, so under
-``torch.compile`` the functional op ``fusedseg::norm`` runs, which leaves x alone.
+Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op that overwrites its input.  So under
+``torch.compile`` the functional op ``fusedseg::norm`` runs, which does not change x.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,13 @@ from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statist
 
 
 class NormFunction(torch.autograd.Function):
-    """Keeps the tensors of ``Saved``.
+    """The autograd function of the norm op.  It keeps the tensors of ``Saved``.
 
-    ``call``: the tensors that are passed, the spec, the kept channels, ``done`` and ``saved``.  ``done`` is rstd and
-    xhat of the kept channels where x is the output already, as a convolution has left it, else None.  ``saved`` is a
-    list to leave a ``Saved`` in, for whoever else may rebuild z, or None.  ``tensors``: x, weight and bias of those
-    passed, and residual and slope unless both are None; autograd sees only what it is given so.
+    ``call`` holds ``Passed``, ``Spec``, the kept channels, ``done`` and ``saved``.  If a convolution has computed the
+    output already, x is that output, and ``done`` holds rstd and xhat of the kept channels; otherwise ``done`` is None.
+    ``saved`` is None, or a list to which the call appends a ``Saved``, from which other code may rebuild z.
+    ``tensors`` are x, weight and bias, followed by residual and slope unless both are None.  They are passed once more
+    because autograd sees only tensors that are arguments themselves.
     """
 
     @staticmethod
@@ -68,7 +69,7 @@ class NormFunction(torch.autograd.Function):
                 ctx.mark_dirty(x)
             source = z
         elif passed_on:
-            # nothing is computed again where the activation changes nothing
+            # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
         rest = residual, slope, mean, second, xhat, share
         ctx.save_for_backward(source, weight, bias, *rest)
@@ -85,14 +86,14 @@ class NormFunction(torch.autograd.Function):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
-        # residual and slope are not among the arguments where both are None
+        # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into)
         if recorded or batched((dz,)):
-            # a graph of the gradients leads back to each tensor
+            # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(
                 spec.name, lambda dz, *tensors: backward(dz, Saved(*tensors), spec, layout, kept, wanted), dz, *tensors
             )
@@ -102,15 +103,15 @@ class NormFunction(torch.autograd.Function):
         return None, *_of_inputs(grads, dz if passed_on else None, needs)
 
 
-# ``Function.apply`` looks for transforms of ``torch.func`` and their tensors first, which the checks refuse.
+# ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors.  The checks refuse both, so this
+# shorter way is enough.
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
 def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:
-    """The gradients that autograd asks for: those of x, weight, bias, residual and slope, of which ``needs`` says
-    which are needed.
+    """The gradients of x, weight, bias, residual and slope, or None for each that ``needs`` does not ask for.
 
-    ``passed_on``: the gradient of the residual, where that is dz.
+    ``passed_on`` is the gradient of the residual if it equals dz, otherwise None.
     """
     dx, dweight, dbias, dresidual, dslope = grads
     dresidual = dresidual if passed_on is None else passed_on
@@ -123,19 +124,22 @@ def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, .
     )
 
 
-# The arguments of a ``Spec`` in the schemas of both ops, as ``flat`` lists them.
+# The fields of a ``Spec`` in the schemas of both ops, in the order of ``flat``.
 _SPEC = (
     "str keep, str activation, float activation_param, float eps, bool own, str kind, SymInt groups, str? process_group"
 )
 
 
 def flat(spec: Spec) -> tuple:
-    """A spec as the ops take it.  The momentum is missing: the ops move nothing."""
+    """The fields of a spec as arguments of the ops.
+
+    The momentum is left out, because the ops move no running statistics.
+    """
     return spec.keep, *spec.act, spec.eps, spec.own, spec.kind, spec.groups, spec.process_group
 
 
 def _spec_of(keep, activation, activation_param, eps, own, kind, groups, process_group) -> Spec:
-    """The spec of the arguments that ``flat`` lists."""
+    """Builds a spec from the arguments that ``flat`` lists."""
     act = Activation(activation, activation_param)
     return Spec(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
 
@@ -151,14 +155,17 @@ def _kept_of(slots: Tensor | None, count: int) -> Kept | None:
     f"Tensor? slots, SymInt kept_count, {_SPEC}) -> (Tensor, Tensor, Tensor)",
 )
 def norm_op(*call):
-    """The functional op: z, the statistics of ``Normalised`` in one tensor, and xhat of the kept channels (flat, empty
-    if there are none).  Moves no running statistics; ``mean`` and ``var`` are used where ``own`` is False."""
+    """The functional op.  It moves no running statistics, and uses ``mean`` and ``var`` if ``own`` is False.
+
+    Returns z, the statistics of ``Normalised`` in one tensor, and xhat of the kept channels (flat, empty if there are
+    none).
+    """
     passed, kept, spec = Passed(*call[:7]), _kept_of(*call[7:9]), _spec_of(*call[9:])
     source, layout = dense(passed.x)
     passed = passed._replace(x=source, residual=None if passed.residual is None else like(passed.residual, source))
     out = torch.empty_like(source) if spec.keep == "output" else None
     z, found, second, xhat, total, share, _ = forward(passed, spec, spec.layout(source, layout), kept, out)
-    # the backend need not return what it was given
+    # A backend need not return the mean that was passed to it.
     given = passed.running_mean is not None and spec.keep == "output"
     used: Any = passed.running_mean.to(second.dtype) if given else found  # type: ignore[union-attr]
     rows = [used, second] if total is None or share is None else [used, second, total, share]
@@ -182,7 +189,7 @@ def _(*call):
     f"{_SPEC}) -> Tensor[]",
 )
 def norm_backward_op(dz, *call):
-    """dx, dweight, dbias, dresidual, dslope; empty where a gradient is not wanted."""
+    """dx, dweight, dbias, dresidual and dslope.  An empty tensor stands for a gradient that is not wanted."""
     exists, (stats, xhat), kept, spec = call[:5], call[5:7], _kept_of(*call[7:9]), _spec_of(*call[11:])
     wanted = Wanted(*call[9:11])
     source, layout = dense(exists[0])
@@ -245,8 +252,8 @@ norm_backward_op.register_autograd(_op_backward_twice, setup_context=_op_backwar
 def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     """The op on checked arguments.
 
-    In eager mode an op that keeps its output overwrites x.  Under ``torch.compile`` it leaves x alone, which is freed
-    there because nobody saves it.
+    In eager mode an op that keeps its output overwrites x.  Under ``torch.compile`` it does not change x, and x is
+    freed because no graph saves it.
     """
     x, weight, bias, residual, slope, _, _, batches = passed
     if residual is not None and residual.dtype != x.dtype:
@@ -267,7 +274,7 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         passed = passed if x is passed.x else passed._replace(x=x)
         saved = None if recipes.active() is None else []
     call = passed, _of_given(spec), kept, None, saved
-    # autograd's own work grows with the number of arguments
+    # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
     z = _apply(call, x, weight, bias, *more)
     if saved:
@@ -276,12 +283,12 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
 
 
 def _of_given(spec: Spec) -> Spec:
-    """Statistics that came from elsewhere are the same for every sample, so they are those of a batch."""
+    """The spec of the call as a batch norm if statistics are passed in, because they are the same for every sample."""
     return spec if spec.own or spec.kind == "batch" else spec._replace(kind="batch", groups=0)
 
 
 def _compiled(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:
-    """The functional op, and the running statistics."""
+    """Calls the functional op, and moves the running statistics."""
     x, *more, running_mean, running_var, _ = passed
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     running = (None, None) if spec.own else (running_mean, running_var)
@@ -294,21 +301,21 @@ def _compiled(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:
 
 
 def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Sequence[Tensor | None]) -> Tensor:
-    """``passed.x``, which a convolution has normalised and activated already, as the result of this op.
+    """Makes ``passed.x``, which a convolution has normalised and activated already, the result of this op.
 
-    ``done``: rstd, and xhat of the kept channels or None.
+    ``done`` holds rstd, and xhat of the kept channels or None.
     """
     return _apply((passed, spec, kept, done, None), passed.x, passed.weight, passed.bias)
 
 
 def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None:
-    """Lets whoever saves z rebuild it from x and the residual instead."""
-    # of parameters, copies, since an optimizer may change them before backward
+    """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
+    # The recipe holds copies of the parameters, because an optimizer may change them before backward.
     vectors = saved.weight, saved.bias, saved.slope
     weight, bias, slope = (None if v is None else v.detach().clone() for v in vectors)
     mean, second = saved.mean, saved.second
 
-    # it holds neither x nor the residual
+    # This closure holds neither x nor the residual; both are arguments.
     def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 

@@ -11,13 +11,13 @@ from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, statistics
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
-    """The forward pass on a dense x; z is written into ``out`` by an op that keeps its output.
+    """The forward pass on a dense x.  An op that keeps its output writes z into ``out``.
 
-    Moves the running statistics, except towards those of all processes.
+    It moves the running statistics, unless the statistics are those of all processes; then the caller moves them.
     """
     x = passed.x
     if spec.process_group is not None:
-        # before anything is written: a collective that fails leaves all as it was
+        # The collective runs before anything is written, so that a failure changes no tensor.
         joint = sync.joint_moments(x, layout, spec.process_group)
         given = passed._replace(running_mean=joint.mean, running_var=joint.var)
         found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
@@ -29,7 +29,7 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
 
 
 def rebuild(saved: Saved, spec: Spec) -> Tensor:
-    """z of an op that keeps its input, with the bits that it had."""
+    """z of an op that keeps its input, with the same bits as in the forward pass."""
     x = saved.source
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -41,14 +41,14 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
-    """The gradients, in the dtypes of the parameters.  ``layout`` is that of the source, which is dense."""
+    """The gradients, in the dtypes of the parameters.  ``layout`` is the layout of ``saved.source``, which is dense."""
     source = saved.source
     if saved.share is not None:
         assert spec.process_group is not None
         exchanged = sync.exchange(saved.share, spec.process_group)
         wanted = wanted._replace(exchange=exchanged)
         if source.numel() == 0:
-            # the others wait for this one
+            # The other processes wait for the sums of this process.
             exchanged(torch.zeros_like(saved.second), torch.zeros_like(saved.second))
     if source.numel() == 0:
         vectors = (saved.weight, saved.bias) if wanted.affine else (None, None)

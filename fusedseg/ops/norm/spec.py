@@ -1,6 +1,6 @@
-"""What a norm op is, and the tensors that it is given, has found, keeps and returns, by name.
+"""The description of a norm op, and named tuples of the tensors that it receives, finds, keeps and returns.
 
-A module builds a ``Spec`` and a ``Passed`` once; the checks, the op and the backends take these objects as they are.
+A module builds a ``Spec`` and a ``Passed`` once.  The checks, the op and the backends take these objects.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,23 @@ from torch import Tensor
 from ...activation import Activation
 from ..layout import Layout
 
-# how errors call the op that keeps its output, and the op that keeps its input
+# The names of the ops in errors.
 NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
 
-# What a backward pass does with the sums of g and of g * xhat before it uses them: it replaces them by others, such as
+# A function that a backward pass calls with the sums of g and of g * xhat.  It returns the sums to use instead, such as
 # the sums over all processes.
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Spec(NamedTuple):
-    """What a norm op computes and keeps.
+    """The description of what a norm op computes and keeps.
 
-    ``keep``: "output", which is written over x and inverted in backward, or "input", from which the output is computed
-    again.  ``kind``: the values that share a mean and a variance are those of a channel ("batch"), of a channel of one
-    sample ("instance"), or of one of ``groups`` equal groups of a sample's channels ("group").  ``own``: the statistics
-    are those of x, and the running ones, where given, move towards them by ``momentum``; otherwise the running ones are
-    used.  ``process_group``: the name of the group whose processes share their statistics, or None.
+    ``keep`` is "output" or "input".  The output is written over x and inverted in backward; from the input, the output
+    is computed again.  ``kind`` says which values share a mean and a variance: the values of a channel ("batch"), of a
+    channel of one sample ("instance"), or of one of ``groups`` equal groups of a sample's channels ("group").  If
+    ``own`` is True, the statistics are those of x, and the running statistics, if given, move towards them by
+    ``momentum``; otherwise the running statistics are used.  ``process_group`` is the name of the group whose processes
+    share their statistics, or None.
     """
 
     keep: str
@@ -41,7 +42,7 @@ class Spec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How errors call the op."""
+        """The name of the op in errors."""
         return NAMES[self.keep] if self.process_group is None else f"{NAMES[self.keep]}_sync"
 
     @property
@@ -59,7 +60,8 @@ class Spec(NamedTuple):
 class Passed(NamedTuple):
     """The tensors that an op is called with.
 
-    ``slope`` is that of prelu.  ``batches`` is the number of batches, to which a call adds 1; None where it adds none.
+    ``slope`` is the slope of prelu.  ``batches`` is the number of batches, to which the call adds 1; with None, the
+    call counts no batch.
     """
 
     x: Tensor
@@ -73,13 +75,14 @@ class Passed(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """What a forward pass has found.
+    """The results of a forward pass.
 
-    ``mean`` and ``second``, 1 / sqrt(variance + eps), have one value for every statistics group: (C,), (N C,) or
-    (N groups,).  ``xhat`` is the normalised input of the kept channels, flat, or None.  ``second`` is the variance
-    instead for an op that keeps its input and uses running statistics, and for the values of all processes: ``total``
-    then counts these values, (C,), and ``share`` is the fraction of them that this process has, (C,).  ``mean`` is None
-    where nothing needs it.  ``counted``: the backend has added 1 to ``Passed.batches``.
+    ``mean`` and ``second`` have one value for every statistics group: (C,), (N C,) or (N groups,).  ``second`` is
+    1 / sqrt(variance + eps).  It is the variance instead if the op keeps its input and uses running statistics, and if
+    the statistics are those of all processes.  In the latter case ``total``, (C,), counts the values of all processes,
+    and ``share``, (C,), is the fraction of them that this process has.  ``mean`` is None if nothing needs it.  ``xhat``
+    is the normalised input of the kept channels, flat, or None.  ``counted`` says whether the backend has added 1 to
+    ``Passed.batches``.
     """
 
     z: Tensor
@@ -92,11 +95,11 @@ class Normalised(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that a backward pass is given.
+    """The tensors that a backward pass receives.
 
-    ``source`` is the tensor from which xhat is computed again: the output or the input, as ``Spec.keep`` says.  Where
-    the output is kept, ``mean`` is None.  ``second`` is 1 / sqrt(variance + eps), or the variance where
-    ``Spec.keeps_variance`` says so.
+    ``source`` is the tensor from which xhat is computed again: the output or the input, as ``Spec.keep`` says.  If the
+    output is kept, ``mean`` is None.  ``second`` is the variance if ``Spec.keeps_variance`` is True, otherwise
+    1 / sqrt(variance + eps).
     """
 
     source: Tensor
@@ -111,10 +114,10 @@ class Saved(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward pass is asked for.
+    """The gradients that a backward pass must compute.
 
-    ``affine``: the gradients of weight and bias.  ``residual``: the gradient of the residual.  ``into``: memory for dx,
-    that of the kept output.
+    ``affine`` asks for the gradients of weight and bias, ``residual`` for the gradient of the residual.  ``into`` is
+    memory for dx, namely the memory of the kept output, or None.  ``exchange`` is an ``Exchange``, or None.
     """
 
     affine: bool
@@ -124,7 +127,10 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """None stands for a gradient that does not exist, or is not wanted; one that is not wanted may be there."""
+    """The gradients of a norm op.
+
+    None stands for a gradient that does not exist or is not wanted.  A gradient that is not wanted may be present.
+    """
 
     dx: Tensor
     dweight: Tensor | None = None
@@ -139,23 +145,27 @@ def stats_dtype(x: Tensor) -> torch.dtype:
 
 
 def statistics_count(x: Tensor, spec: Spec) -> int:
-    """How many means ``x`` has."""
+    """The number of means of ``x``."""
     if spec.kind == "batch":
         return x.shape[1]
     return x.shape[0] * (x.shape[1] if spec.kind == "instance" else spec.groups)
 
 
 def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
-    """The gradients of weight, bias and slope in the dtypes of these; None where there is no such parameter."""
+    """The gradients, with those of weight, bias and slope in the dtypes of the parameters.
+
+    The gradient is None if there is no such parameter.
+    """
     pairs = ((saved.weight, grads.dweight), (saved.bias, grads.dbias), (saved.slope, grads.dslope))
     dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
     return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
 
 
 def move_running(passed: Passed, spec: Spec, found: Normalised, count: int) -> None:
-    """Moves the running statistics towards those of x, or towards the averages of those of its samples.
+    """Moves the running statistics towards the statistics of x, or towards their averages over the samples of x.
 
-    ``count``: the number of values behind one mean, unless ``found`` counts them.  No values move nothing.
+    ``count`` is the number of values behind one mean; it is ignored if ``found.total`` counts them.  If there are no
+    values, nothing moves.
     """
     running_mean, running_var = passed.running_mean, passed.running_var
     if running_mean is None or running_var is None or (count == 0 and found.total is None):

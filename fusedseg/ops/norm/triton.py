@@ -1,4 +1,4 @@
-"""The norm op on Triton's kernels: ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
+"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
 
 import functools
 from types import ModuleType
@@ -16,8 +16,8 @@ from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_runni
 
 @functools.cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    """The modules of the kernels, which are imported by the first call."""
-    # A function that imports in each call takes a microsecond for it.
+    """The modules of the kernels, which the first call imports."""
+    # The result is cached, because an import statement takes a microsecond in every call.
     from ...kernels import norm_act, norm_act_bwd
 
     return norm_act, norm_act_bwd
@@ -33,7 +33,7 @@ class Triton:
         norm_act, _ = _kernels()
         x, weight, bias, residual, _, running_mean, running_var, batches = passed
         own = spec.own
-        # Kernels move the running statistics of a batch alone.
+        # Kernels move the running statistics of a batch only.
         of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
         if not of_batch:
             running_mean = running_var = None
@@ -45,13 +45,13 @@ class Triton:
                 x, z, layout, weight, bias, running_mean=running_mean, running_var=running_var, training=own,
                 momentum=spec.momentum, eps=spec.eps, act=spec.act,
                 kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
-                # What is written over x keeps no mean, and that of samples is needed to move running statistics.
+                # An op that writes over x keeps no mean.  The means of samples are needed to move running statistics.
                 keep_mean=out is not x or not of_batch,
             )  # fmt: skip
         if batches is not None:
             torch.autograd.graph.increment_version(batches)
         if not own and spec.keep == "input":
-            # copies: the buffers may move before backward comes
+            # These are copies, because the buffers may change before backward runs.
             mean, second = (v.to(second.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
         found = Normalised(z, mean, second, xhat, counted=batches is not None)
         if own and not of_batch:
@@ -65,7 +65,7 @@ class Triton:
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
             rstd = (rstd + spec.eps).rsqrt()
-        # The kernels of an op that keeps its input go by whether there is a residual.
+        # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = wanted.residual if spec.keep == "output" else saved.residual is not None
         dresidual = torch.empty_like(source) if writes_g else None
         slots = None if kept is None else (kept.slots, kept.count)
@@ -112,5 +112,5 @@ class Triton:
 
 
 def _can_count(batches: Tensor, x: Tensor) -> bool:
-    """Whether a kernel can add to ``batches``: it is one int64 on the device of ``x``, as in the stock norm."""
+    """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
     return batches.dtype == torch.int64 and batches.device == x.device and batches.numel() == 1
