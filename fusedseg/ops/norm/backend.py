@@ -39,6 +39,10 @@ class Backend(Protocol):
         """z of an op that keeps its input, with the bits that it had."""
         ...
 
+    def reads_output(self, x: Tensor, act: Activation) -> bool:
+        """Whether the backward of an op that keeps its input uses ``Wanted.rebuilt``."""
+        ...
+
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         """(count, mean, M2) of parts of the values of ``x``, per channel: (parts, 3, C)."""
         ...

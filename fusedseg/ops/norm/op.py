@@ -23,6 +23,7 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
+from .backend import backend_of
 from .kept import Kept
 from .passes import backward, forward, rebuild
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
@@ -68,6 +69,7 @@ class NormFunction(torch.autograd.Function):
             # nothing is computed again behind the identity
             residual = None
         ctx.reuse = in_place and reuse.wanted()
+        ctx.reader = None
         ctx.save_for_backward(source, weight, bias, residual, slope, mean, second, xhat, share)
         if for_others is not None:
             for_others.append(Saved(source, weight, bias, None, slope, mean, second))
@@ -75,11 +77,15 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
+        # before the saved tensors: asking for one may drop what is held
+        output = ctx.reader.take() if ctx.reader is not None else None
         saved, spec = ctx.saved_tensors, ctx.spec
         # residual and slope are not among the arguments where both are None
         needs = *ctx.needs_input_grad[1:], False, False
         into = reuse.take(saved[0], dz) if ctx.reuse and not torch.is_grad_enabled() else None
-        wanted = Wanted(needs[1] or needs[2], needs[3] and not ctx.passed_on, into)
+        rebuilt = None if output is None else [output]
+        del output
+        wanted = Wanted(needs[1] or needs[2], needs[3] and not ctx.passed_on, into, rebuilt=rebuilt)
         grads = differentiated_once(spec.name, backward, dz, *saved, (spec, ctx.layout, ctx.kept, wanted))
         return None, *_of_inputs(grads, dz if ctx.passed_on else None, needs)
 
@@ -307,4 +313,8 @@ def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None
     def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 
-    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None))
+    reader = None
+    if backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
+        # the node of z is the context of ``NormFunction.backward``
+        reader = z.grad_fn.reader = recipes.Reader()
+    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None), reader=reader)

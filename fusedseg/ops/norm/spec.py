@@ -108,13 +108,15 @@ class Wanted(NamedTuple):
     """What a backward pass is asked for.
 
     ``affine``: the gradients of weight and bias.  ``residual``: the gradient of the residual.  ``into``: memory for dx,
-    that of the kept output.
+    that of the kept output.  ``rebuilt``: the output in a list, where an op that keeps its input has it at hand; who
+    uses it takes it off the list, so that it can be freed.
     """
 
     affine: bool
     residual: bool
     into: Tensor | None = None
     exchange: Exchange | None = None
+    rebuilt: list[Tensor] | None = None
 
 
 class Gradients(NamedTuple):
