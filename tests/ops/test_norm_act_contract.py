@@ -246,3 +246,12 @@ def test_an_output_that_is_too_large_to_hold_is_not_held(monkeypatch):
         with recompute():
             z = norm(torch.randn(2, 4, size, size, requires_grad=True))
         assert (z.grad_fn.reader is not None) == held
+
+
+def test_a_norm_of_which_nothing_requires_a_gradient_has_no_reader():
+    """As in a frozen encoder under the scope: the output has no node."""
+    norm = BatchNormAct(4, activation="relu").requires_grad_(False)
+    after = nn.Conv2d(4, 2, 1)
+    with recompute():
+        after(norm(torch.randn(2, 4, 8, 8))).sum().backward()
+    assert after.weight.grad is not None

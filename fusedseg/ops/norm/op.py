@@ -14,6 +14,7 @@ Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -314,7 +315,8 @@ def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 
     reader = None
-    if backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
-        # the node of z is the context of ``NormFunction.backward``
-        reader = z.grad_fn.reader = recipes.Reader()
+    # the context of ``NormFunction.backward``; None where nothing requires a gradient
+    node: Any = z.grad_fn
+    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
+        node.reader = reader = recipes.Reader()
     recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None), reader=reader)
