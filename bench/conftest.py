@@ -50,12 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_quiet = config.option.verbose <= 0
 
 
-@pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Benches run one after another, in one process: they are timed."""
-    return 0
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the benches of a module slow on the device that its ``SLOW_ON`` names; all others end within minutes."""

@@ -13,7 +13,7 @@ versions of Triton that are not in ``VERSIONS``.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 from torch import Tensor
@@ -24,7 +24,10 @@ from triton.runtime.jit import JITFunction
 
 # The versions whose JITFunction.run and CompiledKernel.run we have read.  Others may pass other arguments.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-KNOWN = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+VERSION = ".".join(triton.__version__.split(".")[:2])
+KNOWN = VERSION in VERSIONS
+# Whether CudaLauncher is a class in Python whose ``__call__`` we have read, as in this version.
+IN_PYTHON = VERSION == "3.9"
 RUN = JITFunction.run
 # No multiplication and addition may become one instruction that rounds once.  The compiler fused the product of one of
 # two lanes into their sum, so lanes that should have held one mean differed in the last bit.  One of them stored its
@@ -56,18 +59,56 @@ def forget_plans() -> None:
 def is_watched() -> bool:
     """Whether a hook must see launches, or an option changes the compiled code."""
     runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        # A chain of hooks; in older versions a single hook or None.
-        if getattr(hook, "calls", hook):
-            return True
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A hook is a chain of hooks; in older versions it is a single hook or None.
     return bool(
-        runtime.debug or knobs.compilation.instrumentation_mode or runtime.add_stages_inspection_hook is not None
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or runtime.add_stages_inspection_hook is not None
     )
 
 
-def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None]) -> tuple:
+def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None], device: Any) -> tuple:
     """The kind of a call, without the launcher's own sizes and constants."""
-    return *[None if t is None else t.dtype for t in tensors], *[a and a % 16 for a in addresses]
+    bits = 0
+    for address in addresses:
+        if address is not None:
+            bits |= address
+    kind = (device, *[None if t is None else t.dtype for t in tensors])
+    # Most addresses are multiples of 16, all of them together.
+    return kind if bits % 16 == 0 else (*kind, *[a and a % 16 for a in addresses])
+
+
+class Ready(NamedTuple):
+    """A compiled kernel, and how it is launched: ``call(*grid, stream, function, *options, *arguments)``.
+
+    ``packed``: the arguments are one tuple.  ``compiled`` is kept because its code is unloaded when it is freed.
+    """
+
+    call: Callable[..., None]
+    function: int
+    options: tuple
+    packed: bool
+    compiled: CompiledKernel
+
+
+def ready(compiled: Any) -> Ready:
+    """As ``JITFunction.run`` launches it where no hook must see it.
+
+    In Triton 3.9 ``CompiledKernel.run`` is in Python.  Where all that it does is to pass its arguments on, the function
+    in C that it calls is called instead.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if not IN_PYTHON or type(run).__name__ != "CudaLauncher" or run.gsan_enabled:
+        return Ready(run, function, (metadata, None, None, None), False, compiled)
+    if run.global_scratch_size or run.profile_scratch_size:
+        return Ready(run, function, (metadata, None, None, None), False, compiled)
+    options = (
+        run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5, run.arg_annotations, run.kernel_signature
+    )  # fmt: skip
+    return Ready(run.launch, function, options, True, compiled)
 
 
 class Launcher:
@@ -84,24 +125,24 @@ class Launcher:
         # Constexprs come last in a signature.  Compiled kernels take them too, and ignore them.
         names = kernel.arg_names
         self._tail = (*sizes, *(constants[name] for name in names if name in constants))
-        self._compiled: dict[tuple, tuple] = {}
+        self._compiled: dict[tuple, Ready] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
         direct = KNOWN and JITFunction.run is RUN and not is_watched()
         if direct and self._compiled and not self._kernel.pre_run_hooks:
+            active = driver.active
+            device = active.get_current_device()
             addresses = [None if t is None else t.data_ptr() for t in tensors]
-            device = driver.active.get_current_device()
-            found = self._compiled.get((device, *kind_of(tensors, addresses)))
+            found = self._compiled.get(kind_of(tensors, addresses, device))
             if found is not None:
-                run, function, metadata, _ = found
-                stream = driver.active.get_current_stream(device)
-                run(*self._whole_grid, stream, function, metadata, None, None, None, *addresses, *floats, *self._tail)
+                call, function, options, packed, _ = found
+                stream = active.get_current_stream(device)
+                arguments = (*addresses, *floats, *self._tail)
+                call(*self._whole_grid, stream, function, *options, *((arguments,) if packed else arguments))
                 return
         compiled = self._kernel[self._grid](
             *tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=FP_FUSION
         )
         if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             addresses = [None if t is None else t.data_ptr() for t in tensors]
-            kind = (driver.active.get_current_device(), *kind_of(tensors, addresses))
-            # The compiled kernel is kept as well, because its code is unloaded when it is freed.
-            self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata, compiled
+            self._compiled[kind_of(tensors, addresses, driver.active.get_current_device())] = ready(compiled)

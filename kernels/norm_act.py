@@ -54,6 +54,13 @@ def update_running(running_ptr, running, value, momentum, c, valid):
 
 
 @triton.jit
+def count_batch(batches_ptr):
+    """Adds 1 to the number of batches; one program calls it."""
+    if batches_ptr is not None:
+        tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+
+
+@triton.jit
 def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
                    ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -72,12 +79,12 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
 
 @triton.jit
 def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
-                              running_mean_ptr, running_var_ptr, kept_ptr, slot_ptr, momentum: tl.float64, I, N, C, S,
-                              K, tiles_per_split, partials, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
-                              ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
-                              ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
-                              WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
-                              BLOCK_P: tl.constexpr):  # fmt: skip
+                              running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
+                              momentum: tl.float64, I, N, C, S, K, tiles_per_split, partials, SOURCE: tl.constexpr,
+                              EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                              ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                              BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+                              EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """Applies statistics from SOURCE: "batch" (the parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
@@ -90,7 +97,8 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if split == 0:
             one_of_group = valid & (c % D == 0)
-            tl.store(mean_ptr + u, mean, mask=one_of_group)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + u, mean, mask=one_of_group)
             tl.store(rstd_ptr + u, rstd, mask=one_of_group)
             if running_mean_ptr is not None:
                 # They are merged one after the other; together they would take registers from the loop below.
@@ -98,6 +106,8 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                 update_running(running_mean_ptr, running, mean, momentum, u, one_of_group)
                 running = tl.load(running_var_ptr + u, mask=one_of_group)
                 update_running(running_var_ptr, running, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, one_of_group)
+                if tl.program_id(0) == 0:
+                    count_batch(batches_ptr)
     elif SOURCE == "running":
         mean = tl.load(running_mean_ptr + c, mask=valid, other=0.0).to(ACC)
         rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + c, mask=valid, other=1.0).to(ACC) + EPS)
@@ -130,10 +140,11 @@ def slab_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
-                               running_mean_ptr, running_var_ptr, kept_ptr, slot_ptr, momentum: tl.float64, I, N, C, S,
-                               K, SOURCE: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
-                               PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
-                               BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+                               running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
+                               momentum: tl.float64, I, N, C, S, K, SOURCE: tl.constexpr, EPS: tl.constexpr,
+                               D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr,
+                               STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                               BLOCK_L: tl.constexpr):  # fmt: skip
     """Reads whole statistics groups, one tile, once; statistics take two passes in registers unless "saved"."""
     program = tl.program_id(0)
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
@@ -151,14 +162,18 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
         m2 = slab_sum(d * d, STAT, ROWS)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if STAT == "group":
-            tl.store(mean_ptr + program, mean)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + program, mean)
             tl.store(rstd_ptr + program, rstd)
         else:
-            tl.store(mean_ptr + u, mean, mask=valid)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + u, mean, mask=valid)
             tl.store(rstd_ptr + u, rstd, mask=valid)
             if running_mean_ptr is not None:
                 update_running(running_mean_ptr, running_mean, mean, momentum, u, valid)
                 update_running(running_var_ptr, running_var, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, valid)
+                if program == 0:
+                    count_batch(batches_ptr)
     else:
         mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
         rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
@@ -194,11 +209,11 @@ def apply_plan(source, layout, dtype, device, eps, act, K, partials):
 
 
 def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act, kept,
-           partial, residual):  # fmt: skip
+           partial, residual, batches=None):  # fmt: skip
     """Launches the kernel, which writes ``out``; returns xhat of the kept channels."""
     slots, K = kept if kept is not None else (None, 0)
     xhat_kept = x.new_empty(layout.I * layout.N * K * layout.S) if K else None
-    tensors = weight, bias, mean, rstd, running_mean, running_var, xhat_kept, slots
+    tensors = weight, bias, mean, rstd, running_mean, running_var, batches, xhat_kept, slots
     # Given statistics need no slab, but with a slab small planes of a sample share a tile.
     if partial is None and (source == "batch" or (source == "saved" and layout.I * layout.D > 1)):
         onchip = onchip_plan(source, layout, x.dtype, eps, act, K)
@@ -214,23 +229,23 @@ def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, runni
 
 
 def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
-                 partial=None, residual=None):  # fmt: skip
+                 partial=None, residual=None, batches=None, keep_mean=True):  # fmt: skip
     """Writes z into ``out``, which is ``x`` itself or has the strides of ``x``.
 
     ``act`` is (name, parameter).  ``kept`` is None or (slots, count); slots has the int32 slot of each channel, or -1
     if it is not kept.  Training moves the running statistics by ``momentum`` if they are given; only a norm of the
-    batch has them.  ``partial`` holds (count, mean, M2) of parts of ``x``, (3, parts, I C), if they are known
-    already.  ``residual`` has the strides of ``x``.
+    batch has them.  Then it adds 1 to ``batches``, one int64, if that is given.  ``partial`` holds (count, mean, M2) of
+    parts of ``x``, (3, parts, I C), if they are known already.  ``residual`` has the strides of ``x``.
 
-    It returns mean (written in training only) and rstd, (I C / D,) in fp32 (fp64 for fp64), and xhat of the kept
-    channels, flat, or None.
+    It returns mean (written in training only; None without ``keep_mean``) and rstd, (I C / D,) in fp32 (fp64 for fp64),
+    and xhat of the kept channels, flat, or None.
     """
     count, dtype = layout.I * layout.C // layout.D, torch.promote_types(x.dtype, torch.float32)
-    mean = torch.empty(count, dtype=dtype, device=x.device)
+    mean = torch.empty(count, dtype=dtype, device=x.device) if keep_mean else None
     rstd = torch.empty(count, dtype=dtype, device=x.device)
     source = "batch" if training else "running"
     xhat_kept = launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act,
-                       kept, partial, residual)  # fmt: skip
+                       kept, partial, residual, batches)  # fmt: skip
     return mean, rstd, xhat_kept
 
 

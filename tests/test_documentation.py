@@ -128,8 +128,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("fusedseg.__main__", arguments, monkeypatch)
         case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["python", "-m", "bench.report", *arguments]:
-            parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "bench.report" | "tests.mutation" as module, *arguments]:
+            parse(module, arguments, monkeypatch)
         case ["python", "-m", "tests.ptx.mutants", *arguments]:
             pytest.importorskip("triton")
             parse("tests.ptx.mutants", arguments, monkeypatch)

@@ -1,6 +1,7 @@
 """Who may import whom: the table "Layers" in docs/design.md."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ LAZY_PACKAGES = {"matplotlib", "nilearn", "tqdm"}
 LAZY_FILES = {"fusedseg/demo/picture.py"}
 
 
+@functools.cache
 def sources() -> dict[str, list[Path]]:
     """Layer -> its files."""
     layers: dict[str, list[Path]] = {"kernels": sorted((ROOT / "kernels").rglob("*.py"))}

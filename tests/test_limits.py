@@ -21,7 +21,6 @@ LONG = {
 MODULES = ("nn", "unet")
 # file -> why its calls may pass more than POSITIONAL arguments by position
 CALLS = {
-    "doctor.py": "launches kernels directly",
     "ops/norm/op.py": "the flat schemas of the norm op",
 }
 

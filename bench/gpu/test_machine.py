@@ -4,7 +4,8 @@ The figures are bandwidth, the vendor's convolutions and norms, the kernels that
 convolution with its norm, and how much of a tensor a second pass finds in the L2 cache.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -163,6 +164,17 @@ def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str,
     return [(e.name, e.device_time) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """A context in which Inductor compiles every graph anew, because it does not count a graph from a cache.
+
+    pytest's monkeypatch must not set these: it deletes them at the end, and every later `torch.compile` fails.
+    """
+    inductor = torch._inductor.config.patch(fx_graph_cache=False)
+    with inductor, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
 def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
     """Bytes that Inductor counts for convolution, BatchNorm and LeakyReLU, forward and backward.
 
@@ -173,10 +185,6 @@ def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
 
     # Inductor counts bytes only if its metrics log is enabled.
     monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
-    # Inductor does not count a graph that comes from a cache.
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
-
     shape = BLOCK[device.type]
     C, source = shape[1], Source(device)
     x, dz = (source.normal(shape, "bf16", True) for _ in range(2))
@@ -194,7 +202,8 @@ def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
             torch.autograd.grad(out, (x, *module.parameters()), dz)
 
         try:
-            step()
+            with without_caches():
+                step()
         except Missing as reason:
             pytest.skip(str(reason))
         kernels = kernels_of(step, device) if device.type == "cuda" else []

@@ -16,6 +16,8 @@ from torch import Tensor, fx, nn
 # Values of attributes that are often set again, such as a flag, an epoch or the name of a phase.
 SETTINGS = (bool, int, float, str, Enum, property)
 FIXED = object()
+# The flow of a module of these packages changes by no setting that a program sets later.
+KNOWN = ("torch.", "fusedseg.")
 # The fields of a Branch without the sites.
 Place = tuple[str, str, str, int]
 
@@ -89,7 +91,7 @@ class Branches:
                     yield name, setting, file, line
 
     def _methods(self, module: nn.Module) -> list[Callable[..., Any]]:
-        """The forward of a module and the methods of the same object that it calls; methods of PyTorch are left out."""
+        """The forward of a module and the methods of the same object that it calls, without those of KNOWN packages."""
         found: list[Callable[..., Any]] = []
         if isinstance(module, fx.GraphModule):
             # A graph has no branches.
@@ -97,7 +99,7 @@ class Branches:
         waiting: list[Any] = [getattr(module.forward, "__func__", module.forward)]
         while waiting:
             method = inspect.unwrap(waiting.pop())
-            if method in found or (getattr(method, "__module__", None) or "").startswith("torch."):
+            if method in found or (getattr(method, "__module__", None) or "").startswith(KNOWN):
                 continue
             found.append(method)
             source = self._source(method)

@@ -140,7 +140,16 @@ def convert(
     count = Counter(fusion.inplace for fusion in plan.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(
-        model, mode, how, plan.replaced, plan.recomputed, plan.skipped, before, after, guarantee, plan.branches
+        model,
+        mode,
+        how,
+        plan.replaced,
+        plan.recomputed,
+        plan.skipped,
+        before=before,
+        after=after,
+        guarantee=guarantee,
+        branches=plan.branches,
     )
 
 

@@ -36,12 +36,14 @@ def convolved_and_normalised(
 ) -> Tensor:
     """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
     call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))
-    own, mean, var, momentum = norm._statistics()
+    own, mean, var, momentum, batches, _ = norm._statistics()
     passed = Passed(call.w, weight=norm.weight, bias=norm.bias, running_mean=mean, running_var=var)
     spec = Spec("output", norm._act, eps=norm.eps, momentum=momentum, own=own)
     op.check(call, passed, spec, conv_backend)
-    z = op.conv_abn(call, passed, spec, norm._kept_now(call.w.dtype), conv_backend)
-    norm._count_batch()
+    kept = norm._kept_now(norm.weight, norm.bias, call.w.dtype, False)
+    z = op.conv_abn(call, passed, spec, kept, conv_backend)
+    if batches is not None:
+        batches.add_(1)
     return z
 
 

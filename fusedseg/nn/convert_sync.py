@@ -8,13 +8,13 @@ from .inplace_abn import InPlaceABN
 from .inplace_abn_sync import InPlaceABNSync
 from .norm_act import BatchNormAct
 from .norm_act_sync import BatchNormActSync
-from .stock_norm import BATCH_NORMS
+from .norm_statistics import BatchStatistics
 from .synchronised import Synchronised
 
 SYNCHRONISED: dict[type, type] = {
     InPlaceABN: InPlaceABNSync,
     BatchNormAct: BatchNormActSync,
-    **dict.fromkeys(BATCH_NORMS, nn.SyncBatchNorm),
+    **dict.fromkeys(BatchStatistics.stock, nn.SyncBatchNorm),
 }
 
 

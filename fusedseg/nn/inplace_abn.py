@@ -2,19 +2,11 @@
 
 from typing import Any
 
-from torch import Tensor, nn
-from torch.fx import Proxy
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..ops.check import check_dtype
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from ..ops.recompute.recipes import unwatched
-from .batch_statistics import BatchStatistics
 from .invertible import Invertible
-from .leaf import as_leaf
-from .stock_norm import BATCH_NORMS
+from .norm_statistics import BatchStatistics
 
 
 class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
@@ -63,7 +55,6 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     OP = "fusedseg.InPlaceABN"
     EXACT = "BatchNormAct"
-    stock = BATCH_NORMS
 
     def __init__(
         self,
@@ -78,24 +69,9 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         device=None,
         dtype=None,
     ) -> None:
-        act = self._parse(activation, activation_param)
-        if dtype is not None:
-            check_dtype(self.OP, "dtype", dtype)
+        act = self._parse(activation, activation_param, dtype)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._invert(act)
-
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        self._check_shape(x, self.num_features)
-        own, mean, var, momentum = self._statistics()
-        passed = Passed(x, weight=self.weight, bias=self.bias, residual=residual, running_mean=mean, running_var=var)
-        spec = Spec("output", self._act, eps=self.eps, momentum=momentum, own=own)
-        check(self.OP, passed, spec)
-        z = normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
-        self._count_batch()
-        return z
 
     @classmethod
     def from_batchnorm(cls, bn: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:

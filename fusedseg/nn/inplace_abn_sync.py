@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
-from torch.fx import Proxy
-
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
 from .inplace_abn import InPlaceABN
-from .leaf import as_leaf
 from .synchronised import Synchronised
 
 
@@ -62,20 +55,3 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
             device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        group = self._others()
-        if group is None:
-            return super().forward(x, residual)
-        self._check_shape(x, self.num_features)
-        _, running_mean, running_var, momentum = self._statistics()
-        passed = Passed(
-            x, weight=self.weight, bias=self.bias, residual=residual, running_mean=running_mean, running_var=running_var
-        )  # fmt: skip
-        spec = Spec("output", self._act, eps=self.eps, momentum=momentum, process_group=group)
-        check(self.OP, passed, spec)
-        z = normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
-        self._count_batch()
-        return z

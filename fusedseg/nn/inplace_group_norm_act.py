@@ -1,19 +1,12 @@
 """``InPlaceGroupNormAct``: GroupNorm and activation in one module that keeps one tensor."""
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from ..ops.check import check_dtype
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from ..ops.recompute.recipes import unwatched
 from .invertible import Invertible
-from .leaf import as_leaf
-from .stock_norm import GROUP_NORMS
+from .norm_statistics import GroupStatistics
 
 
-class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
+class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
     """Group normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals::
@@ -49,7 +42,6 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
 
     OP = "fusedseg.InPlaceGroupNormAct"
     EXACT = "GroupNormAct"
-    stock = GROUP_NORMS
 
     def __init__(
         self,
@@ -64,25 +56,13 @@ class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
     ) -> None:
-        act = self._parse(activation, activation_param)
-        if dtype is not None:
-            check_dtype(self.OP, "dtype", dtype)
+        act = self._parse(activation, activation_param, dtype)
         # stock modules of older versions know no bias
         options = {} if bias else {"bias": False}
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **options)
         self._invert(act)
 
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != self.num_channels:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{self.OP}: input must have shape (N, {self.num_channels}) or (N, {self.num_channels}, *spatial), "
-                f"got {came}"
-            )
-        passed = Passed(x, weight=self.weight, bias=self.bias, residual=residual)
-        spec = Spec("output", self._act, eps=self.eps, kind="group", groups=self.num_groups)
-        check(self.OP, passed, spec)
-        return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
+    def _check_shape(self, x: Tensor) -> None:
+        channels = self.num_channels
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != channels:
+            raise self._wrong_shape(x, f"(N, {channels}) or (N, {channels}, *spatial)")

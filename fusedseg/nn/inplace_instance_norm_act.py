@@ -3,21 +3,13 @@
 import warnings
 
 from torch import Tensor
-from torch.fx import Proxy
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..ops.check import check_dtype
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from ..ops.recompute.recipes import unwatched
-from ..ops.recompute.saved import recomputing
 from .invertible import Invertible
-from .leaf import as_leaf
-from .stock_norm import INSTANCE_NORMS
+from .norm_statistics import InstanceStatistics
 
 
-class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
+class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
     """Instance normalisation and an invertible activation over (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions::
@@ -58,7 +50,6 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
 
     OP = "fusedseg.InPlaceInstanceNormAct"
     EXACT = "InstanceNormAct"
-    stock = INSTANCE_NORMS
 
     def __init__(
         self,
@@ -74,36 +65,20 @@ class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
     ) -> None:
-        act = self._parse(activation, activation_param)
-        if dtype is not None:
-            check_dtype(self.OP, "dtype", dtype)
+        act = self._parse(activation, activation_param, dtype)
         # stock modules of older versions know no bias
         options = {} if bias else {"bias": False}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self._invert(act)
 
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
+    def _check_shape(self, x: Tensor) -> None:
+        channels = self.num_features
         if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{self.OP}: input must have shape (N, {self.num_features}) with one to three spatial dimensions "
-                f"after it, got {came}"
-            )
-        if x.shape[1] != self.num_features:
-            self._other_channels(x)
-        own = self.training or not self.track_running_stats
-        mean, var = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        passed = Passed(x, weight=self.weight, bias=self.bias, residual=residual, running_mean=mean, running_var=var)
-        spec = Spec("output", self._act, eps=self.eps, momentum=momentum, own=own, kind="instance")
-        check(self.OP, passed, spec)
-        return normalise(passed, spec, self._kept_now(x.dtype, residual is not None))
-
-    def _other_channels(self, x: Tensor) -> None:
-        text = f"{self.OP}: input must have {self.num_features} channels (num_features), got {tuple(x.shape)}"
+            raise self._wrong_shape(x, f"(N, {channels}) with one to three spatial dimensions after it")
+        if x.shape[1] == channels:
+            return
+        text = f"{self.OP}: input must have {channels} channels (num_features), got {tuple(x.shape)}"
         if self.affine or self.running_mean is not None:
             raise ValueError(text)
-        warnings.warn(f"{text}; it makes no difference, since affine is False", stacklevel=3)
+        # the caller of the module is that many calls away
+        warnings.warn(f"{text}; it makes no difference, since affine is False", stacklevel=6)

@@ -7,22 +7,22 @@ from torch import Tensor, nn
 
 from ..activation import Activation, parse_invertible
 from ..ops import unfused
+from ..ops.check import check_dtype
 from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
-from .leaf import Unscriptable
 from .stock_norm import StockNorm
 
 
-class Invertible(Unscriptable, StockNorm, nn.Module):
-    """Beside a stock norm as a base class, which brings ``weight`` and ``bias``."""
+class Invertible(StockNorm):
+    """Before a stock norm among the base classes, which brings ``weight`` and ``bias``."""
 
-    weight: Any
-    bias: Any
-    # how errors call the module, and the one that they name instead where an activation cannot be inverted
-    OP: str
+    KEEP = "output"
+    # the module that errors name instead where an activation cannot be inverted
     EXACT: str
 
     @classmethod
-    def _parse(cls, activation: str, activation_param: float) -> Activation:
+    def _parse(cls, activation: str, activation_param: float, dtype: torch.dtype | None) -> Activation:
+        if dtype is not None:
+            check_dtype(cls.OP, "dtype", dtype)
         return parse_invertible(cls.OP, activation, activation_param, cls.EXACT)
 
     @classmethod
@@ -46,12 +46,12 @@ class Invertible(Unscriptable, StockNorm, nn.Module):
         self._kept_as = torch.float32, False
         watch(self)
 
-    def _kept_now(self, dtype: torch.dtype, residual: bool = False) -> Kept | None:
+    def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         """The kept channels of an output of this dtype, None where no backward will come."""
         if not torch.is_grad_enabled() or unfused.wanted():
             return None
         if not torch.compiler.is_compiling():
-            return self._kept.refresh(self.weight, self.bias, self._act, dtype, residual)
+            return self._kept.refresh(weight, bias, self._act, dtype, residual)
         self._trace_kept(dtype, residual)
         return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
 

@@ -3,45 +3,40 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Proxy
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..activation import Activation, parse_activation
+from ..activation import TABLE, parse_activation
 from ..ops.check import check_dtype
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from ..ops.recompute.recipes import unwatched
-from ..ops.recompute.saved import recomputing
-from .batch_statistics import BatchStatistics
-from .leaf import Unscriptable, as_leaf
-from .stock_norm import BATCH_NORMS, GROUP_NORMS, INSTANCE_NORMS, StockNorm
+from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
+from .stock_norm import StockNorm
 
 
-class _NormAct(Unscriptable, StockNorm, nn.Module):
-    """What the three have in common: the activation, its slope and the checks."""
+class _NormAct(StockNorm):
+    """What the three have in common: the activation and its slope."""
 
-    weight: Any
-    bias: Any
+    KEEP = "input"
+    VECTORS = "weight", "bias", "slope"
+
     slope: nn.Parameter | None
-    _act: Activation
 
     def _set_activation(
-        self, activation: str, param: float | str | None, num_slopes: int, channels: int, device: Any, dtype: Any
+        self, activation: str, param: float | str | None, num_slopes: int, device: Any, dtype: Any
     ) -> None:
-        name = f"fusedseg.{type(self).__name__}"
+        """Called at the end of ``__init__``."""
+        name, channels = self.OP, getattr(self, self.CHANNELS)
         if dtype is not None:
             check_dtype(name, "dtype", dtype)
         self._act = parse_activation(name, activation, param)
         self.activation = activation
+        learned = TABLE[self._act.name].learned
         if num_slopes not in (1, channels):
             raise ValueError(f"{name}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}")
-        if activation != "prelu" and num_slopes != 1:
+        if not learned and num_slopes != 1:
             raise ValueError(f"{name}: num_slopes is of activation 'prelu' alone, got {num_slopes} for {activation!r}")
         self.register_parameter("slope", None)
-        if activation == "prelu":
+        if learned:
             self.slope = nn.Parameter(torch.full((num_slopes,), self._act.param, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
@@ -49,22 +44,6 @@ class _NormAct(Unscriptable, StockNorm, nn.Module):
         slope = getattr(self, "slope", None)
         if slope is not None:
             nn.init.constant_(slope, self._act.param)
-
-    def _run(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        channels: int,
-        running: tuple[Tensor | None, Tensor | None],
-        spec: Spec,
-    ) -> Tensor:
-        self._check_shape(x, channels)
-        passed = Passed(
-            x, weight=self.weight, bias=self.bias, residual=residual, slope=self.slope, running_mean=running[0],
-            running_var=running[1],
-        )  # fmt: skip
-        check(f"fusedseg.{type(self).__name__}", passed, spec)
-        return normalise(passed, spec)
 
     def extra_repr(self) -> str:
         slopes = f", num_slopes={len(self.slope)}" if self.slope is not None and len(self.slope) > 1 else ""
@@ -81,10 +60,9 @@ class _NormAct(Unscriptable, StockNorm, nn.Module):
     ) -> Any:
         """A module with the very parameters and buffers of the stock ``norm``, and of activation "prelu" with the
         ``slope`` of an ``nn.PReLU`` (its ``weight``).  Optimizers keep working."""
-        where = f"fusedseg.{cls.__name__}.from_norm"
         if (slope is not None) != (activation == "prelu"):
             raise ValueError(
-                f"{where}: slope must be given for activation 'prelu' and for no other, got {activation!r}"
+                f"{cls.OP}.from_norm: slope must be given for activation 'prelu' and for no other, got {activation!r}"
             )
         num_slopes = 1 if slope is None else slope.numel()
         options = {"activation": activation, "activation_param": activation_param, "num_slopes": num_slopes}
@@ -136,7 +114,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; the name of ``inplace_abn``'s exact twin is ``ABN``.
     """
 
-    stock = BATCH_NORMS
+    OP = "fusedseg.BatchNormAct"
 
     def __init__(
         self,
@@ -153,20 +131,10 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         dtype=None,
     ) -> None:
         _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
-
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        own, running_mean, running_var, momentum = self._statistics()
-        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, own=own)
-        z = self._run(x, residual, self.num_features, (running_mean, running_var), spec)
-        self._count_batch()
-        return z
+        self._set_activation(activation, activation_param, num_slopes, device, dtype)
 
 
-class InstanceNormAct(_NormAct, _InstanceNorm):
+class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
     """Instance normalisation, an optional residual and any activation over (N, C, *spatial).
 
     Equals, for one to three spatial dimensions::
@@ -187,7 +155,7 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
     Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization", 2016.
     """
 
-    stock = INSTANCE_NORMS
+    OP = "fusedseg.InstanceNormAct"
 
     def __init__(
         self,
@@ -204,21 +172,10 @@ class InstanceNormAct(_NormAct, _InstanceNorm):
         dtype=None,
     ) -> None:
         _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, num_features, device, dtype)
-
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        # as the stock module: statistics of x but in eval with running ones, and None is no momentum at all
-        own = self.training or not self.track_running_stats
-        momentum = 0.0 if self.momentum is None else self.momentum
-        running = (None, None) if self.training and recomputing() else (self.running_mean, self.running_var)
-        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, own=own, kind="instance")
-        return self._run(x, residual, self.num_features, running, spec)
+        self._set_activation(activation, activation_param, num_slopes, device, dtype)
 
 
-class GroupNormAct(_NormAct, nn.GroupNorm):
+class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
     """Group normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, ``state_dict`` included::
@@ -238,7 +195,7 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
     Source: Wu and He, "Group Normalization", ECCV 2018.
     """
 
-    stock = GROUP_NORMS
+    OP = "fusedseg.GroupNormAct"
 
     def __init__(
         self,
@@ -254,14 +211,7 @@ class GroupNormAct(_NormAct, nn.GroupNorm):
         dtype=None,
     ) -> None:
         nn.GroupNorm.__init__(self, num_groups, num_channels, eps, affine, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, num_channels, device, dtype)
-
-    @unwatched
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        spec = Spec("input", self._act, eps=self.eps, kind="group", groups=self.num_groups)
-        return self._run(x, residual, self.num_channels, (None, None), spec)
+        self._set_activation(activation, activation_param, num_slopes, device, dtype)
 
 
 ABN = BatchNormAct

@@ -2,13 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-from torch.fx import Proxy
-
-from ..ops.norm.checks import check
-from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from .leaf import as_leaf
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -33,6 +26,8 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         RuntimeError: from ``torch.distributed``, where a process of the group is gone.
     """
 
+    OP = "fusedseg.BatchNormActSync"
+
     def __init__(
         self,
         num_features: int,
@@ -53,21 +48,3 @@ class BatchNormActSync(Synchronised, BatchNormAct):
             num_slopes=num_slopes, device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        group = self._others()
-        if group is None:
-            return super().forward(x, residual)
-        self._check_shape(x, self.num_features)
-        _, running_mean, running_var, momentum = self._statistics()
-        passed = Passed(
-            x, weight=self.weight, bias=self.bias, residual=residual, slope=self.slope, running_mean=running_mean,
-            running_var=running_var,
-        )  # fmt: skip
-        spec = Spec("input", self._act, eps=self.eps, momentum=momentum, process_group=group)
-        check(f"fusedseg.{type(self).__name__}", passed, spec)
-        z = normalise(passed, spec)
-        self._count_batch()
-        return z

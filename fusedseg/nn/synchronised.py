@@ -14,7 +14,7 @@ def _warn_alone() -> None:
     warnings.warn(
         "fusedseg: torch.distributed is not initialised, so the statistics of synchronised norms are those of this "
         "process alone",
-        stacklevel=7,
+        stacklevel=8,
     )
 
 

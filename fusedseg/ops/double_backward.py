@@ -30,11 +30,14 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(message(ctx.op))
 
 
-def differentiated_once(op: str, backward: Callable[..., tuple], *args: Any) -> tuple:
-    """Calls ``backward(*args)``.  If autograd records a graph of this call, using that graph raises RuntimeError."""
-    if batched(args):
-        return one_by_one(backward, *args)
-    return _Gradients.apply(op, backward, *args) if torch.is_grad_enabled() else backward(*args)
+def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: Any) -> tuple:
+    """Calls ``backward(dz, *rest)``.  If autograd records a graph of this call, using that graph raises RuntimeError.
+
+    Only ``dz`` can be a batch of tensors: the rest was saved by a forward pass, which refuses transforms.
+    """
+    if batched((dz,)):
+        return one_by_one(backward, dz, *rest)
+    return _Gradients.apply(op, backward, dz, *rest) if torch.is_grad_enabled() else backward(dz, *rest)
 
 
 def batched(args: Sequence[Any]) -> bool:

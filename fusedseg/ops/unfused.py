@@ -44,7 +44,7 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
 
 def norm_act(passed: Passed, spec: Spec) -> Tensor:
     """The norm op of these arguments."""
-    x, weight, bias, residual, slope, running_mean, running_var = passed
+    x, weight, bias, residual, slope, running_mean, running_var, _ = passed
     if spec.kind == "group":
         y = F.group_norm(x, spec.groups, weight, bias, spec.eps)
     elif spec.kind == "instance" and spec.own:

@@ -19,11 +19,12 @@ def run_pytest(*arguments: str) -> str:
     return run.stdout
 
 
-# A part of the tests takes a third of the time of all, and has the options, fixtures and stems of the benches too.
-TESTS = ("tests/ops/test_inplace_abn.py", "tests/bench")
+# Parts of both, which take a third of the time of all: they have the options and fixtures, and a stem in common.
+TESTS = ("tests/ops/test_inplace_abn.py", "tests/bench/test_conv_abn.py")
+BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py")
 
 
-@pytest.mark.parametrize("folders", [(*TESTS, "bench"), ("bench", *TESTS)], ids=["tests-bench", "bench-tests"])
+@pytest.mark.parametrize("folders", [TESTS + BENCHES, BENCHES + TESTS], ids=["tests-bench", "bench-tests"])
 def test_tests_and_benches_are_collected_together(folders):
     # The benches import what the demo needs.
     for package in ("matplotlib", "nilearn", "triton"):

@@ -75,6 +75,19 @@ def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
         compiled(nn.Linear(2, 2))(torch.ones(1, 2))
 
 
+def test_compilers_work_after_a_bench_without_their_caches():
+    """pytest's monkeypatch deleted the options at its end, and the compilers were absent from all later benches."""
+    from bench.gpu.test_machine import without_caches
+
+    def options():
+        return torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
+
+    before = options()
+    with without_caches():
+        assert options() == (False, False)
+    assert options() == before
+
+
 def test_nan_is_refused():
     assert disagreement({"z": float("nan")}, {}, TOLERANCE) == "z off by nan > 1.0e-04"
 

@@ -1,6 +1,7 @@
 """What a run of the benches prints: its progress with an estimate, pytest-benchmark's tables on request, five lines."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.closing import average, closing_lines, times
 from bench.harness import Result
-from bench.progress import Progress, clock
+from bench.progress import Progress, case_of, clock
 from bench.results import Report, Section
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,20 @@ def test_a_case_that_is_new_takes_the_mean_of_those_so_far(clocked):
 
 def test_clock():
     assert [clock(seconds) for seconds in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "60:00"]
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "name"),
+    [
+        ("test_step", {"case": "2x3", "contender": "ours"}, "conv_abn: 2x3"),
+        ("test_inference", {"case": "2x3"}, "conv_abn inference: 2x3"),
+        ("test_step", {"contender": "ours"}, "conv_abn"),
+        ("test_bandwidth", None, "conv_abn bandwidth"),
+    ],
+)
+def test_the_name_of_a_case(function, params, name):
+    given = {} if params is None else {"callspec": SimpleNamespace(params=params)}
+    assert case_of(SimpleNamespace(path=Path("bench/test_conv_abn.py"), originalname=function, **given)) == name
 
 
 def result(step: float, kept: int = 4, peak: int = 8) -> Result:
@@ -160,51 +176,46 @@ def bench(tmp_path):
         text = f"CASES = {cases!r}\n{textwrap.dedent(BENCH)}"
         (tmp_path / "bench" / "test_tiny.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "bench", *options]
-        env = {**os.environ, "COLUMNS": "120"}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        # In a worker of xdist, pytest-benchmark would disable itself.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env | {"COLUMNS": "120"}, capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     return run
 
 
-def test_a_run_and_a_later_one_that_refuses(bench, tmp_path):
+def test_a_run_that_refuses_a_contender_and_a_later_one(bench, tmp_path):
     processes = ["-n", "2"] if importlib.util.find_spec("xdist") else []
-    status, out = bench(["one", "two"], *processes)
-    assert status == 0, out
+    status, out = bench(["one", "wrong"], *processes)
+    assert status == 1, out
     lines = out.splitlines()
     cases = [line for line in lines if line.startswith("[")]
     assert re.fullmatch(r"\[1/2\] 0:0\d, time left not known yet: tiny: one", cases[0])
-    assert re.fullmatch(r"\[2/2\] 0:0\d, about 0:0\d left by the cases so far: tiny: two", cases[1])
+    assert re.fullmatch(r"\[2/2\] 0:0\d, about 0:0\d left by the cases so far: tiny: wrong", cases[1])
     assert len(cases) == 2
-    # the five lines, and pytest's own; no table of pytest-benchmark
+    assert "FAILED bench/test_tiny.py::test_step[wrong-ours]" in lines
+    assert "ours disagrees with the float64 reference: z off by" in out
+    # the five lines; no table of pytest-benchmark
     where = tmp_path / "bench" / "out"
-    heads = [line.partition(":")[0] for line in lines[-6:-1]]
-    assert heads == [
-        "step / eager mode's",
-        "step / torch.compile's",
-        "bytes kept for backward / eager mode's",
-        "peak bytes of a step / eager mode's",
-        "JSON",
-    ]
-    assert lines[-2].startswith(f"JSON: {where};")
-    assert "; faster in " in lines[-6]
-    assert lines[-5].endswith(": not measured")
-    assert lines[-1].startswith("=")
-    assert " 4 passed in " in lines[-1]
+    first = next(i for i, line in enumerate(lines) if line.startswith("step / eager mode's: "))
+    eager, compiler, kept, peak, files = lines[first : first + 5]
+    assert re.search(
+        r" of 1 case \(.*; faster in \d, slower in \d, equal in \d; 1 contender refused, see above$", eager
+    )
+    assert compiler == "step / torch.compile's: not measured"
+    assert kept.startswith("bytes kept for backward / eager mode's: 1.00, geometric mean of 1 case")
+    assert peak.startswith("peak bytes of a step / eager mode's: ")
+    assert files.startswith(f"JSON: {where};")
+    assert " 1 failed, 3 passed" in lines[-1]
     assert "Rounds" not in out
     assert (where / "tiny.json").is_file()
-
-    status, out = bench(["one", "wrong"], "-v")
-    assert status == 1, out
-    assert re.search(r"^\[1/2\] 0:0\d, time left not known yet: tiny: one$", out, re.MULTILINE)
-    assert "ours disagrees with the float64 reference: z off by" in out
-    assert re.search(r"^step / eager mode's: .* of 1 case .*; 1 contender refused, see above$", out, re.MULTILINE)
-    # the tables
-    assert "Rounds" in out
-
     # what failed is not remembered, because it may have ended early
-    status, out = bench(["one", "wrong"])
-    assert re.search(r"^\[1/2\] 0:0\d, time left not known yet: tiny: one$", out, re.MULTILINE)
-    assert re.search(r"^FAILED bench/test_tiny.py::test_step\[wrong-ours\]$", out, re.MULTILINE)
-    status, out = bench(["one", "two"])
-    assert re.search(r"^\[1/2\] 0:0\d, about 0:0\d left by the last run: tiny: one$", out, re.MULTILINE)
+    remembered = tmp_path / ".pytest_cache" / "v" / "bench" / "seconds-cpu-run"
+    assert list(json.loads(remembered.read_text())) == ["tiny: one"]
+
+    status, out = bench(["one"], "-v")
+    assert status == 0, out
+    assert re.search(r"^\[1/1\] 0:0\d, about 0:0\d left by the last run: tiny: one$", out, re.MULTILINE)
+    assert "Rounds" in out

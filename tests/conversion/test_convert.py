@@ -450,8 +450,9 @@ def test_nothing_is_kept_alive(image):
 
 @pytest.mark.parametrize("mode", ["exact", "leaky"])
 def test_compiled(mode):
-    stock = networks.ResNet()
-    x = torch.randn(2, 3, 32, 32)
+    stem = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    stock = nn.Sequential(*stem, networks.BasicBlock(4, 4), networks.BasicBlock(4, 8, 2))
+    x = torch.randn(2, 3, 16, 16)
     fusedseg.convert(stock, example_inputs=x, mode=mode)
     compiled = torch.compile(copy.deepcopy(stock), fullgraph=True, backend="aot_eager")
     out, gradients = results(compiled, x)

@@ -143,12 +143,17 @@ def test_a_concatenation_and_leaky_mode(image):
     assert verify(model, image).largest < 1e-10
 
 
-@pytest.mark.parametrize("make", [lambda: networks.UNet(LEAKY), networks.NNUNet], ids=["batch norm", "instance norm"])
-def test_about_as_many_bytes_are_kept(make):
+@pytest.mark.parametrize(
+    ("make", "pooled"),
+    [(lambda: networks.UNet(LEAKY), 2 * 8 * 32 * 32 * 4), (networks.NNUNet, 0)],
+    ids=["batch norm", "instance norm"],
+)
+def test_about_as_many_bytes_are_kept(make, pooled):
+    """The scope keeps what a pool makes of a rebuilt tensor; statistics are a few vectors for each norm."""
     image = torch.randn(2, 3, 64, 64)
     inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
     assert inplace.before == exact.before
-    assert exact.after.saved == pytest.approx(inplace.after.saved, rel=0.01)
+    assert abs(exact.after.saved - inplace.after.saved - pooled) < 2000
     assert exact.after.saved < 0.62 * exact.before.saved
 
 

@@ -11,7 +11,7 @@ from fusedseg.ops.conv import sources
 from tests.conversion.compare import assert_same
 from tests.conversion.networks import Random
 
-QUICK = 20
+QUICK = 30
 
 
 @pytest.mark.parametrize("seed", [*range(QUICK), *(pytest.param(s, marks=pytest.mark.slow) for s in range(QUICK, 200))])

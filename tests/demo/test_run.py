@@ -56,7 +56,7 @@ SMALL = """
 import dataclasses, sys
 from fusedseg.__main__ import main
 from fusedseg.demo import slices
-slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], widths=(2, 4), batch=2)
+slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], resolution=4, widths=(2, 4), batch=2)
 sys.exit(main(["demo", "slices", "--steps", "1"]))
 """
 

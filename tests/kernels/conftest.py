@@ -3,9 +3,6 @@ import os
 
 import pytest
 
-# Architectures that kernels are compiled for.
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-
 
 @pytest.fixture
 def replanned(monkeypatch):
@@ -32,14 +29,9 @@ def small_tiles(monkeypatch, replanned):
     monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
-@pytest.fixture(params=TARGETS)
-def target(request):
-    return request.param
-
-
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """``compiled(module, cases)``: what compilers make of its launches, for each target.
+    """``compiled(module, cases, targets)``: what compilers make of its launches, for each target.
 
     Every process of a run reads the file that the first one writes: compiling takes minutes.
     """
@@ -50,7 +42,7 @@ def compiled(tmp_path_factory):
         folder = folder.parent
     known = {}
 
-    def launches(module, cases="CASES"):
+    def launches(module, cases, targets):
         import fcntl
 
         from tests.tools.codegen import compile_launches
@@ -62,7 +54,7 @@ def compiled(tmp_path_factory):
                 file = folder / f"{name}.json"
                 if not file.exists():
                     jobs = max(1, (os.cpu_count() or 1) // workers)
-                    file.write_text(json.dumps(compile_launches(TARGETS, module, cases, jobs)))
+                    file.write_text(json.dumps(compile_launches(targets, module, cases, jobs)))
                 known[name] = json.loads(file.read_text())
         return known[name]
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import sys
 import traceback
 import warnings
 from typing import NamedTuple
@@ -21,9 +22,15 @@ from fusedseg.kernels import launcher
 from fusedseg.kernels.dry_run import dry_run
 from fusedseg.kernels.launcher import Launcher, kind_of
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import fusedseg
+from fusedseg import _backend
+
+# The most calls of a training step that has one launch each way: forward, backward.
+MOST_CALLS = {fusedseg.InPlaceABN: (106, 49), fusedseg.BatchNormAct: (103, 51)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
 
@@ -127,7 +134,7 @@ def launches_what_triton_would() -> None:
     with recorder() as record:
         launch = add()
         direct = 0
-        for _ in range(120):
+        for _ in range(60):
             dtypes = [pick.choice((torch.float16, torch.float32)) for _ in range(3)]
             tensors = [tensor(dtype, pick.random() < 0.7) for dtype in dtypes]
             tensors[1] = pick.choice((None, tensors[1]))
@@ -140,7 +147,7 @@ def launches_what_triton_would() -> None:
             public(tensors, factor)
             ours, theirs = record.launched[-2:]
             assert as_addresses(ours) == as_addresses(theirs), f"{ours} is not {theirs}"
-    assert direct > 60, f"only {direct} direct launches"
+    assert direct > 20, f"only {direct} direct launches"
 
 
 def tells_apart_what_triton_does() -> None:
@@ -153,9 +160,9 @@ def tells_apart_what_triton_does() -> None:
                 None if pick.random() < 0.2 else tensor(pick.choice(DTYPES), pick.random() < 0.6) for _ in range(3)
             ]
             factor = pick.choice((0.0, 1.0, 16.0, 0.1))
-            addresses = [None if t is None else t.data_ptr() for t in tensors]
             _, specialization, _ = binder(*tensors, factor, 100, EVEN=True, BLOCK=64)
-            kind = kind_of(tensors, addresses)
+            addresses = [None if t is None else t.data_ptr() for t in tensors]
+            kind = kind_of(tensors, addresses, 0)
             assert seen.setdefault(kind, specialization) == specialization, f"{seen[kind]} is not {specialization}"
     assert len({str(s) for s in seen.values()}) > 100
 
@@ -236,6 +243,60 @@ def dry_run_lists_every_launch() -> None:
             launch(tensors, 1.0)
 
 
+def the_function_in_c_gets_what_triton_gives_it() -> None:
+    """Triton 3.9's launcher is in Python; the function in C that it calls is called without it."""
+    stubs = {name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
+    with recorder() as record, mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs):
+        record.launcher_cls = nvidia.CudaLauncher
+        given: list[tuple] = []
+        record.launch = lambda *args: given.append(args)
+        record.build_signature_metadata = tuple
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float16, aligned=False))
+        for _ in range(2):
+            launch(tensors, 0.5)
+        assert next(iter(launch._compiled.values())).packed == launcher.IN_PYTHON
+    public, direct = given
+    # The public way passes tensors, and metadata that only hooks read.
+    *public, arguments = public
+    *direct, addresses = direct
+    hooks = slice(8, 11)
+    assert direct[hooks] == [None] * 3
+    public[hooks] = [None] * 3
+    assert public == direct, f"{public} is not {direct}"
+    assert tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments) == addresses
+
+
+def ours_called(function) -> int:
+    """How many functions, of Python or of C, this package calls meanwhile."""
+    calls, folders = 0, tuple(os.path.dirname(module.__file__) for module in (fusedseg, launcher))
+
+    def count(frame, event, arg) -> None:
+        nonlocal calls
+        caller = frame.f_back if event == "call" else frame
+        if event in ("call", "c_call") and caller is not None and caller.f_code.co_filename.startswith(folders):
+            calls += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def a_step_of_a_norm_makes_few_calls() -> None:
+    """On short tensors the host's time is that of these calls.  The limits are what was counted."""
+    with recorder(), mock.patch.object(_backend, "use_triton", return_value=True):
+        for cls, (forward, backward) in MOST_CALLS.items():
+            module, x = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True)
+            for _ in range(3):
+                module(x * 1).sum().backward()
+            y, z = x * 1, []
+            counted = ours_called(lambda: z.append(module(y))), ours_called(lambda: z[0].sum().backward())  # noqa: B023
+            assert counted[0] <= forward, f"{cls.__name__}: forward {counted[0]} > {forward}"
+            assert counted[1] <= backward, f"{cls.__name__}: backward {counted[1]} > {backward}"
+
+
 def unknown_versions_take_the_public_way() -> None:
     with recorder() as record, mock.patch.object(launcher, "KNOWN", False):
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
@@ -253,6 +314,8 @@ CHECKS = (
     options_take_the_public_way,
     no_launch_fuses,
     dry_run_lists_every_launch,
+    the_function_in_c_gets_what_triton_gives_it,
+    a_step_of_a_norm_makes_few_calls,
     unknown_versions_take_the_public_way,
 )
 

@@ -6,23 +6,32 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Launches: a module, and the name of a dict in it.
+from tests.tools.codegen import TARGETS, VENDORS
+
+# Launches: a module, the name of a dict in it, and targets.  Every run compiles a few launches, those without tensor
+# cores for one GPU of each vendor; all of them take minutes, and have the mark `slow`.
 SUITES = {
-    "norm_act": ("tests.kernels.norm_act_launches", "FEW"),
-    "norm_act-all": ("tests.kernels.norm_act_launches", "CASES"),
-    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW"),
-    "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES"),
-    "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE"),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW", VENDORS),
+    "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", TARGETS),
+    "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES", TARGETS),
+    "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE", TARGETS),
 }
 
 
-def marked(*names):
-    """A suite takes minutes unless it is a few launches."""
-    return [pytest.param(name, marks=[] if SUITES[name][1] == "FEW" else [pytest.mark.slow]) for name in names]
+def suites(kernel=""):
+    """Suites whose name begins so, each with its targets."""
+    return pytest.mark.parametrize(
+        ("suite", "target"),
+        [
+            pytest.param(name, target, id=f"{name}-{target}", marks=[] if cases == "FEW" else [pytest.mark.slow])
+            for name, (_, cases, targets) in SUITES.items()
+            for target in targets
+            if name.startswith(kernel)
+        ],
+    )
 
 
-NORM_SUITES = marked("norm_act", "norm_act-all")
-CONV_SUITES = marked("conv_abn", "conv_abn-all", "conv_abn-more")
 # shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
@@ -61,7 +70,7 @@ def launches(compiled, suite, target):
     return compiled(*SUITES[suite])[target]
 
 
-@pytest.mark.parametrize("suite", [*NORM_SUITES, *CONV_SUITES])
+@suites()
 def test_no_spills(launches, target, record_property):
     registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
@@ -76,7 +85,7 @@ def test_no_spills(launches, target, record_property):
     assert spilled == {}
 
 
-@pytest.mark.parametrize("suite", NORM_SUITES)
+@suites("norm_act")
 def test_16_byte_loads_and_stores(launches):
     narrow, seen = [], Counter()
     for of in launches:
@@ -92,7 +101,7 @@ def test_16_byte_loads_and_stores(launches):
     assert {access for access, count in seen.items() if count} == expected
 
 
-@pytest.mark.parametrize("suite", NORM_SUITES)
+@suites("norm_act")
 def test_every_path_was_compiled(launches):
     kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {
@@ -121,7 +130,7 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     return vectors
 
 
-@pytest.mark.parametrize("suite", CONV_SUITES)
+@suites("conv_abn")
 def test_convolutions_load_and_store_16_bytes(launches, target):
     narrow = []
     for of in launches:
@@ -132,7 +141,7 @@ def test_convolutions_load_and_store_16_bytes(launches, target):
     assert not narrow
 
 
-@pytest.mark.parametrize("suite", CONV_SUITES)
+@suites("conv_abn")
 def test_convolutions_run_on_tensor_cores(launches, target):
     """All but fp32 itself, which AMD's have too."""
     for of in launches:
@@ -140,7 +149,7 @@ def test_convolutions_run_on_tensor_cores(launches, target):
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
 
 
-@pytest.mark.parametrize("suite", CONV_SUITES)
+@suites("conv_abn")
 def test_convolutions_fit_in_shared_memory(launches, target):
     most = max(launches, key=lambda of: of["shared"])
     assert most["shared"] <= SHARED.get(target, LEAST_SHARED), most["case"]

@@ -23,6 +23,8 @@ CHECKS = (
     "options_take_the_public_way",
     "no_launch_fuses",
     "dry_run_lists_every_launch",
+    "the_function_in_c_gets_what_triton_gives_it",
+    "a_step_of_a_norm_makes_few_calls",
     "unknown_versions_take_the_public_way",
 )
 LEAKY = ("leaky_relu", 0.01)

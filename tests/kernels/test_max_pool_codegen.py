@@ -4,12 +4,19 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.tools.codegen import TARGETS, VENDORS
 
-@pytest.fixture(params=["FEW", pytest.param("CASES", marks=pytest.mark.slow)], ids=["few", "all"])
-def launches(request, compiled, target):
-    return compiled("tests.kernels.max_pool_launches", request.param)[target]
+SUITES = [("FEW", target) for target in VENDORS]
+SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
+suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
 
+@pytest.fixture
+def launches(compiled, cases, target):
+    return compiled("tests.kernels.max_pool_launches", cases, VENDORS if cases == "FEW" else TARGETS)[target]
+
+
+@suites
 def test_no_spills(launches, target, record_property):
     registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
@@ -20,6 +27,7 @@ def test_no_spills(launches, target, record_property):
     assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches if of["spilled"]} == {}
 
 
+@suites
 def test_16_byte_loads_and_stores(launches):
     """Of x, z, dz and dx, in rows, and in planes for windows of two columns; codes are half or a quarter as wide.
     Other windows in planes take every other element of x, and reach across a vector of dz; what is written is wide."""

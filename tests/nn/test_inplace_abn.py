@@ -56,6 +56,44 @@ def test_training_and_eval_as_stock(backend, device, dims, shape, options):
     assert_same_step(stock, ours, torch.randn(shape, dtype=torch.float64, device=device))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 4, 96, 130)], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("cls", [InPlaceABN, fusedseg.BatchNormAct])
+def test_batches_are_counted(backend, device, cls, shape):
+    """By the kernel that moves the running statistics, where there is one: autograd sees that too."""
+    module = cls(4, dtype=torch.float64).to(device)
+    count, x = module.num_batches_tracked, torch.randn(shape, dtype=torch.float64, device=device)
+    for n in (1, 2):
+        version = count._version
+        module(x.clone())
+        assert count.item() == n
+        assert count._version > version
+    module.eval()(x.clone())
+    assert module.num_batches_tracked is count
+    assert count.item() == 2
+
+
+def test_batches_that_no_kernel_can_count(backend, device):
+    module = InPlaceABN(4, dtype=torch.float64).to(device)
+    module.num_batches_tracked = torch.zeros((), dtype=torch.int32, device=device)
+    module(torch.randn(2, 4, 5, 3, dtype=torch.float64, device=device))
+    assert module.num_batches_tracked.item() == 1
+
+
+def test_parametrized_weight(device):
+    """It is no entry of ``_parameters`` any more, which the module reads first."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    stock, ours = pair()
+    with torch.no_grad():
+        stock[0].weight.mul_(2)
+    nn.utils.parametrize.register_parametrization(ours, "weight", Doubled())
+    x = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(ours(x.clone()), stock(x))
+
+
 @pytest.mark.parametrize("which", ["eval", "requires_grad"])
 def test_frozen(backend, device, which):
     stock, ours = pair()

@@ -17,7 +17,7 @@ ACTIVATIONS = [(name, PARAMS.get(name, 0.0)) for name in INVERTIBLE]
 SHAPES = {
     "N x C": (6, 3),
     "1d": (2, 3, 7),
-    "2d": (2, 3, 4, 5),
+    "2d": (2, 3, 2, 3),
     "3d": (2, 2, 3, 2, 3),
     "one sample": (1, 2, 3, 3),
     "one channel": (2, 1, 3, 3),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import recompute
@@ -286,3 +287,33 @@ def test_modes_of_others_see_tensors_with_memory(batch):
         model(x).square().sum().backward()
     for got, e in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
         torch.testing.assert_close(got, e)
+
+
+def test_a_checkpointed_function_that_catches_errors():
+    """The exception by which a checkpoint stops to compute again came earlier, inside the ``try``."""
+    conv, norm, instead = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 1)
+
+    def attempt(x):
+        try:
+            y = norm(conv(x))
+        except Exception:
+            y = instead(x)
+        return torch.sigmoid(y)
+
+    x, found = torch.randn(2, 3, 4, 4), []
+    for fn in (attempt, recompute()(attempt)):
+        leaf = x.clone().requires_grad_()
+        checkpoint(fn, leaf, use_reentrant=False).square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_statistics_that_a_checkpointed_function_moves():
+    """Twice, since the function runs twice; the second run ended before the move."""
+    norm, moved = nn.InstanceNorm2d(3, affine=True, track_running_stats=True), []
+    for fn in (lambda x: torch.sigmoid(norm(x)), recompute()(lambda x: torch.sigmoid(norm(x)))):
+        norm.reset_running_stats()
+        x = torch.arange(48.0).view(1, 3, 4, 4).requires_grad_()
+        checkpoint(fn, x, use_reentrant=False).sum().backward()
+        moved.append(norm.running_mean.clone())
+    assert torch.equal(*moved)

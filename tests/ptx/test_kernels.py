@@ -42,9 +42,13 @@ def run(arch: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_small_cases_of_every_kernel(arch):
-    run(arch, *SMALL)
+def test_small_cases_of_every_kernel_for_sm_80():
+    run("sm_80", *SMALL)
+
+
+def test_small_cases_of_what_differs_for_sm_90():
+    """The convolution has other instructions there; norms and pools are compiled to nearly the same code."""
+    run("sm_90", *SMALL, "-k", "convolution or tf32 or addresses_and_dtypes")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Architectures that kernels are compiled for, and one of each vendor.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+VENDORS = ("sm_90", "gfx942")
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 

@@ -42,8 +42,10 @@ def assert_same_bits(found):
         assert (a is None and b is None) or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
 
 
-@pytest.mark.parametrize("groups", [None, 6, 2], ids=["batch", "instance", "group"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+NORMS = [(None, dtype) for dtype in DTYPES] + [(6, torch.float32), (2, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("groups", "dtype"), NORMS, ids=str)
 def test_norms(dtype, groups, device):
     def run():
         found = []

@@ -13,6 +13,12 @@ NETWORKS = {
     "3D": (lambda: UNet(1, 2, dims=3, widths=(2, 4)), [(2, 1, 8, 8, 4)]),
     "two encoders": (lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8)), [(2, 2, 8, 8), (2, 1, 8, 8)]),
     "norm alone": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), fusedseg.InPlaceABN(4)), [(2, 2, 8, 8)]),
+    "blocks": (
+        lambda: nn.Sequential(
+            fusedseg.ConvABN2d(2, 4, 3, padding=1), fusedseg.MaxPool2d(2), nn.Conv2d(4, 3, 1), fusedseg.InPlaceABN(3)
+        ),
+        [(2, 2, 8, 12)],
+    ),
     "instance": (lambda: UNet(2, 3, widths=(4, 8), norm_act="instance"), [(2, 2, 8, 8)]),
     "group": (lambda: UNet(2, 3, widths=(4, 8), norm_act="group"), [(2, 2, 8, 8)]),
     "bank": (lambda: nn.Sequential(fusedseg.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
@@ -44,8 +50,14 @@ def results(net, run, images):
     return z.detach(), gradients, dict(net.named_buffers())
 
 
+# The graph of a 2D network, with norms that tests/nn/test_inplace_norm_act.py compiles.
+SELDOM = ("instance", "group", "norm alone")
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in NETWORKS]
+)
 def test_one_graph(name, compiler):
     """In training, twice, and in eval mode."""
     eager, net, images = pair(name)
@@ -55,7 +67,7 @@ def test_one_graph(name, compiler):
         torch.testing.assert_close(results(net.train(training), compiled, images), expected)
 
 
-@pytest.mark.parametrize("name", ["2D", "norm alone"])
+@pytest.mark.parametrize("name", ["blocks", pytest.param("2D", marks=pytest.mark.slow)])
 def test_batches_of_any_size(name):
     """One graph serves them all."""
     eager, net, images = pair(name)
@@ -66,7 +78,9 @@ def test_batches_of_any_size(name):
         torch.testing.assert_close(results(net, compiled, batch), expected)
 
 
-@pytest.mark.parametrize("name", ["2D", "3D", "two encoders"])
+@pytest.mark.parametrize(
+    "name", ["2D", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3D", "two encoders"))]
+)
 def test_keeps_no_more_than_eager(name):
     """With the compiler's default partition, which decides what of a graph is kept."""
     eager, net, images = pair(name)
@@ -83,9 +97,10 @@ def test_keeps_no_more_than_eager(name):
 
 # PyTorch's own: its compiled autograd makes an object of an autograd function that calls another in backward
 @pytest.mark.filterwarnings("ignore:.class .torch.autograd.function.Function.. should not be instantiated")
-def test_compiled_autograd():
+@pytest.mark.parametrize("name", ["blocks", pytest.param("2D", marks=pytest.mark.slow)])
+def test_compiled_autograd(name):
     """Gradients are eager's, or an error says that it cannot."""
-    eager, net, images = pair("2D")
+    eager, net, images = pair(name)
     expected = results(eager, eager, images)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         torch.testing.assert_close(results(net, net, images), expected)

@@ -140,10 +140,14 @@ class _Convolution(torch.autograd.Function):
             w.dtype,
         )
         ctx.save_for_backward(uncast(w), *tensors)
+        # as in the stock convolution, no gradient gives no gradient
+        ctx.set_materialize_grads(False)
         return found.z
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         w, *tensors = ctx.saved_tensors
         need_w, need_bias, *needs = ctx.needs_input_grad[2:]
         args = (

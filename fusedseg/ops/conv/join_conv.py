@@ -37,10 +37,14 @@ class JoinConvFunction(torch.autograd.Function):
     def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
         ctx.geometry, ctx.enlarges, ctx.dtype = geometry, enlarges, w.dtype
         ctx.save_for_backward(uncast(w), *tensors)
+        # as in the stock convolution, no gradient gives no gradient
+        ctx.set_materialize_grads(False)
         return convolve_sources(formed or sources_of(tensors, enlarges), w, bias, geometry)
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         w, *tensors = ctx.saved_tensors
         args = (dy, sources_of(tensors, ctx.enlarges), w.to(ctx.dtype), ctx.geometry, ctx.needs_input_grad[3:])
         return None, None, None, *differentiated_once(OP, convolve_sources_backward, *args)

@@ -232,7 +232,7 @@ def _whole(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted, buffer: Tensor 
     """The gradients in one piece, with ``buffer`` or new memory for y and g; those of vectors may be per sample."""
     affine, exchange = wanted.affine, wanted.exchange
     g, dslope, residual = _from_output(dz, wanted.rebuilt, saved.source, spec.act), None, saved.residual
-    if g is None and spec.act.name == "identity":
+    if g is None and TABLE[spec.act.name].identity:
         g = dz
     elif g is None:
         y = _normalise(saved, spec, buffer)
@@ -288,7 +288,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
         copy, buffer = (memory[: dzp.numel()].view(dzp.shape) for memory in scratch)
         if N > 1:
             xp = copy.copy_(xp)
-            dzp = buffer.copy_(dzp) if spec.act.name == "identity" else dzp
+            dzp = buffer.copy_(dzp) if TABLE[spec.act.name].identity else dzp
         w, b, s = (None if v is None else v[u] for v in vectors)
         of = slice(u.start // D, u.stop // D)
         grouped = spec.kind == "group"

@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..check import check_channel_vector, check_dtype, check_input
+from ...activation import TABLE
+from ..check import ACTIVATION_DTYPES, HALF, check_channel_vector, check_dtype, check_input
 from .spec import Passed, Spec
+
+# the dtype of x -> the dtypes that its parameters may have
+BESIDE = {dtype: (dtype, torch.float32) if dtype in HALF else (dtype,) for dtype in ACTIVATION_DTYPES}
 
 
 def check(op: str, passed: Passed, spec: Spec) -> None:
@@ -14,7 +18,7 @@ def check(op: str, passed: Passed, spec: Spec) -> None:
     check_norm(op, passed, spec, x.shape, x)
     if passed.residual is not None:
         _check_residual(op, passed.residual, x, spec)
-    if passed.slope is not None or spec.act.name == "prelu":
+    if passed.slope is not None or TABLE[spec.act.name].learned:
         _check_slope(op, passed.slope, x, spec)
     if spec.keep == "output" and not torch.compiler.is_compiling():
         _check_writable(op, x)
@@ -26,11 +30,16 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
     Errors call that tensor ``of``.
     """
     C, dtype, device = shape[1], like.dtype, like.device
-    running_mean, running_var = passed.running_mean, passed.running_var
-    check_channel_vector(op, "weight", passed.weight, C, dtype, device, of)
-    check_channel_vector(op, "bias", passed.bias, C, dtype, device, of)
-    check_channel_vector(op, "running_mean", running_mean, C, dtype, device, of)
-    check_channel_vector(op, "running_var", running_var, C, dtype, device, of)
+    _, weight, bias, _, _, running_mean, running_var, _ = passed
+    fits, beside = (C,), BESIDE[dtype]
+    for v in (weight, bias, running_mean, running_var):
+        if v is None or (isinstance(v, Tensor) and v.shape == fits and v.dtype in beside and v.device == device):
+            continue
+        # One of the four raises an error that says what is wrong.
+        check_channel_vector(op, "weight", weight, C, dtype, device, of)
+        check_channel_vector(op, "bias", bias, C, dtype, device, of)
+        check_channel_vector(op, "running_mean", running_mean, C, dtype, device, of)
+        check_channel_vector(op, "running_var", running_var, C, dtype, device, of)
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
     if not spec.own and running_mean is None:
@@ -82,7 +91,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
 
 
 def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
-    if slope is None or spec.act.name != "prelu":
+    if slope is None or not TABLE[spec.act.name].learned:
         raise ValueError(
             f"{op}: slope must be given for activation 'prelu' and for no other, got activation {spec.act.name!r}"
         )

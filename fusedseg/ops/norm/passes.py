@@ -7,7 +7,7 @@ from ..layout import Layout, layout_of, like
 from . import sync
 from .backend import backend_of
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, statistics_count, stats_dtype
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, statistics_count, stats_dtype
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
@@ -40,15 +40,8 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
     return backend_of(x, spec.act).rebuild(saved, spec, spec.layout(x, layout))
 
 
-def backward(dz: Tensor, *flat) -> Gradients:
-    """The gradients, in the dtypes of the parameters.
-
-    ``flat``: the tensors of ``Saved`` one by one, since a graph of the gradients leads back to each of them; and a
-    tuple of the spec, the layout of the source, which is dense, the kept channels, and what is wanted.
-    """
-    *tensors, rest = flat
-    saved = Saved(*tensors)
-    spec, layout, kept, wanted = rest
+def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
+    """The gradients, in the dtypes of the parameters.  ``layout`` is that of the source, which is dense."""
     source = saved.source
     if saved.share is not None:
         assert spec.process_group is not None

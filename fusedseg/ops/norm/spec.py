@@ -57,7 +57,10 @@ class Spec(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The tensors that an op is called with; ``slope`` is that of prelu."""
+    """The tensors that an op is called with.
+
+    ``slope`` is that of prelu.  ``batches`` is the number of batches, to which a call adds 1; None where it adds none.
+    """
 
     x: Tensor
     weight: Tensor | None = None
@@ -66,6 +69,7 @@ class Passed(NamedTuple):
     slope: Tensor | None = None
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
+    batches: Tensor | None = None
 
 
 class Normalised(NamedTuple):
@@ -74,15 +78,17 @@ class Normalised(NamedTuple):
     ``mean`` and ``second``, 1 / sqrt(variance + eps), have one value for every statistics group: (C,), (N C,) or
     (N groups,).  ``xhat`` is the normalised input of the kept channels, flat, or None.  ``second`` is the variance
     instead for an op that keeps its input and uses running statistics, and for the values of all processes: ``total``
-    then counts these values, (C,), and ``share`` is the fraction of them that this process has, (C,).
+    then counts these values, (C,), and ``share`` is the fraction of them that this process has, (C,).  ``mean`` is None
+    where nothing needs it.  ``counted``: the backend has added 1 to ``Passed.batches``.
     """
 
     z: Tensor
-    mean: Tensor
+    mean: Tensor | None
     second: Tensor
     xhat: Tensor | None = None
     total: Tensor | None = None
     share: Tensor | None = None
+    counted: bool = False
 
 
 class Saved(NamedTuple):
@@ -156,6 +162,7 @@ def move_running(passed: Passed, spec: Spec, found: Normalised, count: int) -> N
     running_mean, running_var = passed.running_mean, passed.running_var
     if running_mean is None or running_var is None or (count == 0 and found.total is None):
         return
+    assert found.mean is not None
     with torch.no_grad():
         weight: Any = spec.momentum
         if found.total is None:

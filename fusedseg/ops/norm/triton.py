@@ -1,6 +1,7 @@
 """The norm op on Triton's kernels: ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
 
-from typing import Any
+import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
 
 
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules of the kernels, which are imported by the first call."""
+    # A function that imports in each call takes a microsecond for it.
+    from ...kernels import norm_act, norm_act_bwd
+
+    return norm_act, norm_act_bwd
+
+
 class Triton:
     def cannot(self, x: Tensor, act: Activation | None) -> str | None:
         if act is not None and TABLE[act.name].learned:
@@ -20,24 +30,30 @@ class Triton:
         return None if _backend.use_triton(x) else "fusedseg.backend leaves this tensor to aten"
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
-        from ...kernels.norm_act import norm_act_fwd
-
-        x, own, running_mean, running_var = passed.x, spec.own, passed.running_mean, passed.running_var
+        norm_act, _ = _kernels()
+        x, weight, bias, residual, _, running_mean, running_var, batches = passed
+        own = spec.own
         # Kernels move the running statistics of a batch alone.
         of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
         if not of_batch:
             running_mean = running_var = None
+        if not own or running_mean is None or (batches is not None and not _can_count(batches, x)):
+            batches = None
         z = torch.empty_like(x) if out is None else out
         with device_of(x):
-            mean, second, xhat = norm_act_fwd(
-                x, z, layout, passed.weight, passed.bias, running_mean=running_mean, running_var=running_var,
-                training=own, momentum=spec.momentum, eps=spec.eps, act=spec.act,
-                kept=None if kept is None else (kept.slots, kept.count), residual=passed.residual,
+            mean, second, xhat = norm_act.norm_act_fwd(
+                x, z, layout, weight, bias, running_mean=running_mean, running_var=running_var, training=own,
+                momentum=spec.momentum, eps=spec.eps, act=spec.act,
+                kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
+                # What is written over x keeps no mean, and that of samples is needed to move running statistics.
+                keep_mean=out is not x or not of_batch,
             )  # fmt: skip
+        if batches is not None:
+            torch.autograd.graph.increment_version(batches)
         if not own and spec.keep == "input":
             # copies: the buffers may move before backward comes
-            mean, second = (v.to(mean.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
-        found = Normalised(z, mean, second, xhat)
+            mean, second = (v.to(second.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
+        found = Normalised(z, mean, second, xhat, counted=batches is not None)
         if own and not of_batch:
             move_running(passed, spec, found, layout.N * layout.S)
         return found
@@ -45,48 +61,44 @@ class Triton:
     def backward(
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
     ) -> Gradients:
-        from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_exchanged
-
+        _, norm_act_bwd = _kernels()
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
             rstd = (rstd + spec.eps).rsqrt()
         # The kernels of an op that keeps its input go by whether there is a residual.
         writes_g = wanted.residual if spec.keep == "output" else saved.residual is not None
         dresidual = torch.empty_like(source) if writes_g else None
-        options: dict[str, Any] = {
-            "weight": weight,
-            "bias": saved.bias,
-            "rstd": rstd,
-            "xhat_kept": saved.xhat,
-            "kept": None if kept is None else (kept.slots, kept.count),
-            "act": spec.act,
-            "dparam_dtype": (weight if weight is not None else saved.bias).dtype if wanted.affine else None,  # type: ignore[union-attr]
-            "dx": wanted.into,
-            "mean": saved.mean,
-            "residual": saved.residual,
-            "dresidual": dresidual,
-        }
+        slots = None if kept is None else (kept.slots, kept.count)
+        parameter = weight if weight is not None else saved.bias
+        dparam_dtype = parameter.dtype if wanted.affine else None  # type: ignore[union-attr]
         with device_of(source):
             if wanted.exchange is None:
-                found = norm_act_bwd(dz, source, layout, training=spec.own, **options)
+                found = norm_act_bwd.norm_act_bwd(
+                    dz, source, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat, kept=slots, training=spec.own,
+                    act=spec.act, dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
+                    dresidual=dresidual,
+                )  # fmt: skip
             else:
-                found = norm_act_bwd_exchanged(dz, source, layout, exchange=wanted.exchange, **options)
+                found = norm_act_bwd.norm_act_bwd_exchanged(
+                    dz, source, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat, kept=slots, act=spec.act,
+                    dparam_dtype=dparam_dtype, exchange=wanted.exchange, dx=wanted.into, mean=saved.mean,
+                    residual=saved.residual, dresidual=dresidual,
+                )  # fmt: skip
         dx, dweight, dbias = found
         return Gradients(dx, dweight, dbias, dresidual)
 
     def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
-        from ...kernels.norm_act import norm_act_fwd, norm_act_rebuild
-
+        norm_act, _ = _kernels()
         x = saved.source
         z = torch.empty_like(x)
         with device_of(x):
             if spec.keeps_variance:
-                norm_act_fwd(
+                norm_act.norm_act_fwd(
                     x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
                     training=False, momentum=0.0, eps=spec.eps, act=spec.act, kept=None, residual=saved.residual,
                 )  # fmt: skip
             else:
-                norm_act_rebuild(
+                norm_act.norm_act_rebuild(
                     x, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=saved.second, act=spec.act,
                     residual=saved.residual,
                 )  # fmt: skip
@@ -101,3 +113,8 @@ class Triton:
 
         with device_of(x):
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
+
+
+def _can_count(batches: Tensor, x: Tensor) -> bool:
+    """Whether a kernel can add to ``batches``: it is one int64 on the device of ``x``, as in the stock norm."""
+    return batches.dtype == torch.int64 and batches.device == x.device and batches.numel() == 1

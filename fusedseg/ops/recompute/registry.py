@@ -70,15 +70,25 @@ class Registry:
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
-                    return claimed
+                    return self._counted(claimed)
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
             if memory.offers and memory.kept_at(at, t._version) is None:
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
                 if recipe is not None:
-                    return Handle(recipe, at)
+                    return self._counted(Handle(recipe, at))
             return self._keep(t, at, memory)
+
+    def _counted(self, saved: Data | Handle) -> Data | Handle:
+        """Lets a checkpoint around the scope count a saved tensor that has a recipe.
+
+        A checkpoint stops computing again, by an exception, at the last tensor that it has counted.  Counted like this,
+        that is the tensor that it is without the scope.
+        """
+        if self.outer is not None and self._in_checkpoint and type(saved) is Handle:
+            self.outer[0](torch.empty(0))
+        return saved
 
     def keep(self, t: Tensor) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
@@ -111,7 +121,7 @@ class Registry:
                 return None
         memory = self._memory(own)
         memory.made = True
-        return self._record(output, memory, [], rebuild, inputs, overwrite)
+        return self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -124,7 +134,7 @@ class Registry:
 
         Returns the recipe of ``x`` as it is, and the offer of what ``x`` becomes.
         """
-        if not self.before_change(x) or not plain(x):
+        if not self.before_change(x):
             return None, None
         memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
         offer = memory.offer_of(at, version)
@@ -134,11 +144,12 @@ class Registry:
         if memory.exposed or memory.kept_at(at, version) is not None:
             # The data of x is kept, and is about to be overwritten.
             return before, None
-        return before, self._record(x, memory, [(offer, at)], rebuild, others, overwrite)
+        return before, self._record(x, at, memory, [(offer, at)], rebuild, others, overwrite)
 
     def _record(
         self,
         output: Tensor,
+        at: Place,
         memory: Memory,
         links: list[tuple[Input, Place]],
         rebuild: Callable[..., Tensor],
@@ -149,7 +160,7 @@ class Registry:
 
         ``links`` has the first input already where that is ``output`` itself, which the call is about to overwrite.
         """
-        at, version, changes = Place.of(output), output._version, len(links)
+        version, changes = output._version, len(links)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -189,11 +200,12 @@ class Registry:
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, t: Tensor) -> bool:
-        """``t`` is about to be written to: copies what recipes read from its memory.
+    def before_change(self, x: Tensor) -> bool:
+        """``x`` is about to be written to: copies what recipes read from its memory.
 
-        Returns whether something is known of the memory, so that ``t`` may have a recipe.
+        Returns whether ``x`` is plain and something is known of its memory, so that it may have a recipe.
         """
+        t = x
         if not plain(t):
             t = unwrapped(t)
             if not plain(t):
@@ -208,7 +220,7 @@ class Registry:
             for kept in memory.keepers():
                 if kept.in_recipe:
                     kept.copy_before_change(storage)
-        return memory is not None
+        return memory is not None and t is x
 
     def expose(self, t: Tensor) -> None:
         """From now on, something may write to the memory of ``t`` without raising a version.

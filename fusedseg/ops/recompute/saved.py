@@ -82,11 +82,10 @@ class Data:
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
-        self._take(t)
+        # Detached, since an output that is saved together with its own graph would keep itself alive.
+        self._take(t.detach())
 
     def _take(self, t: Tensor) -> None:
-        # Detached, since an output that is saved together with its own graph would keep itself alive.
-        t = t.detach()
         if self.outer is None:
             self.packed, self.version = t, t._version
             return

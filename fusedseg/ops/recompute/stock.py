@@ -12,7 +12,7 @@ The table has what aten saves for backward, and what is saved inside the scope:
     mul, div                                 both inputs           the inputs or their recipes; the output has a recipe
     convolutions under autocast              the cast weight       the parameter
     dropout                                  a mask of floats      a mask of one byte per element; it is drawn once
-    max_pool                                 input, int64 indices  one byte per element (``max_pool.py``), and no input
+    max_pool                                 input, int64 indices  one byte per element (``ops/max_pool``), and no input
 
 A tensor of a quarter of its input or less, such as a pool's output, is kept if the input would have to be rebuilt
 first.  All other functions run as they are; ``watch.py`` tells the registry about those that write in place.
@@ -20,7 +20,7 @@ first.  All other functions run as they are; ``watch.py`` tells the registry abo
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...activation import OF_MODULE, OTHERS
-from .. import max_pool
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
+from ..max_pool import op as max_pool
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted
@@ -43,14 +43,14 @@ Function = Callable[..., Any]
 
 
 def _offer(
-    registry: Registry, out: Any, rebuild: Function, tensors: list[Tensor], overwrite: Function | None = None
+    registry: Registry, out: Any, rebuild: Function, tensors: Sequence[Tensor], overwrite: Function | None = None
 ) -> None:
     if isinstance(out, Tensor) and tensors:
         registry.offer(out, rebuild, tensors, overwrite)
 
 
 def _call(
-    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], rebuild: Function,
+    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: Sequence[Tensor], rebuild: Function,
     overwrite: Function | None,
 ) -> Any:  # fmt: skip
     """Calls a function that writes to none of its arguments, and offers the recipe ``rebuild``."""
@@ -96,12 +96,22 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
 
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
-    again, tensors = replay(func, args, kwargs)
+    apart: Function
+    if len(args) == 1 and kwargs.keys() <= {"inplace"}:
+        (apart, overwrite), tensors = _forms(func), args
+    else:
+        again, tensors = replay(func, args, kwargs)
+        apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
-        return _call(registry, func, args, kwargs, tensors, again, again.by(func, inplace=True))
-    apart = again.by(func, inplace=False)
-    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=again, registry=registry):
+        return _call(registry, func, args, kwargs, tensors, apart, overwrite)
+    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=overwrite, registry=registry):
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _forms(func: Function) -> tuple[Function, Function]:
+    """A function of one tensor that has the option ``inplace``, without and with the option."""
+    return func, functools.partial(func, inplace=True)
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:

@@ -76,7 +76,8 @@ def _again(
         weight = weight.detach()
         scale = scale * (weight.repeat(len(x)) if instance else weight)
     if bias is not None:
-        bias = bias.detach().to(mean.dtype, copy=True)
+        bias = bias.detach()
+        bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
         bias = bias.repeat(len(x)) if instance else bias
 
     def again(x: Tensor) -> Tensor:
