@@ -245,7 +245,7 @@ def test_an_output_that_is_too_large_to_hold_is_not_held(monkeypatch):
     for size, held in ((8, True), (9, False)):
         with recompute():
             z = norm(torch.randn(2, 4, size, size, requires_grad=True))
-        assert (z.grad_fn.reader is not None) == held
+        assert (getattr(z.grad_fn, "reader", None) is not None) == held
 
 
 def test_a_norm_of_which_nothing_requires_a_gradient_has_no_reader():
