@@ -62,6 +62,7 @@ class Row:
     inverse: None where y cannot be found from z.
     identity: z is y, so the gradient of y is dz, and a parameter means nothing.
     idempotent: to apply it twice is the same as to apply it once.
+    grad_of_output: (dz, z) -> dz * phi'(y) in new memory, with the bits of ``grad``; None where that takes y.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they stand for.
     selected_by: for a row that a word selects, the public name and the word.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
@@ -78,6 +79,7 @@ class Row:
     inverse: Inverse | None = None
     identity: bool = False
     idempotent: bool = False
+    grad_of_output: Callable[[Tensor, Tensor], Tensor] | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
     learned: bool = False
@@ -190,6 +192,7 @@ _ROWS = (
         grad=lambda dz, y, p: aten.threshold_backward.grad_input(dz, y, 0, grad_input=y),
         node="Relu",
         idempotent=True,
+        grad_of_output=lambda dz, z: aten.threshold_backward(dz, z, 0),
     ),
     Row(
         "silu",
@@ -242,6 +245,7 @@ _ROWS = (
         grad=lambda dz, y, p: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=y),
         node="Hardtanh",
         idempotent=True,
+        grad_of_output=lambda dz, z: aten.hardtanh_backward(dz, z, 0.0, 6.0),
     ),
     Row(
         "softplus",

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import fusedseg
 from fusedseg.functional import max_pool
 from fusedseg.memory import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
 from fusedseg.ops.max_pool import op
+from fusedseg.ops.recompute.watch import Watch
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
@@ -177,3 +179,24 @@ def test_a_window_that_steps_over_x_is_refused():
     x = torch.randn(1, 1, 3, 3)
     assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
     refused(ValueError, r"x \(1, 1, 3, 3\) lies between the positions of a window", 2, 1, 1, 4, x=x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "window"), [((1, 5, 9, 7), (3, 2, 1)), ((3, 3, 4, 5, 6), (2, 2, 0))], ids=str)
+def test_planes_beyond_a_chunk_that_is_copied_to_channels_last(shape, window, dtype, monkeypatch):
+    """Four planes are copied at a time, and the last copy has one."""
+    monkeypatch.setattr(max_pool_aten, "FEW_POSITIONS", 0)
+    monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 4 * math.prod(shape[2:]) * dtype.itemsize)
+    compare(special(shape).to(dtype), (shape, *window), False)
+
+
+def test_the_scope_does_not_see_the_calls_inside(monkeypatch):
+    """164 calls went through the function mode of the scope, each for microseconds."""
+    seen, inner = [], Watch.__torch_function__
+    monkeypatch.setattr(Watch, "__torch_function__", lambda *args: seen.append(args[1]) or inner(*args))
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    with fusedseg.recompute():
+        z = x * 1
+        seen.clear()
+        max_pool(z, 3, 2, 1)
+    assert len(seen) < 20

@@ -225,7 +225,7 @@ def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, 
     A step along each dimension adds ``old`` to the given numbers, and ``new`` to the results.  ``number`` is tensor 0
     of ``memory``; tensors after it are written to.
     """
-    later = []
+    later: list[tuple[Tensor, int]] = []
     alike = old[-1] == new[-1]
     for axis, (k, of_old, of_new) in enumerate(zip(kernel[:-1], old, new, strict=False)):
         if k == 1:

@@ -46,6 +46,7 @@ def _has_no_values(t: Tensor) -> bool:
     return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
 
 
+@recipes.unwatched
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     """z and, if ``coded``, the codes, both in the memory format of ``x``."""
     x, _ = dense(x)

@@ -48,6 +48,9 @@ class Aten:
     def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
         return aten_input.rebuild(saved, spec)
 
+    def reads_output(self, x: Tensor, act: Activation) -> bool:
+        return aten_input.reads_output(x, act)
+
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         mean, var = aten_chunks.moments(channel_view(x, layout), layout)
         count = layout.N * layout.S

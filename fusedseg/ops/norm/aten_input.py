@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activation import TABLE
+from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
 from .aten_groups import over_channels
@@ -232,15 +232,28 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
     return dx, s2, s1
 
 
-def _whole(
-    dz: Tensor, saved: Saved, spec: Spec, affine: bool, buffer: Tensor | None, exchange: Exchange | None = None
-) -> Gradients:
+def reads_output(x: Tensor, act: Activation) -> bool:
+    """Whether ``backward`` uses the rebuilt output, if it is at hand, in place of computing y from ``x``."""
+    return TABLE[act.name].grad_of_output is not None and (x.nbytes <= WHOLE_BYTES or not x.is_contiguous())
+
+
+def _from_output(dz: Tensor, rebuilt: list[Tensor] | None, x: Tensor, act: Activation) -> Tensor | None:
+    """g, computed from the output; None if no output is at hand or its strides are not those of ``x``."""
+    z = rebuilt.pop() if rebuilt else None
+    grad = TABLE[act.name].grad_of_output
+    return None if z is None or grad is None or z.stride() != x.stride() else grad(dz, z)
+
+
+def _whole(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted, buffer: Tensor | None = None) -> Gradients:
     """The gradients, computed in one piece, with ``buffer`` or new memory for y and g.
 
     The gradients of weight, bias and slope may have one value per channel and sample.
     """
-    g, dslope, residual = dz, None, saved.residual
-    if not TABLE[spec.act.name].identity:
+    affine, exchange = wanted.affine, wanted.exchange
+    g, dslope, residual = _from_output(dz, wanted.rebuilt, saved.source, spec.act), None, saved.residual
+    if g is None and TABLE[spec.act.name].identity:
+        g = dz
+    elif g is None:
         y = _normalise(saved, spec, buffer)
         if residual is not None:
             y.add_(residual)
@@ -260,9 +273,9 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     x, slope = saved.source, saved.slope
     saved = _wide_saved(saved)
     if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or wanted.exchange is not None:
-        found = _whole(dz, saved, spec, wanted.affine, None, wanted.exchange)
+        found = _whole(dz, saved, spec, wanted)
     else:
-        found = _in_parts(dz, saved, spec, wanted.affine)
+        found = _in_parts(dz, saved, spec, wanted._replace(rebuilt=None))
     C = x.shape[1]
     # If a norm of samples was computed as a batch norm, these vectors hold one sample after another.
     dweight, dbias = (v if v is None or len(v) <= C else v.view(-1, C).sum(0) for v in (found.dweight, found.dbias))
@@ -272,7 +285,7 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     return Gradients(found.dx, dweight, dbias, found.dresidual, dslope)
 
 
-def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
+def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     """The gradients for contiguous planes, computed part by part."""
     x, residual, slope, mean = saved.source, saved.residual, saved.slope, saved.mean
     assert mean is not None
@@ -302,7 +315,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, affine: bool) -> Gradients:
         grouped = spec.kind == "group"
         part = spec._replace(kind="group" if grouped else "batch", groups=of.stop - of.start if grouped else 0)
         own = Saved(xp, w, b, rp, slope if s is None else s, mean[of], saved.second[of])
-        found = _whole(dzp, own, part, affine, buffer)
+        found = _whole(dzp, own, part, wanted, buffer)
         wide["dx"][:, u] = found.dx
         if residual is not None:
             wide["dresidual"][:, u] = found.dresidual

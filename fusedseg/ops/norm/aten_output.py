@@ -139,7 +139,7 @@ class _Backward:
     def __init__(self, saved: Saved, act: Activation, layout: Layout, kept: Kept | None, dresidual: Tensor | None):
         self.act, self.kept, self.D = act, kept, layout.D
         self.m = layout.N * layout.S * layout.D
-        self.g_is_dz = act.name == "identity"
+        self.g_is_dz = TABLE[act.name].identity
         both = saved.residual, dresidual
         self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in both)
         self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)

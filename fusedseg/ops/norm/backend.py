@@ -45,6 +45,10 @@ class Backend(Protocol):
         """z of an op that keeps its input, with the same bits as in the forward pass."""
         ...
 
+    def reads_output(self, x: Tensor, act: Activation) -> bool:
+        """Whether the backward of an op that keeps its input uses ``Wanted.rebuilt``."""
+        ...
+
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         """(count, mean, M2) per channel of each part of the values of ``x``, in one tensor (parts, 3, C)."""
         ...

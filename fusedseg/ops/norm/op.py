@@ -24,6 +24,7 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
+from .backend import backend_of
 from .kept import Kept
 from .passes import backward, forward, rebuild
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
@@ -85,13 +86,19 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, dz):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
+        # before the saved tensors: asking for one may drop what is held
+        reader = getattr(ctx, "reader", None)
+        output = None if reader is None else reader.take()
         tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into)
+        rebuilt = None if output is None else [output]
+        # the list alone holds it
+        del output
+        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, rebuilt=rebuilt)
         if recorded or batched((dz,)):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(
@@ -319,4 +326,9 @@ def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None
     def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 
-    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None))
+    reader = None
+    # the context of ``NormFunction.backward``; None where nothing requires a gradient
+    node: Any = z.grad_fn
+    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
+        node.reader = reader = recipes.Reader()
+    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None), reader=reader)

@@ -104,6 +104,10 @@ class Triton:
                 )  # fmt: skip
         return z
 
+    def reads_output(self, x: Tensor, act: Activation) -> bool:
+        # the kernels compute y from x while they read it
+        return False
+
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         from ...kernels.norm_stats import few, norm_stats
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .plain import Place
-from .saved import Autocast, Data, Recipe
+from .saved import Autocast, Data, Recipe, latest
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -53,10 +53,42 @@ class Linked:
         return None if isinstance(source, Data) and (source.changed() or source.exposed) else source
 
 
+class Reader:
+    """The backward of an op that can use the op's own output, if that was rebuilt for a saved tensor just before.
+
+    The rebuilt output is held until then, by the rule for handles (``saved.py``).  A reader never has it rebuilt.
+    """
+
+    __slots__ = ("_again", "_recipe", "order")
+
+    def __init__(self) -> None:
+        # Between the numbers of two handles, so that their distances stay as they are.
+        self.order = latest() + 0.5
+        self._recipe: Recipe | None = None
+        self._again: weakref.ref[Recipe] | None = None
+
+    def reads(self, recipe: Recipe) -> None:
+        # The graph frees the handles of the recipe before the op's own backward runs.
+        self._recipe, self._again = recipe, weakref.ref(recipe)
+        recipe.own = self.order
+
+    def take(self) -> Tensor | None:
+        """The rebuilt output, which is no longer held for the reader; None if it is not held.  Others may have it."""
+        recipe = self._again() if self._recipe is None and self._again is not None else self._recipe
+        self._recipe = None
+        if recipe is None or recipe.held is None:
+            return None
+        value, version = recipe.held
+        if not recipe.near(self.order):
+            recipe.held = None
+        return value if value._version == version else None
+
+
 class Offer:
     """A recipe that no saved tensor has asked for yet."""
 
     _recipe: "weakref.ref[Recipe] | None" = None
+    reader: Reader | None = None
 
     def __init__(
         self,
@@ -95,6 +127,8 @@ class Offer:
             inputs.append((source, at))
         recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         self._recipe = weakref.ref(recipe)
+        if self.reader is not None:
+            self.reader.reads(recipe)
         return recipe
 
 

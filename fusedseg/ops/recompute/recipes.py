@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
+from .offers import Reader
 from .plain import Place
 from .registry import Registry
 from .saved import Data, Handle
@@ -106,12 +107,18 @@ def offer(
     rebuild: Callable[..., Tensor],
     *inputs: Tensor,
     overwrite: Callable[..., Tensor] | None = None,
+    reader: Reader | None = None,
 ) -> None:
-    """Offers a recipe: ``output`` was computed as ``rebuild(*inputs)``.  The contract is at the top of this file."""
+    """Offers a recipe: ``output`` was computed as ``rebuild(*inputs)``.  The contract is at the top of this file.
+
+    ``reader``: the backward of the op that offers, if that can use a rebuilt ``output``.
+    """
     registry = active()
     if registry is not None:
         with torch._C.DisableTorchFunction():
-            registry.offer(output, rebuild, inputs, overwrite)
+            offer = registry.offer(output, rebuild, inputs, overwrite)
+            if offer is not None:
+                offer.reader = reader
 
 
 class expect:

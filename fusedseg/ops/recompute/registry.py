@@ -110,18 +110,18 @@ class Registry:
         rebuild: Callable[..., Tensor],
         inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None = None,
-    ) -> None:
+    ) -> Offer | None:
         """Records the recipe of ``output``, whose memory a call has just allocated."""
         if not (output.is_floating_point() and plain(output)):
-            return
+            return None
         own = output.untyped_storage()
         for t in inputs:
             # Memory that an argument lies in was made by another call.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
-                return
+                return None
         memory = self._memory(own)
         memory.made = True
-        self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
+        return self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
 
     def overwriting(
         self,

@@ -139,7 +139,7 @@ class Data:
             return t
         return self.held
 
-    def near(self, order: int) -> bool:
+    def near(self, order: float) -> bool:
         """Always True: what hooks have returned is held until the backward pass ends."""
         return True
 
@@ -195,6 +195,8 @@ class Recipe:
     """
 
     data: Data | None = None
+    # the number of the ``Reader`` (``offers.py``), if there is one
+    own: float | None = None
     # the rebuilt value and its version
     held: tuple[Tensor, int] | None = None
 
@@ -212,7 +214,9 @@ class Recipe:
         # the numbers of its handles, which ascend
         self.orders: list[int] = []
 
-    def near(self, order: int) -> bool:
+    def near(self, order: float) -> bool:
+        if self.own is not None and order - NEAR <= self.own < order:
+            return True
         i = bisect_left(self.orders, order)
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
@@ -266,7 +270,9 @@ class Handle:
     __slots__ = ("at", "order", "recipe")
 
     def __init__(self, recipe: Recipe, at: Place) -> None:
-        self.recipe, self.at, self.order = recipe, at, next(_orders)
+        global _latest
+        self.recipe, self.at = recipe, at
+        self.order = _latest = next(_orders)
         recipe.orders.append(self.order)
 
     def load(self) -> Tensor:
@@ -286,6 +292,12 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _orders = itertools.count()
+# the number of the newest handle
+_latest = -1
+
+
+def latest() -> int:
+    return _latest
 
 
 def _hold(source: Data | Recipe) -> bool:
