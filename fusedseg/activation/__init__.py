@@ -1,4 +1,4 @@
-"""Activation functions: what the package knows about each (``table.py``), and how arguments name them."""
+"""Activation functions: a table of their properties (``table.py``), and the arguments that name them."""
 
 from .arguments import EXACT_ONLY, INVERTIBLE, NAMES, Activation, parse_activation, parse_invertible
 from .table import OF_MODULE, OTHERS, TABLE, Inverse, Row, is_invertible

@@ -5,20 +5,24 @@ from typing import NamedTuple
 
 from .table import TABLE, is_invertible
 
-# What ``activation`` may be: for any op, for an op that stores its output, and only for one that stores its input.
+# The values of ``activation``: NAMES are all of them, INVERTIBLE are valid for an op that stores its output, and
+# EXACT_ONLY are valid only for an op that stores its input.
 NAMES = tuple(row.name for row in TABLE.values() if row.selected_by is None)
 INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
 EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)
 
 
 class Activation(NamedTuple):
-    """The name of a row of the table, and the parameter: 0 for rows without one, the initial slope for prelu."""
+    """The name of a row of the table, and the parameter.
+
+    The parameter is 0 for rows without a parameter, and the initial slope for prelu.
+    """
 
     name: str
     param: float
 
     def __str__(self) -> str:
-        """As users wrote it."""
+        """The activation as users write it."""
         row = TABLE[self.name]
         if row.selected_by is not None:
             name, word = row.selected_by
@@ -40,10 +44,10 @@ def _check_number(op: str, name: str, what: str, param: object) -> float:
 
 
 def parse_activation(op: str, name: str, param: float | str | None = None) -> Activation:
-    """The activation of an op that stores its input, which is exact for all of them; None: the stock default.
+    """The activation of an op that stores its input, which is exact for all activations.
 
-    ``param``: a number for leaky_relu, elu and prelu, "none" or "tanh" for gelu, None for those without a parameter.
-    Identity takes no notice of it, as in ``parse_invertible``.
+    ``param`` is a number for leaky_relu, elu and prelu, and "none" or "tanh" for gelu; None means the stock default.
+    It must be None for an activation without a parameter.  Identity ignores it, as in ``parse_invertible``.
     """
     _check_name(op, name, NAMES)
     parameter = TABLE[name].parameter
@@ -62,11 +66,13 @@ def parse_activation(op: str, name: str, param: float | str | None = None) -> Ac
 
 
 def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAct") -> Activation:
-    """The activation of an op that stores its output; ValueError for one that cannot be inverted, which names the
-    module that is exact for it.
+    """The activation of an op that stores its output.
 
-    ``param`` has a default in every signature, the slope of leaky_relu.  So activations without a parameter take that
-    default and 0, which is what ``Activation`` holds for them, and no other number; identity takes any.
+    Raises ValueError if the activation cannot be inverted; the error names the module ``exact``, which is exact for it.
+
+    In every signature ``param`` has a default, which is the slope of leaky_relu.  So activations without a parameter
+    accept this default, and also 0, which ``Activation`` holds for them, but no other number.  Identity accepts any
+    number.
     """
     if name in EXACT_ONLY:
         raise ValueError(f"{op}: activation {name!r} cannot be inverted; use fusedseg.{exact}, which is exact for it")

@@ -1,9 +1,10 @@
-"""The one table of what the package knows about each activation function.
+"""The only table of the properties of each activation function.
 
 Everything outside ``kernels/`` reads ``TABLE``: the ops on aten, programs that are exported, modules, conversion and
 the memory report.  To add an activation, add a row here and a branch to each function of ``kernels/activation.py``.
 
-In the table, y is the input of the activation, z its output, and p its parameter, which is 0 for those that have none.
+In the table, y is the input of the activation, z is its output, and p is its parameter.  p is 0 for activations without
+a parameter.
 """
 
 import math
@@ -20,9 +21,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """What ``activation_param`` is: its name in errors, the stock module's attribute, and the stock default.
+    """The meaning of ``activation_param``: its name in errors, the stock module's attribute, and the stock default.
 
-    ``choices``, where the parameter is a word: each word with the name of the row that it selects.
+    If the parameter is a word, ``choices`` has each word with the name of the row that it selects.
     """
 
     name: str
@@ -33,12 +34,14 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """What an op needs that stores z alone.  An activation with a parameter is invertible where the parameter is > 0.
+    """The functions that an op needs if it stores only z.
 
-    y: (z, p, out) -> y, in ``out`` unless that is None; z itself where that is y.
-    grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless that is None.
-    into: (y, p, out); writes z to ``out``.
-    slope: p -> how much smaller than a small y its z may be, at most 1.
+    An activation with a parameter is invertible if the parameter is > 0.
+
+    y: (z, p, out) -> y, in ``out`` unless ``out`` is None.  If y equals z, the result may be ``z`` itself.
+    grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless ``out`` is None.
+    into: (y, p, out) writes z to ``out``.
+    slope: p -> the factor, at most 1, by which z may be smaller than a small y.
     """
 
     y: Callable[[Tensor, float, Tensor | None], Tensor]
@@ -49,24 +52,24 @@ class Inverse:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """All that is known about an activation.
+    """The properties of an activation.
 
-    name: what ``Activation`` and the kernels call it.
+    name: the name in ``Activation`` and in the kernels.
     module: the stock module; None for identity, which conversion does not look for.
     function: (y, p) -> z, by stock functions.
     forward: (y, p) -> z, by aten ops, in the memory of y.
-    grad: (dz, y, p) -> dz * phi'(y), in the memory of y where aten can.  These are the ops that autograd calls for the
-        stock function of y; for the function that overwrites y, autograd calls others, which round differently.
-    node: how the name of the node begins that autograd makes for it; "" where the memory report gives no advice.
-    parameter: what ``activation_param`` is, if there is one.
-    inverse: None where y cannot be found from z.
-    identity: z is y, so the gradient of y is dz, and a parameter means nothing.
-    idempotent: to apply it twice is the same as to apply it once.
-    grad_of_output: (dz, z) -> dz * phi'(y) in new memory, with the bits of ``grad``; None where that takes y.
-    fixed: attributes of the stock module that the fused ops do not take, each with the only value that they stand for.
+    grad: (dz, y, p) -> dz * phi'(y), in the memory of y if aten has an op for that.  Autograd calls these ops for the
+        stock function of y.  For the function that overwrites y, autograd calls other ops, which round differently.
+    node: the beginning of the name of the node that autograd makes for it; "" if the memory report gives no advice.
+    parameter: the meaning of ``activation_param``, or None if there is no parameter.
+    inverse: the functions that need only z; None if y cannot be found from z.
+    identity: z equals y, so the gradient of y is dz, and a parameter has no effect.
+    idempotent: applying it twice gives the same result as applying it once.
+    grad_of_output: (dz, z) -> dz * phi'(y) in new memory, with the bits of ``grad``; None if phi'(y) needs y.
+    fixed: attributes of the stock module that the fused ops do not take, each with the only value that they support.
     selected_by: for a row that a word selects, the public name and the word.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
-        the gradient of p as well.  The kernels do not take it.
+        the gradient of p as well.  The kernels do not support it.
     """
 
     name: str
@@ -102,18 +105,18 @@ def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float 
 
 
 def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
-    # The tail saturates at -1.  What has rounded to -1 is taken for the middle of the values that round to it.
+    # The tail saturates at -1.  For a tail of -1, the inverse is that of the middle of the values that round to -1.
     least = math.log(torch.finfo(z.dtype).eps / 8)
     tail = z.div(scale * p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
     return torch.where(z > 0, z if scale == 1 else z / scale, tail, out=out)
 
 
-# selu is scale * elu, with these numbers, which PyTorch has too
+# selu is scale * elu with these numbers, which PyTorch uses too.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
-    """The slopes (1,) or (C,) of prelu, to broadcast against (N, C, *spatial)."""
+    """The slopes (1,) or (C,) of prelu, shaped to broadcast against (N, C, *spatial)."""
     return slope.view(1, -1, *(1,) * (y.dim() - 2)).to(y.dtype)
 
 
@@ -270,9 +273,9 @@ TABLE: dict[str, Row] = {row.name: row for row in _ROWS}
 
 
 class Other(NamedTuple):
-    """A stock activation that no fused op does: its function, its module, and ``node`` as in ``Row``.
+    """A stock activation that no fused op has: its function, its module, and ``node`` as in ``Row``.
 
-    ``random``: it draws random numbers in training.
+    ``random`` is True if it draws random numbers in training.
     """
 
     name: str
@@ -292,13 +295,13 @@ OTHERS = (
     Other("clamp_min", None),
 )
 
-# the stock module's class -> its row, the first one where a word selects among several
+# The row of each class of stock modules.  If a word selects among several rows, this is the first row.
 OF_MODULE: dict[type[nn.Module], Row] = {
     row.module: row for row in _ROWS if row.module is not None and row.selected_by is None
 }
 
 
 def is_invertible(name: str, param: Any) -> bool:
-    """Whether an op can store the output alone, with this number as the parameter."""
+    """Whether an op can store only the output of this activation, with this number as the parameter."""
     row = TABLE[name]
     return row.inverse is not None and (row.parameter is None or param > 0)

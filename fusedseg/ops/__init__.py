@@ -1,1 +1,4 @@
-"""The ops, a folder each, with schema, aten body, Triton implementation, fake and backward; and what they share."""
+"""The ops.  Each folder holds the schema, aten body, Triton implementation, fake and backward of its ops.
+
+The files beside the folders hold code that several ops share.
+"""

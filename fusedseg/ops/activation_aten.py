@@ -1,7 +1,7 @@
-"""Activations on aten ops: each forward is the stock function's, and each gradient the one that autograd calls for it.
+"""Activations on aten ops: the forward of the stock function, and the gradient that autograd calls for this function.
 
-The gradient is that of the stock function given its input, so of ``elu(y)``, not of ``elu_(y)``, whose gradient is
-rounded otherwise.  The ops themselves stand in the table of ``fusedseg/activation/table.py``.
+The gradient belongs to the stock function that does not overwrite its input, such as ``elu(y)``.  The gradient of
+``elu_(y)`` is rounded differently.  The ops themselves are in the table of ``fusedseg/activation/table.py``.
 """
 
 from torch import Tensor
@@ -10,15 +10,17 @@ from ..activation import TABLE, Activation
 
 
 def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
-    """phi(y), in the memory of ``y`` except for prelu.  ``slope``: (1,) or (C,), of prelu."""
+    """phi(y), in the memory of ``y`` except for prelu.  ``slope``, (1,) or (C,), has the slopes of prelu."""
     return TABLE[act.name].forward(y, act.param if slope is None else slope)
 
 
 def activation_grad(
     dz: Tensor, y: Tensor, act: Activation, slope: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """g = dz phi'(y), in the memory of ``y`` where aten can; and the gradient of the slope of prelu, of its shape and
-    dtype.  ``dz`` is left alone."""
+    """g = dz phi'(y), and the gradient of the slope of prelu, in the shape and dtype of the slope.
+
+    g is written over ``y`` if aten has an op for that.  ``dz`` is not changed.
+    """
     row = TABLE[act.name]
     if row.learned:
         return row.grad(dz, y, slope)

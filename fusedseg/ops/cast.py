@@ -9,7 +9,7 @@ VERSION = "fusedseg.version"
 
 
 def _node(t: Tensor, parameter: Tensor | None = None) -> Any:
-    """The node of the graph that has cast a parameter to ``t``; None if ``t`` is not such a cast.
+    """The node of the graph that has cast a parameter to ``t``; None if ``t`` is not a cast of a parameter.
 
     If ``parameter`` is given, the node must have cast this parameter.
     """

@@ -1,4 +1,4 @@
-"""Checks of arguments, with the errors users see: op, argument, what was expected, what came."""
+"""Checks of arguments.  Errors name the op, the argument, the expected value and the given value."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
 
 
 def check_transforms(op: str) -> None:
-    """Raises RuntimeError inside a transform of ``torch.func``, which sees no overwritten or rebuilt tensor."""
+    """Raises RuntimeError inside a transform of ``torch.func``, which cannot follow overwritten or rebuilt tensors."""
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use the unfused modules there"
@@ -64,7 +64,7 @@ def check_channel_vector(
 ) -> None:
     """Raises an error unless ``v`` is None, or has one value for each of C channels of a tensor.
 
-    Errors call that tensor ``of``.  ``v`` has its dtype, or fp32 if the tensor is in half precision.
+    Errors call this tensor ``of``.  ``v`` must have its dtype; fp32 is accepted too if the tensor is in half precision.
     """
     if v is None:
         return

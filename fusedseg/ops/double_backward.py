@@ -33,7 +33,7 @@ class _Gradients(torch.autograd.Function):
 def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: Any) -> tuple:
     """Calls ``backward(dz, *rest)``.  If autograd records a graph of this call, using that graph raises RuntimeError.
 
-    Only ``dz`` can be a batch of tensors: the rest was saved by a forward pass, which refuses transforms.
+    Only ``dz`` can be a batch of tensors, because ``rest`` was saved by a forward pass, which refuses transforms.
     """
     if batched((dz,)):
         return one_by_one(backward, dz, *rest)
@@ -44,7 +44,7 @@ def batched(args: Sequence[Any]) -> bool:
     """Whether an argument stands for a batch of tensors, as a gradient inside ``vmap`` does."""
     if torch.compiler.is_compiling():
         return False
-    # A loop calls less than any() of a generator would.
+    # A loop makes fewer calls than any() of a generator.
     for arg in args:  # noqa: SIM110
         if isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)):
             return True
@@ -74,7 +74,7 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
         else None
         for arg in args
     ]
-    # Imported here, because it imports the compiler.
+    # The import stands here, because this module imports the compiler.
     from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
     with temporarily_pop_interpreter_stack():
@@ -87,7 +87,8 @@ def _stacked(
 ) -> list[Tensor | None]:
     """The stacked results of all calls.
 
-    ``split`` has the arguments that differ between calls, stacked along their first dimension, and None for the others.
+    ``split`` has the arguments that differ between calls, stacked along their first dimension, and None for all other
+    arguments.
     """
     count = next(len(each) for each in split if each is not None)
     found = [

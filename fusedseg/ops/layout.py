@@ -18,7 +18,7 @@ class Layout(NamedTuple):
     (n C + c) S + s.
 
     By default a statistic covers one channel of the whole tensor.  ``by_sample`` makes a layout of I tensors that lie
-    one after the other, one for each sample: then N is 1 (planes) or counts positions (rows), and a statistic covers D
+    one after the other, one for each sample.  Then N is 1 (planes) or counts positions (rows), and a statistic covers D
     adjacent channels of one sample.
     """
 
@@ -31,11 +31,11 @@ class Layout(NamedTuple):
 
     @property
     def stat(self) -> str:
-        """The constexpr STAT of the kernels.  A single sample counts as a batch of one."""
+        """The value of the kernels' constexpr STAT.  A single sample counts as a batch of one."""
         return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
 
     def by_sample(self, samples: int, groups: int | None) -> "Layout":
-        """The layout for statistics of each sample, in ``groups`` groups of channels; None keeps those of the batch."""
+        """The layout for statistics of each sample, in ``groups`` groups of channels; None means those of the batch."""
         if groups is None:
             return self
         N = self.N // samples if samples else 0

@@ -1,8 +1,8 @@
-"""Writes a gradient over the kept output, which saves one full tensor at the peak of a backward pass.  It is opt-in.
+"""Writes a gradient over the kept output, which saves one full tensor at the peak of a backward pass.
 
-It happens only if no other tensor shares the memory of the kept output.  A tensor that a module, a hook, the saved
-tensors of another op or the caller still holds is never overwritten.  A second backward over an overwritten output
-(``retain_graph=True``) raises an error, as after any change of a saved tensor.
+The user must switch this on.  The output is overwritten only if no other tensor shares its memory.  A tensor that a
+module, a hook, the saved tensors of another op or the caller still holds is never overwritten.  A second backward over
+an overwritten output (``retain_graph=True``) raises an error, as after any change of a saved tensor.
 
 One case cannot be detected: another library that was given only the address of the memory, by ``data_ptr()``.
 """
@@ -49,7 +49,7 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def _holders_of_what_only_autograd_keeps() -> int:
-    """The number of holders of a storage that only autograd keeps.  It is measured, because it depends on torch."""
+    """The number of holders of a storage that only autograd keeps, measured because it depends on torch's version."""
     found: list[int] = []
     with torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
@@ -58,9 +58,9 @@ def _holders_of_what_only_autograd_keeps() -> int:
 
 
 def wanted() -> bool:
-    """Whether backward may try to reuse an output; asked in forward.
+    """Whether backward may try to reuse an output; forward asks this.
 
-    It may not under saved-tensor hooks, because the hooks own the tensors that they unpack.
+    Under saved-tensor hooks it may not, because the hooks own the tensors that they unpack.
     """
     if not _enabled or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
@@ -68,10 +68,10 @@ def wanted() -> bool:
 
 
 def take(z: Tensor, dz: Tensor) -> Tensor | None:
-    """The memory of an unpacked output ``z``, to write over; asked in backward.
+    """The memory of an unpacked output ``z``, to write over; backward asks for it.
 
-    The result is None if another tensor shares this memory, or if the gradient ``dz`` is a batch of gradients, because
-    each of them needs ``z``.
+    The result is None if another tensor shares this memory.  It is also None if ``dz`` is a batch of gradients, because
+    each gradient of the batch needs ``z``.
     """
     if batched((dz,)):
         return None

@@ -26,7 +26,7 @@ def assume_constant_result(function: Function) -> Function:
 
 @assume_constant_result
 def _exporting() -> bool:
-    """Whether an export is running; called while a function is traced.
+    """Whether an export is running.  It is called while a function is traced.
 
     In compiled code the answer of PyTorch 2.11 is always True.
     """
@@ -43,7 +43,7 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
 
 
 def norm_act(passed: Passed, spec: Spec) -> Tensor:
-    """The norm op of these arguments."""
+    """The norm op of these arguments, as stock functions."""
     x, weight, bias, residual, slope, running_mean, running_var, _ = passed
     if spec.kind == "group":
         y = F.group_norm(x, spec.groups, weight, bias, spec.eps)

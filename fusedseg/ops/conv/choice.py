@@ -3,10 +3,10 @@
 ``"auto"`` takes the vendor's convolution, followed by our statistics kernel, unless Triton's kernel is known to be
 faster.  ``could_win`` is the rule for shapes in which it can be faster; for these ``choose`` measures both once, at the
 first call of a kind of convolution (see ``Key``).  It compares their results, and takes Triton's kernel if they agree
-and it needs at most ``MARGIN`` of the vendor's time.  That call waits for the device, compiles Triton's kernel and runs
-some thirty forwards; memory peaks by one more output.  The vendor's convolution is taken where nothing can be measured:
-while a CUDA graph is captured, and if deterministic algorithms are required, because a choice by time differs between
-runs.
+and it needs at most ``MARGIN`` of the vendor's time.  This first call waits for the device, compiles Triton's kernel,
+runs some thirty forwards, and needs the memory of one more output.  The vendor's convolution is taken without a
+measurement while a CUDA graph is captured.  It is also taken if deterministic algorithms are required, because a choice
+by time differs between runs.
 """
 
 import functools
@@ -30,12 +30,12 @@ from ..layout import Layout, layout_of
 from .convolution import Geometry
 
 NAMES = ("auto", "triton", "aten")
-# With more input channels, a kernel of several taps is bound by arithmetic, where the vendors' libraries are faster.
+# With more input channels, arithmetic limits a kernel of several taps, and then the vendors' libraries are faster.
 MOST_CHANNELS = 128
 # Fewer channels waste tensor cores, whose smallest step sums 16 products.
 LEAST_CHANNELS = 16
 MARGIN = 0.98
-# The allowed relative difference of two results.  Each has the rounding errors of y, which the normalisation amplifies.
+# The allowed relative difference of the results.  Both have rounding errors in y, which the normalisation amplifies.
 AGREEMENT = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 5e-3}
 WARMUP, ROUNDS = 3, 10
 # About a millisecond, in which the host queues a forward.
@@ -45,7 +45,7 @@ AHEAD_CYCLES = 2_000_000
 class Key(NamedTuple):
     """The kind of a convolution.  Convolutions with equal keys share a measurement.
 
-    The number of output positions counts only up to the next power of two.
+    The number of output positions is rounded up to the next power of two.
     """
 
     device: str
@@ -113,9 +113,9 @@ def unfit(x: Tensor, positions: int) -> str:
 def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
     """The rule for shapes in which Triton's kernel can be faster.
 
-    It needs tensor cores, no groups, and enough channels for them.  x must load in wide vectors, as rows of channels
-    do, and planes if the kernel has one tap.  With several taps the channels must be so few that memory takes a share
-    of the time that is worth saving.
+    The kernel needs tensor cores, no groups, and enough channels for the tensor cores.  x must load in wide vectors:
+    rows of channels always do, and planes do if the kernel has one tap.  With several taps there must be few channels,
+    because otherwise memory takes too small a share of the time.
     """
     if layout is None:
         return False
@@ -156,7 +156,7 @@ def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, trai
 
 
 def is_open(conv_backend: str, x: Tensor) -> bool:
-    """Whether there is a choice at all.  In eager mode on a CPU there is none, and the answer takes little time."""
+    """Whether there is a choice.  In eager mode on a CPU there is none, and this function finds that out quickly."""
     return (
         conv_backend != "aten"
         and not isinstance(x, FakeTensor)
@@ -174,7 +174,7 @@ def choose(
     positions: int,
     forward: Callable[[str], Tensor],
 ) -> str:
-    """Chooses "triton" or "aten"; it runs ``forward`` with both if they must be measured.
+    """Chooses "triton" or "aten".  It runs ``forward`` with both if they must be measured.
 
     Raises:
         RuntimeError: ``conv_backend="triton"``, and the kernel cannot serve ``x``, or its result was found to be wrong
@@ -218,7 +218,7 @@ def _capturing(x: Tensor) -> bool:
 def measure(
     dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
 ) -> Record:
-    """Runs both in turn, and returns medians.
+    """Runs both backends in turn, and returns the medians of their times.
 
     If the vendor's result is not finite, nothing is timed, and the difference is NaN.
     """
@@ -246,7 +246,10 @@ def measure(
 
 
 def cuda_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of the current device.  It sleeps until the kernels are queued, as it lags behind in training too."""
+    """The seconds that the current device takes for ``run``.
+
+    The device sleeps until the host has queued the kernels, because in training too the host is ahead of the device.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD_CYCLES)
     start.record()

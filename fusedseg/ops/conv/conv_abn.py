@@ -2,13 +2,13 @@
 y = conv(x, conv_weight).
 
 Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is freed.  Backward first runs
-that of ``ops/norm/op.py``, which rebuilds dy from z, and then ``aten.convolution_backward``.
+the backward of ``ops/norm/op.py``, which computes dy from z and dz, and then ``aten.convolution_backward``.
 
 In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
 y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.
 
-The functions below take the same objects: ``call`` is the convolution, ``norm`` and ``spec`` are those of the norm
-behind it.  ``norm.x`` is the output of the convolution; before the convolution has run, conv_weight stands there.
+All functions below take the same objects: ``call`` describes the convolution, ``norm`` and ``spec`` describe the norm
+after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
 import torch
@@ -43,7 +43,7 @@ OP = "fusedseg.conv_abn"
 
 
 def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: Kept | None) -> Normalised:
-    """z, its statistics, and xhat of the kept channels; backend ``name`` computes the convolution."""
+    """z, the statistics, and xhat of the kept channels.  The backend ``name`` computes the convolution."""
     sources, w, conv_bias, geometry = call
     if spec.own:
         conv_bias = None
@@ -70,8 +70,8 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
 def _folds(call: Convolution) -> bool:
     """Whether the norm is folded into the weight in eval mode.
 
-    It is not in half precision, where the scaled weight would be rounded once more.  Nor is it if the weight is larger
-    than the result, because scaling the result is cheaper then.
+    It is not folded in half precision, because the scaled weight would be rounded once more.  It is not folded either
+    if the weight is larger than the result, because scaling the result is cheaper then.
     """
     w = call.w
     wide = w.dtype in (torch.float32, torch.float64)
@@ -79,7 +79,7 @@ def _folds(call: Convolution) -> bool:
 
 
 def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
-    """``_forward_with`` in eval mode: a convolution with a scaled weight, and the activation over its output."""
+    """Does what ``_forward_with`` does, in eval mode, by a convolution with a scaled weight and an activation."""
     sources, w, conv_bias, geometry = call
     running_mean, running_var = norm.running_mean, norm.running_var
     assert running_mean is not None
@@ -93,7 +93,7 @@ def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
 
 
 def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """``_forward_with``, with the backend that ``choice.py`` chooses."""
+    """Calls ``_forward_with`` with the backend that ``choice.py`` chooses."""
     name = "aten"
     sources, w, _, geometry = call
     if is_tensor(sources) and choice.is_open(conv_backend, sources[0]):
@@ -110,7 +110,7 @@ def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
 
 
 def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """``_forward``, which also moves the running statistics."""
+    """Calls ``_forward``, and adds the bias of the convolution to the running mean."""
     found = _forward(call, norm, spec, kept, conv_backend)
     # An empty batch moves no running statistics.
     if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():
@@ -122,10 +122,10 @@ class _Convolution(torch.autograd.Function):
     """The whole forward, but only the convolution's part of backward.
 
     ``NormFunction`` is called on the result, and has the norm's part of backward.  With one node for both parts,
-    backward would hold dz, dy and dx at once; each of the two nodes holds only two of them.
+    backward would hold dz, dy and dx at once; each of the two nodes holds only two of these tensors.
 
-    ``step``: the arguments of ``_step``.  ``done``: a list that receives rstd and xhat of the kept channels.
-    ``tensors``: those of the sources.  Autograd sees w, the bias and these alone.
+    ``step`` holds the arguments of ``_step``.  ``done`` is a list that receives rstd and xhat of the kept channels.
+    ``tensors`` are the tensors of the sources.  Autograd sees only w, the bias and these tensors.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class _Convolution(torch.autograd.Function):
             w.dtype,
         )
         ctx.save_for_backward(uncast(w), *tensors)
-        # as in the stock convolution, no gradient gives no gradient
+        # As in the stock convolution, a missing gradient of the output gives no gradients of the inputs.
         ctx.set_materialize_grads(False)
         return found.z
 
@@ -173,8 +173,8 @@ class _Convolution(torch.autograd.Function):
 def conv_abn_op(*flat):
     """The functional op: returns z, statistics (2, K) with mean and rstd, and xhat of the kept channels.
 
-    xhat is flat, and empty without kept channels.  If ``mean`` and ``var`` are None, the op takes the statistics of the
-    batch, of the convolution without its bias.
+    xhat is flat, and empty without kept channels.  If ``mean`` and ``var`` are None, the op uses the statistics of the
+    batch, computed from the convolution without its bias.
     """
     step = _rebuilt(flat)
     found, (call, norm, *_) = _forward(*step), step
@@ -183,7 +183,10 @@ def conv_abn_op(*flat):
 
 
 def _flat(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> tuple:
-    """The arguments of ``_forward`` as the op takes them.  The momentum is missing: the op moves nothing."""
+    """The arguments of ``_forward`` as arguments of the op.
+
+    The momentum is left out, because the op moves no running statistics.
+    """
     (x,), w, conv_bias, geometry = call
     mean, var = (None, None) if spec.own else (norm.running_mean, norm.running_var)
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
@@ -193,7 +196,7 @@ def _flat(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_b
 
 
 def _rebuilt(flat: tuple) -> tuple[Convolution, Passed, Spec, Kept | None, str]:
-    """The arguments of ``_forward``, from what ``_flat`` made of them."""
+    """Builds the arguments of ``_forward`` from the result of ``_flat``."""
     x, w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, *act, slots, count, backend = flat
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     norm = Passed(w, weight=weight, bias=bias, running_mean=mean, running_var=var)

@@ -11,7 +11,7 @@ from ..layout import FORMATS
 
 aten = torch.ops.aten
 
-# Torch convolves one volume by a loop if channels x depth x height is at most this.
+# Torch convolves one volume by a loop if channels x depth x height is at most this number.
 LOOPED = 20480
 
 
@@ -34,7 +34,8 @@ class Geometry(NamedTuple):
 class RawGeometry(NamedTuple):
     """The arguments of a convolution as a stock function or module takes them.
 
-    ``mode`` pads by ``pads``, the argument of ``torch.nn.functional.pad``, unless it is "zeros".
+    Unless ``mode`` is "zeros", the input is padded by ``torch.nn.functional.pad`` with this mode and the widths
+    ``pads``.
     """
 
     kernel: Sequence[int]
@@ -54,7 +55,7 @@ def per_dimension(op: str, name: str, value: int | Sequence[int], dims: int, lea
 
 
 def parse_geometry(op: str, raw: RawGeometry) -> tuple[Geometry, list[int]]:
-    """The geometry, and the argument of ``torch.nn.functional.pad`` for zeros that must be added before.
+    """The geometry, and the widths for ``torch.nn.functional.pad`` of zeros that must be added before.
 
     The second result is empty unless "same" needs different padding on the two sides.
     """
@@ -86,8 +87,10 @@ def check_convolution(
     bias: Tensor | None,
     geometry: Geometry,
 ) -> torch.Size:
-    """The shape of the result; raises ValueError or TypeError if the convolution does not fit an ``x`` of that shape,
-    dtype and device."""
+    """The shape of the result.
+
+    Raises ValueError or TypeError if the convolution does not fit a tensor of this shape, dtype and device.
+    """
     check_transforms(op)
     dims = w.dim() - 2
     if len(shape) != w.dim():
@@ -118,12 +121,12 @@ def check_convolution(
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """Whether aten treats ``t`` as channels_last.  Strides decide, even if sizes of 1 make both formats equal."""
+    """Whether aten treats ``t`` as channels_last.  The strides decide, even if sizes of 1 make both formats equal."""
     return t.stride(1) == 1 and t.stride(-1) >= t.shape[1] and t.is_contiguous(memory_format=FORMATS[t.dim()])
 
 
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
-    """channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
+    """The memory format of the result: channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
@@ -155,7 +158,7 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> T
     if looped(x):
         y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
         return y.contiguous(memory_format=output_format(x, w))
-    # A call through torch.ops would take half as long again.
+    # A call through torch.ops would take one and a half times as long.
     y = torch.convolution(
         x, w, bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
         output_padding=(0,) * len(stride), groups=groups,
@@ -166,12 +169,12 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> T
 def convolve_backward(
     dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, w and the bias; None for each that is not ``wanted``."""
+    """The gradients of x, w and the bias, or None for each gradient that ``wanted`` does not ask for."""
     if not any(wanted):
         return None, None, None
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    # A dispatch mode, as memory trackers use it, could not look into a tensor in oneDNN's layout.
+    # Memory trackers use a dispatch mode, which cannot look into a tensor in oneDNN's layout.
     if not looped(x) or torch._C._len_torch_dispatch_stack():
         return aten.convolution_backward(dy, x, w, *rest)
     # With a copy of the input in oneDNN's own layout, torch has to call oneDNN.

@@ -1,4 +1,4 @@
-"""A convolution of sources (``sources.py``), whose concatenation is not kept, nor formed if it is large."""
+"""A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ OP = "fusedseg.join_conv"
 
 
 class JoinConvFunction(torch.autograd.Function):
-    """Keeps w and the tensors of the sources; for an ``Interpolated``, the tensor before interpolation.
+    """The autograd function of the op.
+
+    It keeps w and the tensors of the sources; for an ``Interpolated``, the tensor before interpolation.
 
     ``formed`` is a tuple with the concatenation of the sources if it exists already, and otherwise an empty tuple.
     """
@@ -37,7 +39,7 @@ class JoinConvFunction(torch.autograd.Function):
     def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
         ctx.geometry, ctx.enlarges, ctx.dtype = geometry, enlarges, w.dtype
         ctx.save_for_backward(uncast(w), *tensors)
-        # as in the stock convolution, no gradient gives no gradient
+        # As in the stock convolution, a missing gradient of the output gives no gradients of the inputs.
         ctx.set_materialize_grads(False)
         return convolve_sources(formed or sources_of(tensors, enlarges), w, bias, geometry)
 
@@ -51,13 +53,13 @@ class JoinConvFunction(torch.autograd.Function):
 
 
 def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
-    """The call of a convolution with a stock convolution's arguments: padded where it must be, and cast by autocast."""
+    """The call of a convolution with a stock convolution's arguments.  Sources are padded and cast if necessary."""
     sources, geometry = padded(op, sources, raw)
     return Convolution(*autocast(sources, w, bias), geometry)
 
 
 def parsed(op: str, x, w, bias, stride, padding, dilation, groups) -> Convolution:
-    """``prepared``, for the arguments of a function."""
+    """Does what ``prepared`` does, for the arguments of a function."""
     sources = parse_sources(op, x)
     if not isinstance(w, Tensor):
         raise TypeError(f"{op}: conv_weight must be a tensor, got {type(w).__name__}")
@@ -70,7 +72,7 @@ def parsed(op: str, x, w, bias, stride, padding, dilation, groups) -> Convolutio
 
 
 def check(op: str, call: Convolution) -> torch.Size:
-    """The shape of the result; raises ValueError or TypeError if the arguments do not fit a convolution of sources."""
+    """The shape of the result.  Raises ValueError or TypeError if the arguments do not fit a convolution of sources."""
     sources, w, bias, geometry = call
     check_agree(op, sources)
     tensors = tensors_of(sources)
@@ -87,7 +89,7 @@ def autocast(
 ) -> tuple[tuple[Source, ...], Tensor, Tensor | None]:
     """The arguments as a stock convolution gets them: cast if autocast is on."""
     device = w.device.type
-    # Meta tensors have no autocast, and asking for their autocast raises.
+    # Meta tensors have no autocast, and a question about it raises an error.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return sources, w, bias
     tensors = tensors_of(sources)

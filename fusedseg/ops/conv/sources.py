@@ -1,4 +1,4 @@
-"""Convolutions of a concatenation that is not kept; a large concatenation is never formed:
+"""Convolutions of a concatenation that is not kept.  A large concatenation is never formed:
 
     conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:])
 
@@ -40,7 +40,7 @@ class Enlarge(NamedTuple):
         return F.interpolate(x, size=self.size, mode=self.mode, align_corners=self.align_corners)
 
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x`` from that of the interpolated tensor; only the shape of ``x`` matters."""
+        """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
         dims = x.dim() - 2
         if self.mode == "area":
             return getattr(aten, f"_adaptive_avg_pool{dims}d_backward")(dlarge, x)
@@ -65,7 +65,7 @@ class Interpolated:
 
     Raises:
         ValueError: the mode does not fit the dimensions; the size has the wrong length or is not positive.
-        TypeError: ``x`` is no tensor.
+        TypeError: ``x`` is not a tensor.
     """
 
     def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
@@ -109,7 +109,7 @@ Source = Tensor | Interpolated
 
 
 def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
-    """The sources as a tuple; raises if an element is no source, or if batches or spatial sizes differ."""
+    """The sources as a tuple.  Raises an error if an element is no source, or if batches or spatial sizes differ."""
     if isinstance(x, (Tensor, Interpolated)):
         sources: tuple[Source, ...] = (x,)
     else:
@@ -164,7 +164,7 @@ def formed(source: Source) -> Tensor:
 def concatenated(sources: Sequence[Source]) -> Tensor:
     """The concatenation of the sources, in one tensor."""
     if torch.compiler.is_compiling() and not is_tensor(sources) and not unfused.wanted():
-        # The compiler would keep the concatenation for backward; a checkpoint tells it to form it again.
+        # The compiler would keep the concatenation for backward.  A checkpoint tells the compiler to form it again.
         enlarges = enlarges_of(sources)
 
         def again(*tensors):
@@ -193,7 +193,7 @@ def shape_of(sources: Sequence[Source]) -> torch.Size:
 
 
 class Convolution(NamedTuple):
-    """A call of a convolution of sources, checked or not: the arguments that travel together."""
+    """The arguments of a convolution of sources, which travel together.  They need not be checked yet."""
 
     sources: tuple[Source, ...]
     w: Tensor
@@ -268,7 +268,7 @@ def convolve_sources_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of w, of the bias and of the tensors of the sources.
 
-    ``wanted`` says in this order which gradients are needed; the others are None.
+    ``wanted`` says in this order which gradients are needed; all other gradients are None.
     """
     need_w, need_bias, *needs = wanted
     if not _apart(sources, geometry):
@@ -298,6 +298,6 @@ def _gradient(source: Source, d: Tensor) -> Tensor:
 
 
 def _cat(gradients: list[Tensor | None]) -> Tensor | None:
-    """Concatenates the gradients of ranges of channels.  Either all of them are given, or none is."""
+    """Concatenates the gradients of ranges of channels.  Either all gradients are tensors, or all are None."""
     given = [gradient for gradient in gradients if gradient is not None]
     return torch.cat(given, dim=1) if len(given) > 1 else given[0] if given else None

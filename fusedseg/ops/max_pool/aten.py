@@ -2,10 +2,10 @@
 
 Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
 at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
-second one, in ``planes.py``, compares whole rows, in chunks that fit the cache; for the codes of large windows
-chunks are copied to channels_last instead, and the first implementation takes these.  Backward rebuilds the indices
-(the first position of the window plus the distance that the code stands for) and calls aten's backward, on a CPU in
-chunks.  So neither direction holds int64 indices of the whole tensor.
+second implementation, in ``planes.py``, compares whole rows, in chunks that fit the cache.  For the codes of large
+windows, chunks are copied to channels_last instead, and given to the first implementation.  Backward rebuilds the
+indices (the first position of the window plus the distance that the code stands for) and calls aten's backward, on a
+CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 """
 
 import itertools
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 CHUNK_BYTES = 2**21
 # Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
 ROWS_CHUNK_BYTES = 2**23
-# Windows of more positions are faster in a channels_last copy than dimension by dimension.
+# Windows with more positions are pooled faster in a channels_last copy than dimension by dimension.
 FEW_POSITIONS = 4
 # The number of outputs whose codes are made or read at a time.
 PIECE = 2**20
@@ -60,7 +60,7 @@ def _steps(size: tuple[int, ...]) -> list[int]:
 
 
 def _rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
-    """Whether the distance to the window's first position determines a position; not if the window is wider than x."""
+    """Whether the distance to the window's first position determines a position, as in windows not wider than x."""
     reach = 0
     for k, d, step in zip(reversed(pool.kernel), reversed(pool.dilation), reversed(_steps(size)), strict=True):
         if k > 1 and reach >= d * step:
@@ -141,7 +141,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
 def _as_rows(x: Tensor, z: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Ranges of contiguous planes as channels_last copies of x, z and codes.
 
-    What the caller has written to the latter two goes to ``z`` and ``codes`` when it asks for the next ones.
+    The caller writes to the copies of z and codes; these are copied back when it asks for the next range.
     """
     of_all = [t.view(1, -1, *t.shape[2:]) for t in (x, z, codes)]
     count, step = of_all[0].shape[1], max(1, CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
@@ -174,7 +174,7 @@ def _by_indices(
         if codes is None:
             continue
         if first is None:
-            # A part of a channels_last tensor may be a range of its first spatial dimension, which counts from there.
+            # A part of a channels_last tensor may be a range of its first spatial dimension; indices count from there.
             first = _first_positions(size, out_size, pool, x, memory.dtype)
             # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if
             # the channels do not fill a vector, and on GPUs in channels_last.
@@ -305,8 +305,8 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
     if any(s != k or d > 1 or c * s - p < n for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True)):
         # Some elements of x lie in no window.
         dx.zero_()
-    # For each position: the windows whose position lies inside x, along the first dimension and along the others, with
-    # the matching parts of dz and dx.
+    # For each position: the windows whose position lies inside x, along the first dimension and along all later
+    # dimensions, with the matching parts of dz and dx.
     parts = []
     for position in itertools.product(*map(range, pool.kernel)):
         of, at = [slice(None)] * 2, [slice(None)] * 2
@@ -325,7 +325,7 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
         for number, (along, across, of_dz, of_dx) in enumerate(parts):
             low, high = max(begin, along.start), min(end, along.stop)
             if low < high:
-                # This is dz where the code names this position, and 0 elsewhere.  No other op of aten selects as fast.
+                # The result is dz if the code names this position, otherwise 0.  No other op of aten selects as fast.
                 aten.hardtanh_backward.grad_input(
                     of_dz[n].narrow(2, low, high - low),
                     code[across].narrow(2, low - begin, high - low),

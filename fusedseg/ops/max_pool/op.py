@@ -32,7 +32,7 @@ def _empty(shape: Sequence[int], rows: bool, like: Tensor, dtype: torch.dtype) -
 
 
 def _dense_as(t: Tensor, rows: bool) -> Tensor:
-    """``t`` as channels_last (``rows``) or contiguous; a copy if it has another format."""
+    """``t`` as channels_last (``rows``) or contiguous; it is copied if it has another format."""
     return t.contiguous(memory_format=FORMATS[t.dim()] if rows else torch.contiguous_format)
 
 
@@ -98,10 +98,11 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, pool):
         z, codes = forward(x, pool, True)
-        # Of x: a result with one position per channel does not tell how x lies in memory.
+        # These values come from x, because a result with one position per channel does not tell the layout of x.
         ctx.size, ctx.rows, ctx.pool = tuple(x.shape[2:]), _rows(dense(x)[0]), pool
         ctx.save_for_backward(codes)
-        # As in the stock function, no gradient gives no gradient: zeros would count as one for an optimizer.
+        # As in the stock function, a missing gradient of the output gives no gradient of the input.  An optimizer would
+        # treat zeros as a gradient.
         ctx.set_materialize_grads(False)
         return z
 
@@ -119,7 +120,7 @@ class MaxPoolFunction(torch.autograd.Function):
         return backward(dz, codes, ctx.size, ctx.rows, ctx.pool), None
 
 
-# A ``Pool`` as the ops take it.
+# The fields of a ``Pool`` in the schemas of the ops.
 WINDOW = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode"
 
 
@@ -144,7 +145,7 @@ def _pick_op(ddx, codes, rows, *window):
 
 
 def _custom_op(name: str, function: Callable, schema: str) -> Any:
-    """An op whose fake is the function itself, which computes nothing for tensors without values."""
+    """Makes an op whose fake is the function itself, because it computes nothing for tensors without values."""
     op = torch.library.custom_op(f"fusedseg::{name}", function, mutates_args=(), schema=schema)
     op.register_fake(function)
     return op
@@ -207,7 +208,7 @@ def parse_pool(
     dilation: int | Sequence[int],
     ceil_mode: bool,
 ) -> Pool:
-    """The arguments of a pool as a ``Pool``; raises ValueError if an argument is out of range."""
+    """The arguments of a pool as a ``Pool``.  Raises ValueError if an argument is out of range."""
 
     def parsed(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
         if isinstance(value, Sequence) and len(value) == 1:

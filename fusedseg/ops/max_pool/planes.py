@@ -1,6 +1,6 @@
-"""Max-pooling of contiguous planes on a CPU: each spatial dimension in turn, by comparisons of whole rows.
+"""Max-pooling of contiguous planes on a CPU, one spatial dimension after another, by comparisons of whole rows.
 
-aten's own pooling reads planes one scalar at a time.
+It is faster than aten's pooling, which reads planes one scalar at a time.
 """
 
 import math
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from .aten import Pool
 
-# The integer type that is as wide as a value of so many bytes.
+# The integer type for each width of a value in bytes.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def by_dimension(x: Tensor, z: Tensor, codes: Tensor | None, pool: "Pool") -> None:
     """Writes z, and the codes unless they are None; with codes the last dimension comes first."""
     best, code = x, None
-    # Without codes any order is right.  The last dimension is slow, and comes last, when the fewest values are left.
+    # Without codes any order is right.  The last dimension is slow.  It comes last, when the fewest values are left.
     for axis in range(x.dim() - 1, 1, -1) if codes is not None else range(2, x.dim()):
         best, code = _pool_axis(best, code, axis, z.shape[axis], pool, codes is not None)
     z.copy_(best)
@@ -33,7 +33,7 @@ def _pool_axis(
 ) -> tuple[Tensor, Tensor | None]:
     """Pools one dimension to ``count`` windows.  ``code`` has the codes of the dimensions after it.
 
-    Codes of later positions are larger, so that the maximum of the codes is that of the last position that won.
+    Codes of later positions are larger, so the maximum of the codes belongs to the last position that won.
     """
     k, s, p, d = (values[axis - 2] for values in pool[:4])
     weight = math.prod(pool.kernel[axis - 1 :])
@@ -54,7 +54,7 @@ def _pool_axis(
     bits = BITS[x.element_size()]
     if coded:
         taken = torch.zeros_like(best, dtype=torch.uint8) if code is None else position(code, 0).clone()
-        # If all values are -inf, the code is that of the first position outside the padding.
+        # If all values are -inf, the code names the first position outside the padding.
         for o in range(min(count, -(-p // s))):
             j = -(-(p - o * s) // d)
             at = taken.select(axis, o)
@@ -63,7 +63,7 @@ def _pool_axis(
     for j in range(1, k):
         v = position(x, j)
         if not coded:
-            # Between zeros of different signs either one is right.
+            # If the values are zeros of different signs, both are right.
             best = torch.maximum(v, best)
             continue
         wins = torch.gt(v, best, out=torch.empty_like(best))

@@ -1,11 +1,11 @@
 """The engine of the recompute scope.
 
 scope.py       fusedseg.recompute, the context manager
-watch.py       the function mode that sees functions as they are called, and what they write to
-stock.py       what the scope knows of PyTorch's functions (stock_norm.py: of batch and instance norm)
-recipes.py     how an op offers a recipe for its output: the contract
-registry.py    live memory: which tensors are kept, and which have a recipe (memory.py, offers.py, plain.py)
-saved.py       what the graph holds in place of a tensor, and how the tensor comes back
-joins.py       what a concatenation was made of, for the convolution that reads it
-calls.py       a call without its tensors, to be made again with others
+watch.py       the function mode that sees each call of a function, and the tensors that the call writes to
+stock.py       the rules for PyTorch's functions (stock_norm.py has those for batch and instance norm)
+recipes.py     the contract by which an op offers a recipe for its output
+registry.py    the live tensors: which are kept, and which have a recipe (memory.py, offers.py, plain.py)
+saved.py       the objects that the graph holds in place of tensors, and the way back to the tensors
+joins.py       notes about the sources of a concatenation, for the convolution that reads it
+calls.py       a call without its tensors, which can be made again with other tensors
 """

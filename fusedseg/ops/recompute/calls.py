@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 Function = Callable[..., Any]
-# what an argument may be that holds tensors
+# The types of arguments that may hold tensors.
 _TREES = (Tensor, tuple, list, dict)
 
 
 class _Slot:
-    """Stands for a tensor among the arguments of a call."""
+    """A placeholder for a tensor among the arguments of a call."""
 
     __slots__ = ("index",)
 
@@ -20,9 +20,9 @@ class _Slot:
 
 
 class Replay:
-    """A call whose tensors were taken out.  Calling it with other tensors makes the call again with these.
+    """A call whose tensors were taken out.  Calling a ``Replay`` with other tensors makes the call with them.
 
-    ``args`` is None if the tensors are the positional arguments, in their order, and ``kwargs`` has none.
+    ``args`` is None if the positional arguments are the tensors, in their order, and ``kwargs`` holds no tensor.
     """
 
     __slots__ = ("args", "func", "kwargs")

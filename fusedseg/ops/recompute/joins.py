@@ -5,8 +5,8 @@ convolution of a converted model convolves such a tensor as it is, but keeps its
 they are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that
 size.
 
-The registry holds the notes by tensor, and drops each with its tensor.  A note no longer counts once a source was
-written to, or if a source is the caller's own memory, which eager mode would not keep.
+The registry holds the notes by tensor, and drops each note with its tensor.  A note becomes invalid when a source is
+written to.  It is also invalid if a source is the caller's own memory, which eager mode would not keep.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,11 +33,11 @@ def _versions(out: Tensor, sources: tuple[Source, ...]) -> tuple[int, ...]:
 
 
 def sources_of(x: Tensor) -> tuple[Source, ...] | None:
-    """The sources of ``x``; None if they are not known, or have changed."""
+    """The sources of ``x``; None if they are unknown or have changed."""
     registry = active()
     if registry is None:
         return None
-    # Hidden from the scope, which would take these looks at memory for the caller's.
+    # This is hidden from the scope, which would otherwise think that the caller accesses the memory.
     with torch._C.DisableTorchFunction():
         note = registry.notes.get(x)
         if note is None or note.versions != _versions(x, note.sources):
@@ -47,7 +47,7 @@ def sources_of(x: Tensor) -> tuple[Source, ...] | None:
 
 @contextmanager
 def saving_sources() -> Iterator[None]:
-    """Marks the tensors that are saved inside as sources, which eager mode would not have kept.
+    """A context in which saved tensors are marked as sources, which eager mode would not have kept.
 
     Eager mode allows changes to such a tensor, so the scope copies it before it is written to.
     """
@@ -74,7 +74,7 @@ def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
     dim = others.pop("axis", dim)
     if others or not isinstance(dim, int) or not all(isinstance(t, Tensor) for t in tensors) or len(tensors) < 2:
         return
-    # torch.cat still accepts, and leaves out, empty tensors of one dimension.
+    # torch.cat still accepts empty tensors of one dimension, and leaves them out.
     if any(t.dim() != out.dim() for t in tensors) or dim % out.dim() != 1:
         return
     sources = []
@@ -99,7 +99,8 @@ def note_interpolated(
         return
     sizes = tuple(out.shape[2:])
     if scale_factor is not None and not recompute_scale_factor:
-        # Positions are computed from the factor.  They are those of the size only if the factor gives it exactly.
+        # Positions are computed from the factor.  They equal the positions for ``size`` only if the factor gives the
+        # size exactly.
         factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(sizes)
         if any(n * f != m for n, f, m in zip(input.shape[2:], factors, sizes, strict=True)):
             return

@@ -1,4 +1,4 @@
-"""What the registry knows about one live storage: its offers, and the saved tensors that lie in it."""
+"""The registry's entry for one live storage: its offers, and the saved tensors that lie in it."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from .saved import Data
 
 
 class Storage(weakref.ref):
-    """A weak reference to a storage, and the key that the registry finds it by."""
+    """A weak reference to a storage, with the key by which the registry finds it."""
 
     __slots__ = ("key",)
     key: int
 
 
 class Memory:
-    """What is known about one live storage.
+    """The state of one live storage.
 
     offers: recipes of tensors in this storage, for its newest version.
     kept: saved tensors in this storage.
     made: the scope saw torch allocate the storage for a result.
     exposed: something may write to the storage without raising a version.
-    named: a detached tensor gives the storage another name, and the scope may not see what is done with that name.
+    named: a detached tensor gives the storage another name, and the scope may not see the calls that use this name.
     """
 
     made = exposed = named = False

@@ -1,4 +1,4 @@
-"""Recipes that nobody has asked for yet, and where their inputs come from."""
+"""Recipes that no saved tensor has asked for yet, and the sources of their inputs."""
 
 import weakref
 from collections.abc import Callable
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """An input that is kept for an offer alone.
+    """An input that is kept only for an offer.
 
-    It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that nobody else keeps.
+    It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that no saved tensor keeps.
     """
 
     __slots__ = ("_kept", "extra", "tensor", "version")
@@ -102,18 +102,18 @@ class Offer:
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.device, self.inputs = device, inputs
-        # the number of calls that rebuild the tensor, and the bytes that are kept for this offer alone
+        # The number of calls that rebuild the tensor, and the number of bytes that are kept only for this offer.
         self.steps, self.extra = 1, 0
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
 
     def recipe(self) -> Recipe | None:
-        """Returns the recipe if a saved tensor has asked for it and still lives."""
+        """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""
         return None if self._recipe is None else self._recipe()
 
     def source(self, registry: "Registry") -> Recipe | None:
-        """Returns the recipe, the same one to everybody; None if an input is gone or has changed."""
+        """Returns the recipe, the same object to every caller; None if an input is gone or has changed."""
         recipe = self.recipe()
         if recipe is not None:
             return recipe

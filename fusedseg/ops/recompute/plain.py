@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
-# which sets of dispatch keys plain tensors have, found as they are met
+# For each set of dispatch keys that was met so far: whether tensors with this set are plain.
 _plain_keys: dict[int, bool] = {}
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
 
 
 def plain(t: Tensor) -> bool:
-    """Whether the values of ``t`` are exactly what lies in its memory, and its version counts every change of them.
+    """Whether the memory of ``t`` holds exactly its values, and its version counts every change of them.
 
     Subclasses, tensors inside ``torch.func`` transforms, nested tensors and inference tensors are not plain.
     """
     kind = type(t)
     if kind is not Tensor and kind not in _KINDS and kind.__module__ != "torch._subclasses.fake_tensor":
         return False
-    # The dispatch keys of a tensor tell all of this, and one look at them takes less time than seven questions.
+    # The dispatch keys of a tensor determine the answer, and one look at them takes less time than seven questions.
     keys = _dispatch_keys(t).raw_repr()
     known = _plain_keys.get(keys)
     if known is None:
@@ -41,7 +41,7 @@ def is_trained_leaf(t: Tensor) -> bool:
     try:
         return t.requires_grad and t.is_leaf
     except RuntimeError:
-        # Autograd does not say it of a view that was made without grad mode and whose base was changed since.
+        # Autograd cannot tell this for a view that was made without grad mode and whose base was changed afterwards.
         return False
 
 
@@ -49,7 +49,7 @@ _tuple: Any = tuple.__new__
 
 
 class Place(NamedTuple):
-    """Where in its storage a tensor lies."""
+    """The place of a tensor in its storage: size, stride, offset and dtype."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> "Place":
-        # The constructor of the tuple takes a third of the time of the class's own.
+        # The constructor of tuple takes a third of the time of the class's own constructor.
         return _tuple(cls, (t.size(), t.stride(), t.storage_offset(), t.dtype))
 
     def layout(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
@@ -91,7 +91,7 @@ NOWHERE = Place(torch.Size(), (), 0, torch.float32)
 
 
 def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
-    """The tensor at ``want``, as a view of ``t``, which has the values of the tensor at ``have``."""
+    """The tensor at ``want``, as a view of ``t``; ``t`` has the values of the tensor at ``have``."""
     if have == want:
         return t
     if t.stride() != have.stride:

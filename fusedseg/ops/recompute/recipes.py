@@ -1,33 +1,32 @@
 """How an op offers a recipe for its output, so that the output is rebuilt in backward and need not be kept.
 
 While a scope is active (``fusedseg.recompute()``, see ``scope.py``), saved tensors pass through ``Registry.pack``.
-An op that can rebuild its output cheaply says so right after it ran:
+An op that can rebuild its output cheaply offers a recipe right after it ran:
 
     z = Function.apply(x, mean, rstd, weight, bias)           # saves x
-    recipe.offer(z, rebuild, x, mean, rstd, weight, bias)     # rebuild(x, mean, rstd, weight, bias) gives z again
+    recipes.offer(z, rebuild, x, mean, rstd, weight, bias)    # rebuild(x, mean, rstd, weight, bias) gives z again
 
-and whoever saves ``z``, or a view of it, from then on has the recipe saved in place of the data.
+If an op saves ``z``, or a view of it, afterwards, the recipe is saved in place of the data.
 
 The contract:
 
-* ``rebuild`` gets tensors of the inputs' values, shapes, strides and dtypes, detached, without grad mode and under the
-  autocast state of the call; it returns the values of ``output`` in memory of its own, and changes no input.  It must
-  not hold a tensor of the size of an activation: what it closes over is kept as long as the output lives.
-* ``overwrite``, optional, computes the same over its first input's memory and returns that.
-* Without an active scope, or without grad mode, ``offer`` returns at once and does nothing; the same while
-  ``torch.compile`` traces.
+* ``rebuild`` gets detached tensors with the inputs' values, shapes, strides and dtypes.  It runs without grad mode and
+  under the autocast state of the call.  It returns the values of ``output`` in memory of its own, and changes no input.
+  It must not hold a tensor of the size of an activation, because its closure is kept as long as the output lives.
+* ``overwrite`` is optional.  It computes the same over the memory of its first input, and returns that input.
+* Without an active scope, without grad mode, or while ``torch.compile`` traces, ``offer`` returns at once and does
+  nothing.
 * An offer keeps nothing alive that is not kept anyway, with two exceptions.  Small inputs (under a sixteenth of the
   output, such as one value per channel) are copied, so that an optimizer may change them before backward.  Large
-  inputs that nobody keeps are held as long as the output lives, if all of them together are smaller than the output,
-  and if they are results of calls and not the caller's own memory.  Otherwise the recipe is not recorded; nor is it
-  where an input that is itself rebuilt is ``registry.LARGER`` times the output, and would stand beside it at the
-  peak.  So save your input first, then offer.
-* An offer belongs to the output's memory, place in it, dtype and version.  Once the output was modified in place, or
-  its memory was given to another library, nobody finds the offer.  An op that overwrites its input and saves the
-  result while it runs calls ``expect`` before.
-* Where it is not certain that a rebuild gives the same bits, no recipe is recorded: ``docs/design.md`` says what
-  certain means.
-* Recipes of recipes are cut where rebuilding would take more than ``registry.MAX_STEPS`` calls.
+  inputs that no saved tensor keeps are held as long as the output lives, if all of them together are smaller than the
+  output, and if they are results of calls and not the caller's own memory.  Otherwise the recipe is not recorded.  It
+  is not recorded either if an input is rebuilt itself and has at least ``registry.LARGER`` times the bytes of the
+  output, because this input would lie beside the output at the peak.  So save your input first, then offer.
+* An offer belongs to the output's memory, its place in the memory, its dtype and its version.  After the output was
+  modified in place, or its memory was given to another library, the offer is no longer found.  An op that overwrites
+  its input and saves the result while it runs calls ``expect`` before.
+* If it is not certain that a rebuild gives the same bits, no recipe is recorded.  ``docs/design.md`` defines "certain".
+* A recipe is not recorded if rebuilding its inputs and its output would take more than ``registry.MAX_STEPS`` calls.
 """
 
 import functools
@@ -50,9 +49,10 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def innermost() -> Registry | None:
-    """The registry whose hooks see what this thread saves now.
+    """The registry whose hooks see the tensors that this thread saves now.
 
-    None where other hooks lie within it, and inside a transform of ``torch.func``, whose tensors have no memory.
+    The result is None if there is no scope, or if other hooks lie inside it.  It is also None inside a transform of
+    ``torch.func``, because tensors have no memory there.
     """
     if _transforms() is not None:
         return None
@@ -125,7 +125,7 @@ class expect:
     """Surrounds one call that overwrites ``x`` once, by ``rebuild(x, *others)``.
 
     Such a call may save its result while it runs, or a copy of the old values of ``x``; both get recipes.
-    ``registry`` is the active one, for callers that know it.
+    ``registry`` is the active registry if the caller knows it already, otherwise None.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class expect:
 
 
 class claimed:
-    """Surrounds one call that saves tensors which it makes for itself.
+    """Surrounds one call that saves tensors which the call itself makes.
 
     ``claim(t)`` returns what to save for such a tensor ``t``, or None if it does not know ``t``.
     """

@@ -1,4 +1,4 @@
-"""What one scope knows about live tensors: which of them are kept, and how the others can be rebuilt.
+"""The knowledge of one scope about live tensors: which tensors are kept, and how other tensors can be rebuilt.
 
 A tensor's memory is identified by its storage, which is held weakly; an address is never trusted.  ``recipes.py`` has
 the contract with the ops.
@@ -17,14 +17,14 @@ from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
-# The most calls that may rebuild one tensor, its inputs included.  This is about five residual blocks of norm, add and
-# activation.
+# The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
+# norm, add and activation.
 MAX_STEPS = 16
 # Keep the output if rebuilding it needs a recomputed input at least this many times its size.
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
-# the most values that a vector with one value per channel may have
+# The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 _unwatched = torch._C.DisableTorchFunction
 
@@ -39,13 +39,13 @@ class Registry:
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
-        # Set during a call that makes tensors for itself: decides what to save for such a tensor.
+        # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Data | Handle | None] | None = None
-        # Set during a call of a norm: collects the parameters and statistics that the call saves.
+        # Set during a call of a norm: it collects the parameters and statistics that the call saves.
         self.vectors: list[Tensor] | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
-        # Notes of ``joins.py``: the sources of a concatenation, by the concatenation, as long as that lives.
+        # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
         self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memories: dict[int, Memory] = {}
         registry = weakref.ref(self)
@@ -61,7 +61,7 @@ class Registry:
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _unwatched():
-            # Parameters and vectors of statistics are saved as they are; recipes have copies of them.
+            # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
                 saved = as_it_is(t, self.outer)
                 if self.vectors is not None:
@@ -83,8 +83,8 @@ class Registry:
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
 
-        A checkpoint stops computing again, by an exception, at the last tensor that it has counted.  Counted like this,
-        that is the tensor that it is without the scope.
+        A checkpoint computes its forward again and stops, by an exception, at the last tensor that it has counted.
+        Because every tensor is counted, this is the same tensor as without the scope.
         """
         if self.outer is not None and self._in_checkpoint and type(saved) is Handle:
             self.outer[0](torch.empty(0))
@@ -116,7 +116,7 @@ class Registry:
             return None
         own = output.untyped_storage()
         for t in inputs:
-            # Memory that an argument lies in was made by another call.
+            # If an argument lies in the same memory, another call has allocated it.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
                 return None
         memory = self._memory(own)
@@ -130,9 +130,9 @@ class Registry:
         others: Sequence[Tensor],
         overwrite: Callable[..., Tensor] | None,
     ) -> tuple[Recipe | None, Offer | None]:
-        """``x`` is about to be overwritten by ``rebuild(x, *others)``, which raises its version by one.
+        """Prepares for a call that overwrites ``x`` by ``rebuild(x, *others)``, and raises its version by one.
 
-        Returns the recipe of ``x`` as it is, and the offer of what ``x`` becomes.
+        Returns the recipe of the present values of ``x``, and the offer of the new values.
         """
         if not self.before_change(x):
             return None, None
@@ -156,9 +156,10 @@ class Registry:
         inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None,
     ) -> Offer | None:
-        """Records a recipe, unless an input is not certain, or it is not worth it.
+        """Records a recipe, unless an input is not certain, or the recipe does not pay.
 
-        ``links`` has the first input already where that is ``output`` itself, which the call is about to overwrite.
+        If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``links`` has it
+        already.
         """
         version, changes = output._version, len(links)
         for t in inputs:
@@ -166,13 +167,13 @@ class Registry:
                 links.append((Linked(t), t.at))
                 continue
             link, place = self._link(t, output)
-            # A tensor that is rebuilt from one that is much larger, such as a pool's output, is better kept: the large
-            # one would stand beside it.
+            # A tensor that is rebuilt from a much larger tensor, such as a pool's output, is better kept, because the
+            # large tensor would lie beside it.
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
         if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
-            # Written over an input of another size, layout or dtype, the result would be another one.
+            # The result would differ if it were written over an input of another size, layout or dtype.
             overwrite = None
         offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
@@ -183,7 +184,7 @@ class Registry:
         return offer
 
     def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
-        """What to save for ``t``, which is ``parameter`` in another dtype: the parameter is kept anyway."""
+        """What to save for ``t``, which is ``parameter`` in another dtype, because the parameter is kept anyway."""
         if not plain(t) or self.is_exposed(parameter):
             return None
         memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
@@ -201,9 +202,9 @@ class Registry:
             memory.offers = [other for other in memory.offers if other is not offer]
 
     def before_change(self, x: Tensor) -> bool:
-        """``x`` is about to be written to: copies what recipes read from its memory.
+        """Copies the values that recipes read from the memory of ``x``, before ``x`` is written to.
 
-        Returns whether ``x`` is plain and something is known of its memory, so that it may have a recipe.
+        Returns whether ``x`` is plain and the registry knows its memory, so that ``x`` may have a recipe.
         """
         t = x
         if not plain(t):
@@ -212,7 +213,7 @@ class Registry:
                 return False
         storage = t.untyped_storage()
         memory = self._find(storage)
-        # The version of t will no longer tell that its node in the graph is the one that made its memory.
+        # After the change, the version of t no longer shows that t's node in the graph has allocated its memory.
         if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
             self._memory(storage).made = True
         if memory is not None:
@@ -223,10 +224,10 @@ class Registry:
         return memory is not None and t is x
 
     def expose(self, t: Tensor) -> None:
-        """From now on, something may write to the memory of ``t`` without raising a version.
+        """Notes that from now on something may write to the memory of ``t`` without raising a version.
 
-        What recipes read from it is copied now.  What was saved of it shows such a write as it does in eager mode: a
-        recipe of ``t`` itself gives way to the data.
+        The values that recipes read from this memory are copied now.  Saved tensors show such a write, as in eager
+        mode; therefore data replaces a recipe of ``t`` itself.
         """
         t = unwrapped(t)
         if not plain(t):
@@ -243,16 +244,16 @@ class Registry:
                 kept.copy_before_change(t.untyped_storage())
         for offer in memory.offers:
             recipe = offer.recipe()
-            # Saved tensors of an older version have the values of that version in eager mode as well, or raise.
+            # In eager mode too, saved tensors of an older version have the values of that version, or raise an error.
             if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
                 recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
         memory.offers.clear()
         memory.exposed = True
 
     def secure(self, t: Tensor) -> None:
-        """``t`` gets another name, with which calls that the scope does not see could change it.
+        """Notes that ``t`` gets another name, through which calls that the scope does not see could change it.
 
-        What is kept of its memory for recipes alone is copied, and nothing more is kept so.
+        Parts of its memory that are kept only for recipes are copied, and from now on no recipe keeps a part of it.
         """
         if not plain(t):
             return
@@ -271,34 +272,35 @@ class Registry:
         return memory is not None and memory.exposed
 
     def note_made(self, t: Tensor) -> None:
-        """``t`` is the result of a call that has just allocated its memory."""
+        """Notes that ``t`` is the result of a call that has just allocated its memory."""
         if plain(t):
             self._memory(t.untyped_storage()).made = True
 
     def is_computed(self, t: Tensor) -> bool:
         """Whether the memory of ``t`` was allocated for a result, by torch.
 
-        It is the result of a call that this scope saw, or of one with a node in the graph.  False for the caller's own
-        memory, such as images, parameters and buffers, which may change in ways that no version shows.
+        This is so if ``t`` is the result of a call that this scope saw, or that has a node in the graph.  The answer is
+        False for the caller's own memory, such as images, parameters and buffers, which may change without a new
+        version.
         """
         storage = t.untyped_storage()
         return self._is_computed(t, storage, self._find(storage))
 
     def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: Memory | None) -> bool:
-        # false for memory of numpy and other libraries, and for what was handed to them
+        # Memory that belongs to numpy or another library, or that was given to one, is not resizable.
         if not storage.resizable():
             return False
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
         if self._in_checkpoint or torch._C._current_graph_task_id() != -1:
-            # A checkpoint keeps its inputs, and the graph of what it computes again lives no longer than one backward.
+            # A checkpoint keeps its inputs.  The graph of a forward that it computes again ends with that backward.
             return True
         whole = t._base if t._is_view() else t
-        # after a change in place, the node is that of the change, and does not tell where the memory comes from
+        # After a change in place, the node belongs to the change, and does not tell where the memory comes from.
         return whole is not None and whole.grad_fn is not None and not whole._version
 
     def certain(self, t: Tensor) -> bool:
-        """Whether ``t`` may be saved in place of something that is computed from it."""
+        """Whether ``t`` may be saved in place of a tensor that is computed from it."""
         if not plain(t):
             return False
         at, memory = Place.of(t), self._find(t.untyped_storage())
@@ -312,9 +314,9 @@ class Registry:
         self.notes.clear()
 
     def _link(self, t: Tensor, output: Tensor) -> "tuple[Input | None, Place]":
-        """How the value of ``t`` will be had in backward; None where that is not certain."""
+        """The source of the value of ``t`` in backward, or None if that is not certain; and the place in the source."""
         small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
-        # not parameters and running statistics
+        # Small leaves, such as parameters and running statistics, are copied instead.
         if not (small and t.is_leaf):
             storage = t.untyped_storage()
             memory = self._find(storage)
@@ -329,7 +331,7 @@ class Registry:
                 return Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at
-        # The copy of a part of a larger memory has a place of its own.
+        # A copy of a part of a larger memory has a place of its own.
         copy = t.detach().clone()
         return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
 

@@ -1,6 +1,6 @@
-"""What the graph holds in place of a saved tensor: ``Data``, or a ``Handle`` of a ``Recipe``.
+"""The objects that the graph holds in place of a saved tensor: ``Data``, or a ``Handle`` of a ``Recipe``.
 
-A tensor that no recipe can read, such as a parameter, is held with its version and nothing else (``as_it_is``).
+A tensor that no recipe reads, such as a parameter, is held with its version only (``as_it_is``).
 
 A recipe is rebuilt when backward asks for the tensor.  The result is held a little longer if the same graph will ask
 for it again soon.  This is known from the order in which handles were made, because backward visits them in reverse.
@@ -27,10 +27,11 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def recomputing() -> bool:
-    """Whether a backward pass runs: a forward inside of it is the second one of ``torch.utils.checkpoint``, and this
-    batch has moved the running statistics already.
+    """Whether a backward pass runs in this thread.
 
-    Under ``torch.compile`` the answer is False: the compiler decides there what is computed twice.
+    A forward inside a backward pass is the second forward of ``torch.utils.checkpoint``.  The first one has moved the
+    running statistics already.  Under ``torch.compile`` the answer is False, because the compiler decides there what is
+    computed twice.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -54,7 +55,7 @@ AsItIs = tuple[Tensor, int]
 
 
 def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
-    """What to hold of a tensor that no recipe reads."""
+    """The object to hold for a tensor that no recipe reads."""
     if outer is not None:
         return Data(t, outer)
     # An output that is saved together with its own graph would keep itself alive, so the graph is left out.  PyTorch
@@ -64,17 +65,17 @@ def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
 
 
 class Data:
-    """A saved tensor that is kept: the tensor, or what the hooks around the scope (``outer``) have made of it.
+    """A saved tensor that is kept: the tensor itself, or the result of the hooks around the scope (``outer``).
 
     in_recipe: recipes read it.
     in_graph: a saved tensor of the graph reads it; False for data that is kept for recipes alone.
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    recipes_copy: the values for recipes, where the memory may be written to without raising a version.
+    recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
-    # Most objects never change these, so that each is set where it changes.
+    # Most objects never change these defaults, so they are attributes of the class.
     in_recipe = copied = exposed = False
     in_graph = True
     held: Tensor | None = None
@@ -82,7 +83,7 @@ class Data:
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
-        # Detached, since an output that is saved together with its own graph would keep itself alive.
+        # It is detached, because an output that is saved together with its own graph would keep itself alive.
         self._take(t.detach())
 
     def _take(self, t: Tensor) -> None:
@@ -114,7 +115,7 @@ class Data:
     def copy_for_recipes(self, storage: torch.UntypedStorage) -> None:
         """Copies the values for recipes, before something may write to ``storage``, the tensor's memory.
 
-        Saved tensors go on reading the memory, as they do in eager mode.
+        Saved tensors still read the memory itself, as in eager mode.
         """
         if self.recipes_copy is None:
             self.recipes_copy = Data(self._copy(storage), self.outer, self.at)
@@ -149,19 +150,19 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 @functools.cache
 def _has_autocast(kind: str) -> bool:
-    """Whether a type of device can autocast: meta tensors cannot, and PyTorch raises if it is asked about them."""
+    """Whether a type of device can autocast.  Meta tensors cannot, and PyTorch raises an error if asked about them."""
     return torch.amp.is_autocast_available(kind)
 
 
 class Autocast(NamedTuple):
-    """The autocast state of a device type.  It belongs to a recipe, since a function computes other values with it."""
+    """The autocast state of a device type.  A recipe holds it, because the values of a function depend on it."""
 
     enabled: bool
     dtype: torch.dtype | None
 
     @classmethod
     def of(cls, t: Tensor) -> "Autocast":
-        """The state now, of the device of ``t``."""
+        """The present state for the device of ``t``."""
         if not _is_any_autocast_enabled():
             return OFF
         kind = t.device.type
@@ -169,10 +170,10 @@ class Autocast(NamedTuple):
         return cls(True, torch.get_autocast_dtype(kind)) if enabled else OFF
 
     def again(self, kind: str) -> Any:
-        """The context in which a call runs under this state; None if that is the state now."""
+        """A context in which a call runs under this state; None if it is the present state."""
         if not _has_autocast(kind) or not (self.enabled or torch.is_autocast_enabled(kind)):
             return None
-        # Without the cache, since that belongs to the caller's autocast region.
+        # The cache is not used, because it belongs to the caller's autocast region.
         return torch.autocast(kind, self.dtype, self.enabled, cache_enabled=False)
 
 
@@ -180,7 +181,7 @@ OFF = Autocast(False, None)
 
 
 class Recipe:
-    """How a tensor is rebuilt from kept data and other recipes.
+    """The way to rebuild a tensor from kept data and other recipes.
 
     Args:
         at: the tensor's place in its storage.  The result gets the same size, strides and dtype.
@@ -195,9 +196,9 @@ class Recipe:
     """
 
     data: Data | None = None
-    # the number of the ``Reader`` (``offers.py``), if there is one
+    # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
-    # the rebuilt value and its version
+    # The rebuilt value and its version.
     held: tuple[Tensor, int] | None = None
 
     def __init__(
@@ -211,7 +212,7 @@ class Recipe:
     ) -> None:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
-        # the numbers of its handles, which ascend
+        # The numbers of the recipe's handles, in ascending order.
         self.orders: list[int] = []
 
     def near(self, order: float) -> bool:

@@ -1,6 +1,6 @@
-"""PyTorch's own functions inside the scope: how each of them offers recipes.
+"""The rules by which PyTorch's own functions offer recipes inside the scope.
 
-The table has what aten saves for backward, and what is saved inside the scope:
+This table shows what aten saves for backward, and what is saved inside the scope:
 
     function                                 aten saves            the scope saves
     batch, instance, group and layer norm    the input             the input; the output is rebuilt from it
@@ -8,7 +8,7 @@ The table has what aten saves for backward, and what is saved inside the scope:
     leaky_relu, elu, gelu, prelu, ...        the input             the input, or a recipe if it has one
     silu_, mish_, hardswish_                 a copy of the input   a recipe
     sigmoid, tanh                            the result            a recipe
-    cat, interpolate, pad, add               nothing               nothing; whoever reads the output saves a recipe
+    cat, interpolate, pad, add               nothing               nothing; readers of the output save a recipe
     mul, div                                 both inputs           the inputs or their recipes; the output has a recipe
     convolutions under autocast              the cast weight       the parameter
     dropout                                  a mask of floats      a mask of one byte per element; it is drawn once
@@ -80,14 +80,14 @@ def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: F
 def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
     """The rule of functions that overwrite their first argument; ``pure`` computes the same into new memory."""
     if args and not args[0].is_floating_point():
-        # for example a counter of batches
+        # The argument is not a floating-point activation; it may be a counter of batches.
         registry.before_change(args[0])
         return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
     apart = again.by(pure)
 
     def rounded(x: Tensor, *others: Tensor) -> Tensor:
-        # Beside an argument of more precision, pure returns the dtype of that argument.
+        # If another argument has more precision, pure returns the dtype of that argument.
         return apart(x, *others).to(x.dtype)
 
     with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again, registry=registry):
@@ -115,7 +115,7 @@ def _forms(func: Function) -> tuple[Function, Function]:
 
 
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
-    """The rule of max-pooling: this package's own pool runs if it computes the same, which keeps a byte per element."""
+    """The rule of max-pooling: the package's own pool, which keeps a byte per element, runs if its result is equal."""
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     named = dict(zip(names, args, strict=False)) | kwargs
     x, op = named.pop("input"), f"max_pool{dims}d"
@@ -127,13 +127,13 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
         pool = max_pool.parse_pool(op, dims, **named)
         max_pool.check(op, x, pool)
     except (TypeError, ValueError):
-        # A byte cannot number the positions of this window, or the stock function refuses it in its own words.
+        # A byte cannot number the positions of this window, or the stock function must raise its own error.
         return _pure(registry, func, args, kwargs)
     if not x.is_contiguous():
         if layout_of(x) is None:
             return _pure(registry, func, args, kwargs)
         if not suggests_channels_last(x):
-            # The stock function returns a contiguous result, as for some views of a single image.
+            # The stock function returns a contiguous result here, for example for some views of a single image.
             x = x.contiguous()
     return max_pool.max_pool(x, pool)
 
@@ -160,8 +160,8 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
 def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of prelu.
 
-    Under autocast the recipe gets the slopes that the call has computed with, which may be older than the parameter
-    (see ``is_cast``).
+    Under autocast the recipe gets the slopes that the call has used, which may be older than the parameter (see
+    ``is_cast``).
     """
     again, tensors = replay(func, args, kwargs)
     slopes = tensors[1]
@@ -189,7 +189,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         if drawn or not plain(t) or t.untyped_storage() is x.untyped_storage():
             return None
         if t.dtype == torch.bool or t.size() != x.size():
-            # This is the mask of a fused function, or one number for each channel: small enough as it is.
+            # This is the mask of a fused function, or one number for each channel.  Both are small enough already.
             drawn.append(kept := registry.keep(t))
             return kept
         mask, dtype, at = t != 0, t.dtype, Place.of(t)
@@ -216,14 +216,14 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 Rule = Callable[[Registry, Function, Any, Any], Any]
-# names of functions and methods that have an in-place form with an underscore
+# The names of functions and methods that have an in-place form with an underscore.
 TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
 
 
 def _activations(flagged: bool) -> tuple[Function, ...]:
-    """The activations of ``torch.nn.functional`` whose rule is that of their kind, with or without ``inplace``.
+    """The activations of ``torch.nn.functional`` with the option ``inplace`` (``flagged``), or those without it.
 
-    Not among them are those that draw random numbers, and prelu, which has a rule of its own.
+    Activations that draw random numbers are left out, and so is prelu, which has a rule of its own.
     """
     stock = [(module, row.name) for module, row in OF_MODULE.items() if not row.learned]
     stock += [(row.module, row.name) for row in OTHERS if row.module is not None and not row.random]
@@ -240,7 +240,7 @@ PURE: tuple[Function, ...] = (
     Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
     Tensor.bfloat16, Tensor.double,
 )  # fmt: skip
-# functions among these that save the tensor that they return
+# The functions that save the tensor that they return.
 SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,

@@ -1,8 +1,8 @@
 """The recipes of PyTorch's batch and instance norm.  Rebuilding an output moves no running statistics.
 
-On a CPU the call keeps mean and 1 / sqrt(var + eps) for its backward, and the output is rebuilt from these in one pass.
-The bits are the same, since aten rounds weight / sqrt(var + eps) once in both calls.  Elsewhere the function runs again
-on the batch alone.
+On a CPU the call keeps mean and 1 / sqrt(var + eps) for its backward, and the output is rebuilt from them in one pass.
+The bits are the same, because aten rounds weight / sqrt(var + eps) once in both calls.  On other devices the function
+runs again, with the statistics of the batch and without running statistics.
 """
 
 import functools
@@ -21,7 +21,7 @@ from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
 _TENSORS = ("input", "running_mean", "running_var", "weight", "bias")
-# The names of the arguments, and the default of the sixth, which asks for the statistics of the batch.
+# The names of the arguments, and the default of the sixth argument, which asks for the statistics of the batch.
 NAMES = {
     F.batch_norm: ((*_TENSORS, "training", "momentum", "eps"), False),
     F.instance_norm: ((*_TENSORS, "use_input_stats", "momentum", "eps"), True),
@@ -49,7 +49,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         registry.offer(out, again, [x])
         return out
     for name in names[1:3]:
-        # Copies: aten moves running statistics without a new version.
+        # These are copies, because aten moves running statistics without a new version.
         moved = named.get(name)
         named[name] = None if own or moved is None else moved.detach().clone()
     again, tensors = replay(func, (), named)
@@ -60,10 +60,11 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
 def _again(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: list[Tensor], instance: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """How the output is rebuilt from the vectors that the call has saved, the statistics last.
+    """A function that rebuilds the output from the vectors that the call has saved.  The statistics come last in them.
 
-    None where the vectors may be something else, and where aten does not compute both calls alike: with parameters in
-    half precision it rounds the statistics, and in memory with gaps or of another order it multiplies in another order.
+    The result is None on other devices than a CPU, if the vectors may be something else, and if aten computes the two
+    calls differently.  With parameters in half precision, aten rounds the statistics; in memory with gaps or with
+    another order of dimensions, it multiplies in another order.
     """
     dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
     if len(vectors) < 2 or not x.is_cpu or not (instance or dense):
@@ -71,7 +72,7 @@ def _again(
     (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
     if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
         return None
-    # These are copies, since an optimizer may change the parameters before backward.
+    # These are copies, because an optimizer may change the parameters before backward.
     if weight is not None:
         weight = weight.detach()
         scale = scale * (weight.repeat(len(x)) if instance else weight)
@@ -81,7 +82,7 @@ def _again(
         bias = bias.repeat(len(x)) if instance else bias
 
     def again(x: Tensor) -> Tensor:
-        # Instance norm is batch norm of one sample that has the channels of all samples.
+        # Instance norm is computed as the batch norm of one sample that has the channels of all samples.
         problem = x.contiguous().view(1, count, *x.shape[2:]) if instance else x
         z, _, _ = torch.native_batch_norm(problem, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
         return z.view(x.shape) if instance else z

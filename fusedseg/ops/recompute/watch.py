@@ -1,4 +1,4 @@
-"""The function mode of the scope: it sees functions as they are called, and what they write to."""
+"""The function mode of the scope: it sees each call of a function, and the tensors that the call writes to."""
 
 import functools
 import sys
@@ -25,14 +25,14 @@ INPLACE_OPERATORS = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshif
 
 @functools.cache
 def _writes(func: Function) -> bool:
-    """Whether a function changes its first argument, by its name: relu_, aten.relu_.default, __setitem__."""
+    """Whether a function changes its first argument, judged by its name: relu_, aten.relu_.default, __setitem__."""
     name = getattr(func, "__name__", "").split(".")[0]
     return name in INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 @functools.cache
 def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that a function of ``torch.ops`` changes, by its schemas."""
+    """The position and name of each argument that a function of ``torch.ops`` changes according to its schemas."""
     if isinstance(func, torch._ops.OpOverload):
         schemas = [func._schema]
     elif isinstance(func, torch._ops.OpOverloadPacket):
@@ -58,12 +58,12 @@ def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 EMBEDDINGS = (F.embedding, F.embedding_bag)
-# They give access to the memory of a tensor, through which it can be changed without a new version.
+# These functions give access to the memory of a tensor, so that it can be changed without a new version.
 EXPOSING = {
     Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.__cuda_array_interface__.__get__,
 }  # fmt: skip
-# They give another name to the memory, with which functions that the scope does not see may be called.
+# These functions give the memory another name, and functions that the scope does not see may be called with it.
 DETACHING = {torch.detach, Tensor.detach, torch.detach_, Tensor.detach_}
 NAMING = EXPOSING | DETACHING
 
@@ -77,7 +77,7 @@ def _may_change(func: Function) -> bool:
 def _dispatched() -> bool:
     """Whether a ``TorchDispatchMode`` has made the call.
 
-    Memory trackers ask for the memory of a tensor to tell it from others.  They do not write to it.
+    Memory trackers access the memory of a tensor to identify it.  They do not write to it.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
@@ -101,10 +101,10 @@ def _changes(graph: Any) -> bool:
 
 @functools.cache
 def _watch_scripted() -> None:
-    """Makes calls of scripted functions known to the scope of the calling thread, for good.
+    """Makes calls of scripted functions visible to the scope of the calling thread, until the process ends.
 
-    PyTorch does not show these calls to a function mode.  Without a scope the call costs one more look at the thread's
-    modes.
+    PyTorch does not show these calls to a function mode.  Without a scope, each such call takes one more look at the
+    modes of the thread.
     """
     classes: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
     for cls in classes:
@@ -120,7 +120,7 @@ def _watch_scripted() -> None:
 
 
 class Watch(TorchFunctionMode):
-    """Sees stock functions as they are called, on behalf of one registry."""
+    """The function mode that sees the calls of stock functions, for one registry."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__()
