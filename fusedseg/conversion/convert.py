@@ -83,7 +83,7 @@ def convert(
         inplace: whether norms may become in-place modules, which write over their input.
 
     Raises:
-        TypeError: ``model`` is no module; the example has another type, or is not given by its name; ``inplace`` is no
+        TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
             bool.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
 

@@ -53,7 +53,7 @@ class Scoped:
         return True
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuses to be scripted; ``torch.jit.script`` calls this first."""
+        """Raises an error, because the module cannot be scripted; ``torch.jit.script`` calls this first."""
         if self._fusedseg_wiring is not None:
             raise RuntimeError(
                 "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before "

@@ -49,8 +49,9 @@ class Split:
 class Size:
     """The size of a demo.
 
-    resolution: in mm.  widths: channels of the levels.  batch: samples in a batch.  steps: the default number of steps.
-    learning_rate: that of the first step; it falls to zero.  autocast: whether training runs under bf16 autocast.
+    resolution: the size of a voxel in mm.  widths: the channels of the levels.  batch: the number of samples in a
+    batch.  steps: the default number of steps.  learning_rate: the rate of the first step, which falls to zero.
+    autocast: whether training runs under bf16 autocast.
     """
 
     resolution: int
