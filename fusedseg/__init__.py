@@ -85,7 +85,7 @@ class _Package(types.ModuleType):
         another op, and no ``retain_graph=True``.  The option has no effect under saved-tensor hooks, such as those of
         ``fusedseg.recompute()``, of a checkpoint and of ``fusedseg.memory``.  So ``fusedseg.memory`` shows the figures
         without the option.  A second backward over an overwritten output raises an error.  Do not use the option if a
-        library knows the address of an output but holds no tensor of it.
+        library knows the address of an output but holds no tensor with this memory.
         """
         return _reuse.get()
 

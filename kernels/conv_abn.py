@@ -200,7 +200,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             # Statistics are computed from the stored values.  Rows beyond the last row count 0.
             y0, y1 = halves(y.to(tl.float32), BLOCK_M, BLOCK_K)
             in0, in1 = halves(in_m.to(tl.float32)[:, None], BLOCK_M, 1)
-            # Chan's formula merges the running statistics with those of a pair of rows.
+            # Chan's formula merges the statistics so far with the statistics of a pair of rows.
             n_pair = in0 + in1
             n_both = n_run + n_pair
             share = n_pair / tl.maximum(n_both, 1.0)
@@ -225,7 +225,7 @@ def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
 
 
 def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """The strides of N, C, D, H and W of a dense tensor.  Its own strides may have any value where a size is 1."""
+    """The strides of N, C, D, H and W of a dense tensor.  Its own stride of a size of 1 may have any value."""
     D, H, W = size
     along = layout.C if layout.rows else 1
     return layout.C * D * H * W, 1 if layout.rows else D * H * W, H * W * along, W * along, along

@@ -149,7 +149,7 @@ def merge_plan(k, splits, U, C, D):
 def merge(partial, C, D=1, weight=None):
     """Merges the splits of each channel, or of each group of D channels, in one launch.
 
-    As many splits become one as a tile takes.
+    As many splits as a tile takes become one chunk.
     """
     k, splits, U = partial.shape
     launch, chunks = merge_plan(k, splits, U, C, D)

@@ -91,7 +91,7 @@ class Branches:
                     yield name, setting, file, line
 
     def _methods(self, module: nn.Module) -> list[Callable[..., Any]]:
-        """The forward of a module and the methods of the same object that it calls, without those of KNOWN packages."""
+        """The forward of a module, and methods of the same object that it calls, except methods of KNOWN packages."""
         found: list[Callable[..., Any]] = []
         if isinstance(module, fx.GraphModule):
             # A graph has no branches.

@@ -2,7 +2,7 @@
 
 The root of the model changes its class to a subclass whose ``__call__`` enters the scope.  Hooks cannot do this:
 PyTorch runs hooks with ``always_call`` only after an ``Exception``, so that a ``KeyboardInterrupt`` would leave the
-scope open for good.  A ``forward`` among the root's own attributes cannot do it either: copies of the model would call
+scope open forever.  A ``forward`` among the root's own attributes cannot do it either: copies of the model would call
 the forward of the original.
 """
 

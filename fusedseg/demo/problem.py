@@ -32,7 +32,8 @@ class Scan:
 class Split:
     """The trained part lies behind one y in mm, and the held-out part in front of another; the gap separates them.
 
-    The brain is not split into left and right, because the template is symmetric and one half would show the other.
+    The brain is not split into left and right, because the template is symmetric, and each half would show the labels
+    of the opposite half.
     """
 
     trained_below: float
@@ -96,7 +97,7 @@ def split_problem(
     as_batch: Callable[[Scan], Batch],
     **rest: Any,
 ) -> Problem:
-    """The problem of a scan that is split into a trained and a held-out part.  ``rest`` has the other fields."""
+    """The problem of a scan that is split into a trained and a held-out part.  ``rest`` has all further fields."""
     seen, held_out = split.trained(whole), split.held_out(whole)
     return Problem(
         split=split,

@@ -87,7 +87,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
             training.optimizer.zero_grad()
             loss.backward()
             training.optimizer.step()
-            # item() waits for the device
+            # item() waits for the device.
             training.losses.append(loss.item())
             training.seconds.append(time.perf_counter() - start)
         bar.set_postfix_str(", ".join(f"{name} loss {t.losses[-1]:.3f}" for name, t in trainings.items()))
