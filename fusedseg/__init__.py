@@ -67,7 +67,7 @@ class _Package(types.ModuleType):
 
     @property
     def backend(self) -> str:
-        """Which implementation runs: "auto" (Triton on a GPU, aten elsewhere), "triton" or "aten"."""
+        """The implementation that runs: "auto" (Triton on a GPU, aten elsewhere), "triton" or "aten"."""
         return _backend.get()
 
     @backend.setter
@@ -78,14 +78,14 @@ class _Package(types.ModuleType):
     def reuse_output(self) -> bool:
         """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept.
 
-        It does so only where nothing else can see that memory.  This saves one full tensor at the peak.  It is off by
-        default.  On a CPU it saves memory for large tensors only.
+        The option saves one full tensor at the peak.  It is off by default.  On a CPU it saves memory for large tensors
+        only.
 
-        It does nothing where something else shares the memory of the output: a variable, a hook, the saved tensors of
-        another op, or ``retain_graph=True``.  It also does nothing under saved-tensor hooks, such as those of
-        ``fusedseg.recompute()``, of a checkpoint and of ``fusedseg.memory``, so the figures of ``fusedseg.memory`` are
-        those without it.  A second backward over an overwritten output raises an error.  Do not use it where a library
-        knows the address of an output and holds no tensor of it.
+        The output is overwritten only if nothing else shares its memory: no variable, no hook, no saved tensor of
+        another op, and no ``retain_graph=True``.  The option has no effect under saved-tensor hooks, such as those of
+        ``fusedseg.recompute()``, of a checkpoint and of ``fusedseg.memory``.  So ``fusedseg.memory`` shows the figures
+        without the option.  A second backward over an overwritten output raises an error.  Do not use the option if a
+        library knows the address of an output but holds no tensor with this memory.
         """
         return _reuse.get()
 

@@ -106,7 +106,7 @@ def add_demo(commands) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    # Imported here, because only the demo needs the packages of fusedseg[demo].
+    # The import stands here, because only the demo needs the packages of fusedseg[demo].
     from .demo import run
 
     return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed)

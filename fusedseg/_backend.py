@@ -1,4 +1,4 @@
-"""Chooses an implementation, and the device of a launch: ``auto`` takes Triton for tensors on a GPU, aten elsewhere."""
+"""Chooses an implementation and the device of a launch.  ``auto`` takes Triton for tensors on a GPU, otherwise aten."""
 
 import functools
 import importlib.util

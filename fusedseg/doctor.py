@@ -23,14 +23,14 @@ from .ops.layout import layout_of
 SHAPES = {"one launch": (2, 8, 16, 16), "split": (2, 8, 128, 128)}
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 TARGETS = ("sm_80", "sm_90")
-# The kernels sum 32768 values a channel in fp32, which loses a few of its 24 bits.
+# The kernels sum 32768 values per channel in fp32, which loses a few of the 24 bits.
 TOLERANCE = 1e-5
 SLOPE, EPS = 0.01, 1e-5
 ACT = ("leaky_relu", SLOPE)
 # A norm in training without running statistics and without kept channels.
 NORM: dict[str, Any] = {"running_mean": None, "running_var": None, "training": True, "momentum": 0.1, "eps": EPS,
                         "act": ACT, "kept": None}  # fmt: skip
-# stride, padding, dilation and groups
+# The stride, padding, dilation and groups of the convolution.
 CONVOLUTION = ((1, 1), (1, 1), (1, 1), 1)
 POOL = ((2, 2), (0, 0), (1, 1), 1)
 
@@ -157,7 +157,8 @@ def _max_pool_float64(inputs: Inputs) -> dict[str, Tensor]:
 
 
 Run = Callable[[Inputs], dict[str, Tensor]]
-# The name of a file of kernels -> (its launches, the same results in PyTorch).  Together they launch every kernel.
+# For each file of kernels, a function that launches its kernels and a function that computes the same results in
+# PyTorch.  Together the checks launch every kernel.
 CHECKS: dict[str, tuple[Run, Run]] = {
     "norm_act": (_norm_act, _norm_act_float64),
     "conv_abn": (_conv_abn, _conv_abn_float64),
@@ -177,7 +178,7 @@ def run_kernels(name: str, device: torch.device) -> str:
                 found = launch(inputs)
             for what, result in found.items():
                 error = float((result - expected[what]).norm() / expected[what].norm())
-                # `not <=` instead of `>`, because NaN is no agreement either.
+                # The condition is `not <=` instead of `>`, because NaN is no agreement either.
                 if not error <= TOLERANCE:
                     raise RuntimeError(f"{what} is off by {error:.1e} ({memory_format}, {path}, {shape})")
                 worst = max(worst, error)

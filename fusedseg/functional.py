@@ -62,7 +62,7 @@ def inplace_abn(
             False normalises with the running statistics.
         eps: added to the variance.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; the other activations have none.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; no other activation has one.
         residual: added before the activation.  It has the shape and device of ``x``, and its dtype; under autocast any
             dtype.  It must not share memory with ``x``.  It is copied once if its strides differ from those of ``x``.
 
@@ -131,8 +131,8 @@ def inplace_instance_norm_act(
         use_input_stats: True normalises with the statistics of each sample, and moves the running statistics by their
             averages; False normalises with the running statistics.
 
-    The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
-    1 / sqrt(var + eps) has shape (N, C).
+    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
+    that 1 / sqrt(var + eps) has shape (N, C).
     """
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
@@ -161,8 +161,8 @@ def inplace_group_norm_act(
 
         leaky_relu(group_norm(x, num_groups, weight, bias, eps), 0.01)
 
-    The other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, but that
-    1 / sqrt(var + eps) has shape (N, num_groups).
+    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
+    that 1 / sqrt(var + eps) has shape (N, num_groups).
     """
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
@@ -187,7 +187,7 @@ def norm_act(
     residual: Tensor | None = None,
     slope: Tensor | None = None,
 ) -> Tensor:
-    """A normalisation, an optional residual and any activation, exact for all of them; ``x`` keeps its values.
+    """A normalisation, an optional residual and any activation; exact for every activation.  ``x`` keeps its values.
 
     Equals, with the arguments of ``torch.nn.functional.batch_norm`` in their order::
 

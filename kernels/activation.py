@@ -1,4 +1,4 @@
-"""Activations on the device.
+"""Activations and their gradients, as functions of kernels.
 
     activation   phi(y)                            phi'(y), from z = phi(y)   phi^-1(z)
     identity     y                                 1                          z
@@ -6,10 +6,11 @@
     elu          y > 0 ? y : p (exp(y) - 1)        z > 0 ? 1 : z + p          z > 0 ? z : log(1 + z / p)
     selu         y > 0 ? l y : k (exp(y) - 1)      z > 0 ? l : z + k          z > 0 ? z / l : log(1 + z / k)
 
-The constants of SELU are l = 1.0507 and k = 1.7581.  The tails of ELU and SELU saturate: 1 + z / p is taken as CLAMP
-where rounding has left less, so y is never below log(CLAMP).
+The constants of SELU are l = 1.0507 and k = 1.7581.  The tails of ELU and SELU saturate.  If rounding has made
+1 + z / p less than CLAMP, CLAMP is used instead, so y is never below log(CLAMP).
 
-Of the others the output has no inverse; phi'(y) is found from y.  s is the sigmoid, P the normal distribution function.
+The activations of the next table have no inverse; phi'(y) is computed from y.  s is the sigmoid, and P is the normal
+distribution function.
 
     relu         max(y, 0)                         y > 0
     relu6        min(max(y, 0), 6)                 0 < y < 6
@@ -20,7 +21,7 @@ Of the others the output has no inverse; phi'(y) is found from y.  s is the sigm
     hardswish    y min(max(y + 3, 0), 6) / 6       y <= -3 ? 0 : y < 3 ? y / 3 + 1 / 2 : 1
     softplus     y > 20 ? y : log(1 + exp(y))      y > 20 ? 1 : s(y)
 
-None of them subtracts numbers that are nearly equal, and NaN stays NaN, as on aten.
+No formula subtracts numbers that are nearly equal, and NaN stays NaN, as on aten.
 """
 
 import triton
@@ -29,7 +30,7 @@ import triton.language as tl
 
 @triton.jit
 def expm1(y):
-    """exp(y) - 1 for y <= 0.  Near 0, where that cancels, in fp32 by a Taylor polynomial, exact to y^7 / 40320."""
+    """exp(y) - 1 for y <= 0.  Near 0 the difference cancels, so fp32 uses a Taylor polynomial, exact to y^7 / 40320."""
     v = tl.exp(y) - 1.0
     if y.dtype == tl.float32:
         near = 1.0 + y * 0.14285714285714285
@@ -44,9 +45,9 @@ def expm1(y):
 
 @triton.jit
 def log1p(e):
-    """log(1 + e) for 0 <= e <= 1, to the last digits of a small e as well."""
+    """log(1 + e) for 0 <= e <= 1, with full relative accuracy also for a small e."""
     if e.dtype == tl.float32:
-        # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = e / (2 + e) <= 1 / 3; the rest is below 2e-9
+        # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = e / (2 + e) <= 1 / 3.  The rest is below 2e-9.
         s = e / (2.0 + e)
         t = s * s
         v = 0.07692307692307693 + t * 0.06666666666666667
@@ -57,7 +58,7 @@ def log1p(e):
         v = 0.3333333333333333 + t * v
         v = 2.0 * s * (1.0 + t * v)
     else:
-        # what 1 + e has lost by rounding, log(1 + e) has lost in proportion
+        # The rounding error of 1 + e causes a proportional error of log(1 + e), which the factor e / (u - 1) corrects.
         u = 1.0 + e
         v = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return v
@@ -65,7 +66,7 @@ def log1p(e):
 
 @triton.jit
 def sigmoid_parts(v):
-    """s(v) and its derivative s(v) s(-v), by one exponential, which does not overflow."""
+    """s(v) and its derivative s(v) s(-v), computed with one exponential, which does not overflow."""
     e = tl.exp(-tl.abs(v))
     r = 1.0 / (1.0 + e)
     return tl.where(v > 0, r, e * r), e * r * r
@@ -80,9 +81,9 @@ def gelu_cubic(y):
 
 @triton.jit
 def mish_parts(y):
-    """t = tanh(log(1 + exp(y))) and 1 - t^2, by powers of exp(-|y|), which does not overflow."""
+    """t = tanh(log(1 + exp(y))) and 1 - t^2, computed from powers of exp(-|y|), which does not overflow."""
     e = tl.exp(-tl.abs(y))
-    # t = n / (n + rest), with n = exp(2 y) + 2 exp(y) and rest = 2, of which y > 0 takes out exp(2 y)
+    # t = n / (n + rest), with n = exp(2 y) + 2 exp(y) and rest = 2.  For y > 0, both are divided by exp(2 y).
     n = tl.where(y > 0, 1.0 + 2.0 * e, e * (e + 2.0))
     rest = tl.where(y > 0, 2.0 * e * e, 2.0)
     d = n + rest
@@ -94,7 +95,7 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
     if ACT == "leaky_relu":
         z = tl.where(y > 0, y, y * PARAM)
     elif ACT == "elu":
-        # the exponential of the branch that is not taken must not overflow; a minimum would lose NaN
+        # The exponential in the branch that is not taken must not overflow.  A minimum of y and 0 would lose NaN.
         z = tl.where(y > 0, y, expm1(tl.where(y > 0, 0.0, y)) * PARAM)
     elif ACT == "selu":
         z = tl.where(y > 0, y * 1.0507009873554805, expm1(tl.where(y > 0, 0.0, y)) * 1.7580993408473766)
@@ -115,7 +116,7 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
     elif ACT == "hardswish":
         z = tl.where(y <= -3, y * 0.0, tl.where(y >= 3, y, y * (y + 3.0) * 0.16666666666666666))
     elif ACT == "softplus":
-        # without overflow, and from 20 on as the stock function has it
+        # This form does not overflow, and returns y above 20, as the stock function does.
         z = tl.where(y > 20, y, tl.where(y > 0, y, 0.0) + log1p(tl.exp(-tl.abs(y))))
     elif ACT == "identity":
         z = y
@@ -126,7 +127,7 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
 
 @triton.jit
 def act_grad(dz, z, ACT: tl.constexpr, PARAM: tl.constexpr):
-    """dz * phi'(y), from z."""
+    """dz * phi'(y), computed from z."""
     if ACT == "leaky_relu":
         g = tl.where(z > 0, dz, dz * PARAM)
     elif ACT == "elu":
@@ -142,7 +143,7 @@ def act_grad(dz, z, ACT: tl.constexpr, PARAM: tl.constexpr):
 
 @triton.jit
 def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
-    """dz * phi'(y), from y."""
+    """dz * phi'(y), computed from y."""
     if ACT == "leaky_relu":
         g = tl.where(y > 0, dz, dz * PARAM)
     elif ACT == "elu":
@@ -163,7 +164,7 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
     elif ACT == "gelu_tanh":
         u2, du2 = gelu_cubic(y)
         s, ds = sigmoid_parts(u2)
-        # in this order: y du2 overflows where ds is 0
+        # The order matters, because y * du2 overflows when ds is 0.
         g = dz * (s + y * ds * du2)
     elif ACT == "mish":
         t, sech2 = mish_parts(y)

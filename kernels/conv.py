@@ -1,4 +1,7 @@
-"""Geometry and blocks of the implicit-GEMM convolution.  Only shape and device decide; no call is tuned."""
+"""Geometry and blocks of the implicit-GEMM convolution.
+
+The blocks depend only on shapes, dtype and device; no call is tuned.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +10,8 @@ import triton
 
 from .launch import multiprocessors
 
-# Programs per multiprocessor.  Several waves even out the ends of programs; few programs leave few partial statistics.
+# Programs per multiprocessor.  With several waves, programs that end early cost less.  Fewer programs leave fewer
+# partial statistics.
 PROGRAMS_PER_SM = 8
 # Positions of the output (rows of the matrix product) in a tile.
 TILE_ROWS = 128
@@ -60,20 +64,20 @@ def conv_blocks(
     # A swizzled row of shared memory holds 128 bytes of channels.  Without tensor cores both operands are in registers,
     # and operands of 32 channels would spill.
     block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize if tensor_cores else MIN_REDUCED)
-    # Takes the tile that wastes the fewest channels; between equals, the larger one.  Scale and shift of 128 channels
-    # would take 128 registers a thread beside the product on sm_100, and hundreds of bytes would spill.
+    # The tile that wastes the fewest channels is taken; between equals, the larger one.  On sm_100, the scale and shift
+    # of 128 channels would take 128 registers per thread beside the product, and hundreds of bytes would spill.
     candidates = (128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16)
     block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
     tiles = triton.cdiv(M, TILE_ROWS) * triton.cdiv(K, block_k) * groups
     block_m = TILE_ROWS if tiles >= multiprocessors(device) else TILE_ROWS // 2
-    # With 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, as does that of 128 x 16 in fp32.
+    # With 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and so does a 128 x 16 tile in fp32.
     num_warps = 8 if block_m * block_k >= 128 * (16 if dtype == torch.float32 else 64) else 4
     meta = {"BLOCK_M": block_m, "BLOCK_K": block_k, "BLOCK_C": block_c, "num_warps": num_warps, "num_stages": STAGES}
     return dealt(M, C, K, groups, device, meta)
 
 
 def dealt(M: int, C: int, K: int, groups: int, device: torch.device, meta: dict) -> ConvBlocks:
-    """Deals tiles of the sizes in ``meta`` to as many programs as fill the device."""
+    """Distributes tiles of the sizes in ``meta`` over as many programs as fill the device."""
     tiles, channel_tiles = triton.cdiv(M, meta["BLOCK_M"]), triton.cdiv(K, meta["BLOCK_K"]) * groups
     splits = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // channel_tiles))
     tiles_per_split = triton.cdiv(tiles, splits)

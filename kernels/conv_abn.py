@@ -4,8 +4,8 @@ It is an implicit matrix product with M = N OD OH OW rows (output positions) and
 over the taps of the kernel and the input's channels.  The epilogue works on the fp32 accumulator:
 
     "stats"   stores y, and leaves (count, mean, M2) of the stored values for each program.  ``norm_act`` merges them
-              in a fixed order, then normalises and activates in one more pass.  A program keeps them for each lane
-              (pair of rows) and merges lanes once at its end, so that a tile needs no exchange between threads
+              in a fixed order, then normalises and activates in one more pass.  A program keeps (count, mean, M2) for
+              each lane (pair of rows) and merges lanes once at its end, so a tile needs no exchange between threads
     "norm"    uses running statistics: scale = weight rstd, shift = bias + (conv_bias - mean) scale.  It stores only
               z = phi(scale y + shift)
     "none"    stores y + conv_bias
@@ -34,7 +34,7 @@ from .tile import chan_merge
 @triton.jit
 def taps_inside(d0, h0, w0, D, H, W, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr,
                 DH: tl.constexpr, DW: tl.constexpr):  # fmt: skip
-    """A mask for each row: bit t says whether tap t (of at most 32) reads a value of x and not padding."""
+    """A mask for each row: bit t says whether tap t, of at most 32 taps, reads a value of x and not padding."""
     # As an unsigned number, a position before the first one is large.
     d0, h0, w0 = d0.to(tl.uint32), h0.to(tl.uint32), w0.to(tl.uint32)
     along_w = tl.zeros_like(w0)
@@ -52,7 +52,7 @@ def taps_inside(d0, h0, w0, D, H, W, KD: tl.constexpr, KH: tl.constexpr, KW: tl.
 def halves(v, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
     """Splits (BLOCK_M, LANES) into two blocks of half as many rows.
 
-    Paired rows are 8 apart: one thread holds both of them after a product on tensor cores.
+    Paired rows are 8 apart, because after a product on tensor cores one thread holds both rows of such a pair.
     """
     v = tl.permute(tl.reshape(v, (BLOCK_M // 16, 2, 8, LANES)), (0, 2, 3, 1))
     a, b = tl.split(v)
@@ -70,7 +70,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                         PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
                         ORDER: tl.constexpr, X_CACHE: tl.constexpr, X_VECTOR: tl.constexpr):  # fmt: skip
-    """The convolution of the module's docstring.
+    """The convolution that the module's docstring describes.
 
     C and K count the channels of one group.  INDEX is int64 if positions, or offsets in one sample, exceed 2**31.
     ALIGNED says that 16 adjacent positions are in one sample and adjacent in memory, in x and in out.  X_ROWS and
@@ -133,7 +133,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         if ALIGNED:
             s = tl.max_contiguous(tl.multiple_of(s, 16), 16)
         if taps == 1 and SD * SH * SW == 1 and not padded:
-            # Positions of the input are those of the output, and evenly spaced in memory.
+            # Positions of the input equal positions of the output, and are evenly spaced in memory.
             if X_ROWS:
                 x_row = m.to(tl.int64) * stride_xw
             else:
@@ -178,7 +178,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
             if X_ROWS:
                 a = tl.load(a_ptrs + shift, mask=mask_a, other=0.0, cache_modifier=X_CACHE)
             else:
-                # Every value needs its own address here, and they are too many to keep in registers.
+                # Every value needs its own address here, and there are too many addresses to keep in registers.
                 a = tl.load(x_ptr + ((x_row + shift)[:, None] + offs_c), mask=mask_a, other=0.0)
             if taps * blocks_c > 1:
                 b = tl.load(b_ptrs + (tap * C + first_c), mask=mask_b, other=0.0)
@@ -197,10 +197,10 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         y = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs, y, mask=mask_out)
         if EPILOGUE == "stats":
-            # Statistics are those of the stored values.  Rows beyond the last one count 0.
+            # Statistics are computed from the stored values.  Rows beyond the last row count 0.
             y0, y1 = halves(y.to(tl.float32), BLOCK_M, BLOCK_K)
             in0, in1 = halves(in_m.to(tl.float32)[:, None], BLOCK_M, 1)
-            # Chan's formula merges the running statistics with those of a pair of rows.
+            # Chan's formula merges the statistics so far with the statistics of a pair of rows.
             n_pair = in0 + in1
             n_both = n_run + n_pair
             share = n_pair / tl.maximum(n_both, 1.0)
@@ -219,13 +219,13 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
 
 
 def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
-    """The values of two or three spatial dimensions as three; ``first`` fills the missing one."""
+    """The values of two or three spatial dimensions as three values; ``first`` is used for a missing dimension."""
     d, h, w = values if len(values) == 3 else (first, *values)
     return d, h, w
 
 
 def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """The strides of N, C, D, H and W of a dense tensor.  Its own strides may have any value where a size is 1."""
+    """The strides of N, C, D, H and W of a dense tensor.  Its own stride of a size of 1 may have any value."""
     D, H, W = size
     along = layout.C if layout.rows else 1
     return layout.C * D * H * W, 1 if layout.rows else D * H * W, H * W * along, W * along, along
@@ -233,7 +233,7 @@ def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
 
 @plan
 def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
-    """The launch, and the number of parts in which it leaves statistics."""
+    """The launcher, and the number of parts of statistics that it leaves."""
     geometry = Geometry(*geometry)
     kernel, C = w_shape[2:], w_shape[1]
     N, K = out_shape[:2]
@@ -275,7 +275,7 @@ def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias
     partial = None
     if epilogue == "stats":
         partial = torch.empty(3, splits, out.shape[1], dtype=torch.float32, device=x.device)
-    # The weight as (K, taps, C).  Nothing is copied if it is channels_last or has one tap.
+    # The kernel takes the weight as (K, taps, C).  It is not copied if it is channels_last or has one tap.
     launch((x, w.movedim(1, -1).contiguous(), out, partial, conv_bias, *norm))
     return partial
 
@@ -285,7 +285,7 @@ def conv_abn_fwd(x, w, out, x_layout, layout, geometry, conv_bias, weight, bias,
     """Writes z into ``out``.  ``x`` and ``out`` are dense; ``w`` is (K, C / groups, *kernel).
 
     In training ``conv_bias`` is left out of the convolution, because the norm subtracts the mean, which contains it.
-    The other arguments and the results are those of ``norm_act_fwd``.
+    All other arguments and the results have the same meaning as in ``norm_act_fwd``.
     """
     norm = (weight, bias, running_mean, running_var)
     if not training and kept is None:

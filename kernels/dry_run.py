@@ -5,8 +5,9 @@
     for launch in launches:
         print(launch.name, launch.grid, launch.compiled.asm["ptx"])
 
-The launchers decide as for a real tensor of that shape and dtype; only the number of multiprocessors is assumed
-(``launch.DEFAULT_SMS``).  Large tensors cost nothing, because the system never commits untouched memory.
+The launchers make the same decisions as for a real tensor of the same shape and dtype.  Only the number of
+multiprocessors is assumed (``launch.DEFAULT_SMS``).  Large tensors cost nothing, because the system does not commit
+memory that is never written.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def parse_target(name: str) -> GPUTarget:
 
 
 class _AbsentDevice:
-    """Stands in for a driver while Triton compiles."""
+    """A replacement for Triton's driver while Triton compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -50,7 +51,7 @@ class _AbsentDevice:
         return self.target
 
     def get_current_device(self) -> str:
-        # Compiled kernels are cached by device, so this name must differ from that of any real device.
+        # Compiled kernels are cached by device, so this name must differ from the names of real devices.
         return f"dry run of {self.target.arch}"
 
     def get_current_stream(self, device: str) -> int:
@@ -73,7 +74,7 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
     run, active = JITFunction.run, driver._active
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        # A kernel that is launched without a Launcher leaves this open.
+        # A kernel that is launched without a Launcher does not set this option.
         kwargs.setdefault("enable_fp_fusion", FP_FUSION)
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         launches.append(Launch(self.__name__, compiled, grid))

@@ -1,7 +1,6 @@
-"""Blocks, splits and warps of a normalisation kernel.  Only shape and device decide; no call is tuned.
+"""Blocks, splits and warps of a normalisation kernel.  They depend only on shape, dtype and device; no call is tuned.
 
-``layout`` is a ``Layout`` of ``fusedseg/ops/layout.py``, here and in the launchers.  ``tile.py`` says what its sizes
-mean.
+Here and in the launchers, ``layout`` is a ``Layout`` of ``fusedseg/ops/layout.py``.  ``tile.py`` explains its sizes.
 """
 
 import functools
@@ -11,25 +10,29 @@ import torch
 import triton
 import triton.language as tl
 
-# Bytes of a tile of the split kernels, for each tensor that they read: two 16-byte loads for each of THREADS threads in
-# any dtype.  Statistics read one tensor only, and have four loads under way if no tile is cut short.
+# Bytes of a tile of the split kernels, for each tensor that they read.  In any dtype these are two 16-byte loads for
+# each of THREADS threads.  The statistics kernel reads one tensor only, and makes four loads at a time if no tile is
+# cut short.
 TILE_BYTES, STATS_TILE_BYTES, THREADS = 8192, 16384, 256
-# The largest slab that one program keeps in registers, in bytes of one tensor: forward holds x; backward, z and dz.
-# PER_THREAD is the number of values a thread.
+# The largest slab that one program keeps in registers, in bytes of one tensor.  Forward holds x; backward holds z and
+# dz.  PER_THREAD is the number of values per thread.
 ONCHIP_FWD, ONCHIP_BWD, PER_THREAD = 65536, 32768, 16
-# Programs per multiprocessor: the loads of one overlap with the arithmetic of another.  More programs than registers
-# allow at once would run alone at the end.  In rows a thread holds parameters for every channel of its vector.
+# Programs per multiprocessor.  The loads of one program overlap with the arithmetic of another.  If there were more
+# programs than the registers allow at once, the last programs would run alone at the end.  In rows there are fewer
+# programs, because a thread holds parameters for every channel of its vector.
 PROGRAMS_PER_SM, ROWS_PER_SM = 4, 3
-# The largest number of partial results of a channel that every program of the second launch merges for itself.  A
-# channel group of up to FEW_BYTES is dealt to no more programs than that, so that no launch is needed to merge.
+# MAX_PARTIALS is the largest number of partial results of a channel that every program of the second launch merges for
+# itself.  A channel group of up to FEW_BYTES is split over at most MAX_PARTIALS programs, so that no separate launch is
+# needed to merge.
 MAX_PARTIALS, FEW_BYTES = 16, 2**20
-# The largest number of partial results of a channel, which one tile of the merging kernel takes.
+# The largest number of partial results of a channel.  One tile of the merging kernel takes this many.
 MAX_SPLITS = 512
 # The bytes of adjacent channels that a program of rows reads in each row.
 ROW_BYTES = 128
-# The number of tiles that are loaded ahead into shared memory; None loads into registers, and none ahead.
+# The number of tiles that are loaded ahead into shared memory.  None means that tiles are loaded into registers, and no
+# tile is loaded ahead.
 STAGES = None
-# The eviction policies for the input of the first pass and for the output of the second.
+# The eviction policies for the input of the first pass and for the output of the second pass.
 FIRST_PASS_EVICTION, OUTPUT_EVICTION = "", ""
 # The number of multiprocessors if kernels are compiled or interpreted without a GPU.
 DEFAULT_SMS = 132
@@ -56,7 +59,10 @@ def acc_dtype(dtype: torch.dtype):
 
 
 def row_lanes(C: int, at_most: int) -> int:
-    """The channels of a program: the power of two that leaves the fewest lanes idle; between equals, the larger one."""
+    """The number of channels of a program.
+
+    It is the power of two that leaves the fewest lanes idle; between equals, the larger one.
+    """
     candidates = [at_most]
     while candidates[-1] > 16:
         candidates.append(candidates[-1] // 2)
@@ -71,8 +77,8 @@ def warps(elements: int, per_thread: int) -> int:
 def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
     """Blocks for programs that read whole statistics groups at once; None if such a slab exceeds the capacity.
 
-    A program reads one channel (planes), 32 bytes of channels (rows), or one group of channels.  It reads several small
-    planes of a sample, so that a warp of up to 64 threads has 16 bytes a thread.
+    A program reads one channel (planes), 32 bytes of channels (rows), or one group of channels.  If planes are small,
+    it reads several planes of a sample, so that a warp of up to 64 threads has 16 bytes per thread.
     """
     stat, units = layout.stat, layout.I * layout.C
     vector = 16 // dtype.itemsize
@@ -82,7 +88,7 @@ def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
         # Every vector of 16 bytes needs an address, which leaves fewer registers for values.
         capacity = min(capacity, ONCHIP_BWD)
         groups = units // layout.D if stat == "group" else layout.I * triton.cdiv(layout.C, block_l)
-        # With fewer channels most of a 16-byte vector would be thrown away.
+        # With fewer channels than a 16-byte vector holds, part of every vector would be wasted.
         if stat == "group" and vector > layout.D:
             return None
     elif stat == "group":
@@ -101,7 +107,7 @@ def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
 def split_blocks(
     layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
 ) -> Blocks:
-    """Blocks for tiles that are dealt, in runs of adjacent ones, to as many programs as fill the device.
+    """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only.
     """

@@ -4,11 +4,13 @@
 few thousand elements this takes longer than the kernel.  A ``Launcher`` does it once for each kind of call, and then
 calls the compiled kernel directly, as ``JITFunction.run`` would.
 
-A kind of call is what Triton compiles for: the device; for every tensor whether it is given, its dtype, and whether its
-address is a multiple of 16; and the sizes and constants, which a launcher holds.  Floats do not matter.  The public
-call is used in all other cases: AMD's GPUs, for which Triton also looks at the bytes of a tensor's storage; the
-interpreter; a replaced ``JITFunction.run``, as in ``dry_run``; hooks of profilers and options of debuggers; and
-versions of Triton that are not in ``VERSIONS``.
+Calls are of the same kind if Triton compiles the same kernel for them.  The kind consists of the device, and for every
+tensor whether it is given, its dtype, and whether its address is a multiple of 16.  The sizes and constants count too;
+a launcher holds them.  The values of floats do not matter.
+
+Triton's public call is used on AMD's GPUs, for which Triton also looks at the size of a tensor's storage; in the
+interpreter; with a replaced ``JITFunction.run``, as in ``dry_run``; with hooks of profilers and options of debuggers;
+and with versions of Triton that are not in ``VERSIONS``.
 """
 
 import functools
@@ -22,16 +24,17 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# The versions whose JITFunction.run and CompiledKernel.run we have read.  Others may pass other arguments.
+# The versions whose JITFunction.run and CompiledKernel.run we have read.  Other versions may pass other arguments.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 VERSION = ".".join(triton.__version__.split(".")[:2])
 KNOWN = VERSION in VERSIONS
-# Whether CudaLauncher is a class in Python whose ``__call__`` we have read, as in this version.
+# Whether CudaLauncher is a class in Python whose ``__call__`` we have read.  It is in Triton 3.9.
 IN_PYTHON = VERSION == "3.9"
 RUN = JITFunction.run
-# No multiplication and addition may become one instruction that rounds once.  The compiler fused the product of one of
-# two lanes into their sum, so lanes that should have held one mean differed in the last bit.  One of them stored its
-# mean, and the others applied their own: z that backward rebuilt from it was not z.  See docs/compiled.md.
+# A multiplication and an addition must not become one instruction that rounds once.  The compiler did this for one of
+# two lanes only, so lanes that should have held the same mean differed in the last bit.  One lane stored its mean, and
+# the other lanes applied their own mean.  So the z that backward rebuilt from the stored mean was not the z of forward.
+# See docs/compiled.md.
 FP_FUSION = False
 # A network has few layouts.  The limit is for shapes that change with every batch.
 MAX_PLANS = 1024
@@ -57,7 +60,7 @@ def forget_plans() -> None:
 
 
 def is_watched() -> bool:
-    """Whether a hook must see launches, or an option changes the compiled code."""
+    """Whether a hook must see launches, or whether an option changes the compiled code."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # A hook is a chain of hooks; in older versions it is a single hook or None.
@@ -77,14 +80,15 @@ def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None], d
         if address is not None:
             bits |= address
     kind = (device, *[None if t is None else t.dtype for t in tensors])
-    # Most addresses are multiples of 16, all of them together.
+    # In most calls all addresses are multiples of 16.
     return kind if bits % 16 == 0 else (*kind, *[a and a % 16 for a in addresses])
 
 
 class Ready(NamedTuple):
-    """A compiled kernel, and how it is launched: ``call(*grid, stream, function, *options, *arguments)``.
+    """A compiled kernel, and the call that launches it: ``call(*grid, stream, function, *options, *arguments)``.
 
-    ``packed``: the arguments are one tuple.  ``compiled`` is kept because its code is unloaded when it is freed.
+    ``packed`` says that the arguments are passed as one tuple.  ``compiled`` is kept because its code is unloaded when
+    it is freed.
     """
 
     call: Callable[..., None]
@@ -95,10 +99,10 @@ class Ready(NamedTuple):
 
 
 def ready(compiled: Any) -> Ready:
-    """As ``JITFunction.run`` launches it where no hook must see it.
+    """The launch that ``JITFunction.run`` makes if no hook must see it.
 
-    In Triton 3.9 ``CompiledKernel.run`` is in Python.  Where all that it does is to pass its arguments on, the function
-    in C that it calls is called instead.
+    In Triton 3.9 ``CompiledKernel.run`` is a function in Python.  If it only passes its arguments on to a function in
+    C, the function in C is called directly.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if not IN_PYTHON or type(run).__name__ != "CudaLauncher" or run.gsan_enabled:
@@ -114,7 +118,7 @@ def ready(compiled: Any) -> Ready:
 class Launcher:
     """A kernel with its grid, sizes and constants.
 
-    It is called with the arguments that come before these in the kernel's signature: tensors (or None), then floats.
+    It is called with the arguments that come before the sizes in the kernel's signature: tensors or None, then floats.
     """
 
     __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_sizes", "_tail", "_whole_grid")

@@ -1,11 +1,11 @@
-"""z = max over windows of x, and codes: which position of its window each z came from, one byte each.
+"""z = max over windows of x, and codes: one byte for each z, the position in its window that z came from.
 
 Kept for backward: the codes.  Position t = (td KH + th) KW + tw of window o is at i = o stride - padding + t dilation
 in every dimension.  As in PyTorch, the first of equal values wins, and the last NaN wins; padding never wins.
 
     dx[i] = sum of dz[o] over the windows o that hold i at position t and have codes[o] = t
 
-Backward gathers: it needs no atomics, and writes every dx once, with a fixed order of sums.  A cell is the block of
+Backward gathers, so it needs no atomics, and writes every dx once, with a fixed order of sums.  A cell is the block of
 ``stride`` adjacent positions of x in each dimension.  A program owns a tile of cells, and reads each window that
 reaches into a cell once; so it reads dz and codes only once if windows do not overlap.
 
@@ -28,7 +28,8 @@ from .tile import tiles_of
 
 # The bytes of x that a program of forward or backward covers.
 TILE_BYTES = 8192
-# Positions of a window that are unrolled, so that their loads overlap.  The masks of eight would spill on gfx942.
+# The number of positions of a window that are unrolled, so that their loads overlap.  On gfx942 the masks of eight
+# positions would spill.
 MAX_TAPS = tl.constexpr(4)
 
 
@@ -65,7 +66,7 @@ def first_inside(o, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
 
 @triton.jit
 def take(best, code, v, t):
-    """Updates the maximum and its code with position t, whose value is v.  Positions come in their order."""
+    """Updates the maximum and its code with position t, whose value is v.  Positions must come in ascending order."""
     wins = (v > best) | (v != v)
     return tl.where(wins, v, best), tl.where(wins, t, code)
 
@@ -117,13 +118,13 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
         L = OW
     row, lane, plane, od, oh, ow = tile_position(OD, OH, OW, L, ROWS, INDEX, BLOCK_R, BLOCK_L)
     in_tile = (row < M) & (lane < L)
-    # int64: offsets pass 2**31 at 64 x 64 x 1024 x 1024
+    # The plane is int64, because offsets exceed 2**31 at 64 x 64 x 1024 x 1024.
     plane = plane.to(tl.int64)
     d0, h0, w0 = od * SD - PD, oh * SH - PH, ow * SW - PW
     c = lane if ROWS else 0
 
     best = tl.full((BLOCK_R, BLOCK_L), float("-inf"), ACC)
-    # The code if all values are -inf.
+    # This is the code if all values are -inf.
     first = (first_inside(od, SD, PD, DD) * KH + first_inside(oh, SH, PH, DH)) * KW + first_inside(ow, SW, PW, DW)
     code = tl.zeros((BLOCK_R, BLOCK_L), tl.int32) + first.to(tl.int32)
     if KD * KH * KW <= MAX_TAPS:
@@ -142,7 +143,7 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
 
 @triton.jit
 def tap_of(a, j, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
-    """The position in window q + j, 0 to K - 1, of the a-th element of cell q, and whether it is inside the window."""
+    """The position (0 to K - 1) of the a-th element of cell q in window q + j, and whether it is inside the window."""
     steps = a + P - j * S
     return steps // DIL, (steps >= 0) & (steps % DIL == 0) & (steps < K * DIL)
 
@@ -183,8 +184,8 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
                         ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
     """Computes dx for M rows of lanes of QD x QH x QW cells.  Windows q + F to q + F + J - 1 reach into cell q.
 
-    CELL is the number of positions in a cell, rounded up to a power of two; for planes those along d and h, with
-    CELL_W along w.  ALIGN divides C, or OW.
+    CELL is the number of positions in a cell, rounded up to a power of two.  For planes, CELL counts positions along d
+    and h, and CELL_W counts positions along w.  ALIGN divides C (rows) or OW (planes).
     """
     if ROWS:
         C = C // ALIGN * ALIGN
@@ -205,13 +206,14 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
         acc = tl.zeros((BLOCK_R, CELL, BLOCK_L, CELL_W), ACC)
         ad, ah = (a // SH)[None, :, None, None], (a % SH)[None, :, None, None]
         aw = tl.arange(0, CELL_W)[None, None, None, :]
-    # The compiler does not know the length of this loop: four unrolled windows of a channels_last tile spill on gfx942.
+    # The length of this loop is hidden from the compiler, because four unrolled windows of a channels_last tile spill
+    # on gfx942.
     for j in range(windows):
         acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
                          KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
                          ROWS)  # fmt: skip
 
-    # The same with three axes (rows, positions of the cell, lanes); in planes all positions along w are lanes.
+    # Positions now get three axes (rows, positions of the cell, lanes); in planes all positions along w are lanes.
     if ROWS:
         ad, ah, aw = (a // (SH * SW))[None, :], (a // SW % SH)[None, :], (a % SW)[None, :]
         d, h, w = qd * SD + ad, qh * SH + ah, qw * SW + aw
@@ -250,7 +252,7 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
 
 
 def warps_of(elements: int, per_thread: int) -> int:
-    """The number of warps for a number of elements a thread on any GPU; AMD's warps have 64 threads."""
+    """The number of warps that have ``per_thread`` elements per thread on any GPU; AMD's warps have 64 threads."""
     size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
     return max(1, warps(elements, per_thread) * 32 // size)
 
@@ -272,7 +274,7 @@ def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     M = math.prod(out_shape) // L
     named = constants(kernel, geometry)
     pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
-    # 128 bytes of adjacent channels, or of x along w.
+    # A program reads 128 bytes of adjacent channels, or of x along w.
     along = 128 // dtype.itemsize
     programs, meta = blocks(M, L, along, TILE_BYTES // dtype.itemsize // 2)
     named |= {"PAIRS": pairs, "ROWS": rows, "ALIGN": math.gcd(L, 16), "INDEX": index_of(M, meta),
@@ -307,8 +309,8 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     along = max(1, 128 // dtype.itemsize // cell_w)
     programs, meta = blocks(M, L, along, max(1, TILE_BYTES // dtype.itemsize // (cell * cell_w)))
     windows = named["JD"] * named["JH"] * named["JW"]
-    # The number of values of dx a thread for which it reads 16 bytes of dz at a time.  It is smaller if a thread holds
-    # many windows, and in rows, where 64 values spill under Triton 3.6.
+    # This is the number of values of dx per thread for which it reads 16 bytes of dz at a time.  It is smaller if a
+    # thread holds many windows, and in rows, because 64 values of rows spill under Triton 3.6.
     most = 64 if windows == 1 and not rows else 32
     per_thread = min(most, cell * cell_w * (16 // dtype.itemsize))
     named |= {"CELL": cell, "CELL_W": cell_w, "ROWS": rows, "ALIGN": math.gcd(C if rows else out[2], 16),
@@ -323,5 +325,5 @@ def max_pool_bwd(dz, codes, dx, rows, kernel, geometry):
 
 
 def index_of(M: int, meta: dict):
-    """Of rows, rounded up to a tile."""
+    """The integer type for the index of a row, where M rows are rounded up to whole tiles."""
     return tl.int64 if M + meta["BLOCK_R"] >= 2**31 else tl.int32

@@ -1,7 +1,7 @@
 """z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd: a normalisation and its activation.
 
-Statistics are those of a channel over the batch, of a channel of each sample, or of a group of channels of each sample:
-see STAT in ``kernels/tile.py``.  z may be written over x.  Backward is in ``kernels/norm_act_bwd.py``.
+Statistics belong to a channel over the batch, to a channel of each sample, or to a group of channels of each sample
+(see STAT in ``kernels/tile.py``).  z may be written over x.  Backward is in ``kernels/norm_act_bwd.py``.
 
 Large tensors take two launches.  The first one (``kernels/norm_stats.py``) reduces: several programs (``splits``) share
 a channel group, and each leaves a partial result.  In the second one every program merges the partial results for
@@ -41,7 +41,7 @@ def load_slot(slot_ptr, c, valid):
     """The places of the channels in the side buffer of kept channels; -1 for channels that are not kept."""
     slot = c
     if slot_ptr is not None:
-        # Planes need a block as well, because it meets their masks.
+        # Planes need a block too, because it is combined with their masks.
         slot = tl.load(slot_ptr + c, mask=valid, other=-1) + tl.zeros((1, 1), tl.int32)
     return slot
 
@@ -85,11 +85,11 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                               BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                               EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
-    """Applies statistics from SOURCE: "batch" (the parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
+    """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
-    # The number of the statistics group.
+    # u is the number of the statistics group.
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     if SOURCE == "batch":
@@ -101,7 +101,7 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                 tl.store(mean_ptr + u, mean, mask=one_of_group)
             tl.store(rstd_ptr + u, rstd, mask=one_of_group)
             if running_mean_ptr is not None:
-                # They are merged one after the other; together they would take registers from the loop below.
+                # Mean and variance are updated one after the other.  Together they would take registers from the loop.
                 running = tl.load(running_mean_ptr + u, mask=one_of_group)
                 update_running(running_mean_ptr, running, mean, momentum, u, one_of_group)
                 running = tl.load(running_var_ptr + u, mask=one_of_group)
@@ -145,14 +145,14 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
                                D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr,
                                STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                                BLOCK_L: tl.constexpr):  # fmt: skip
-    """Reads whole statistics groups, one tile, once; statistics take two passes in registers unless "saved"."""
+    """Reads whole statistics groups, as one tile, once.  Unless they are saved, statistics take two passes over it."""
     program = tl.program_id(0)
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
     if running_mean_ptr is not None:
-        # Loaded here, so that the program waits for them and x together.
+        # They are loaded here, so that the program waits for them and for x at the same time.
         running_mean = tl.load(running_mean_ptr + u, mask=valid)
         running_var = tl.load(running_var_ptr + u, mask=valid)
     if SOURCE == "batch":
@@ -189,7 +189,7 @@ def constants_of(source, dtype, layout, eps, act):
 
 @plan
 def onchip_plan(source, layout, dtype, eps, act, K):
-    """The launch that reads whole statistics groups; None if such a slab is too large."""
+    """The launcher that reads whole statistics groups; None if a slab is too large."""
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
     if blocks is None:
         return None
@@ -200,7 +200,7 @@ def onchip_plan(source, layout, dtype, eps, act, K):
 
 @plan
 def apply_plan(source, layout, dtype, device, eps, act, K, partials):
-    """The launch that applies given statistics, merged or in a number of parts."""
+    """The launcher that applies given statistics, either merged or in ``partials`` parts."""
     blocks = split_blocks(layout, dtype, device)
     constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
@@ -214,7 +214,7 @@ def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, runni
     slots, K = kept if kept is not None else (None, 0)
     xhat_kept = x.new_empty(layout.I * layout.N * K * layout.S) if K else None
     tensors = weight, bias, mean, rstd, running_mean, running_var, batches, xhat_kept, slots
-    # Given statistics need no slab, but with a slab small planes of a sample share a tile.
+    # Given statistics need no slab, but in a slab several small planes of a sample share a tile.
     if partial is None and (source == "batch" or (source == "saved" and layout.I * layout.D > 1)):
         onchip = onchip_plan(source, layout, x.dtype, eps, act, K)
         if onchip is not None:
@@ -234,8 +234,8 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
 
     ``act`` is (name, parameter).  ``kept`` is None or (slots, count); slots has the int32 slot of each channel, or -1
     if it is not kept.  Training moves the running statistics by ``momentum`` if they are given; only a norm of the
-    batch has them.  Then it adds 1 to ``batches``, one int64, if that is given.  ``partial`` holds (count, mean, M2) of
-    parts of ``x``, (3, parts, I C), if they are known already.  ``residual`` has the strides of ``x``.
+    batch has them.  Then it adds 1 to ``batches``, one int64, if ``batches`` is given.  ``partial`` holds (count, mean,
+    M2) of parts of ``x``, (3, parts, I C), if they are known already.  ``residual`` has the strides of ``x``.
 
     It returns mean (written in training only; None without ``keep_mean``) and rstd, (I C / D,) in fp32 (fp64 for fp64),
     and xhat of the kept channels, flat, or None.

@@ -1,9 +1,9 @@
 """Backward of z = phi(y), y = weight * xhat + bias [+ residual], xhat = (x - mean) * rstd.
 
-One tensor of that size is kept, which KEEP names, beside rstd, weight, bias (and the residual, if there is one):
+Beside rstd, weight, bias and the residual (if there is one), one tensor of the size of x is kept, which KEEP names:
 
-    "output"   z, from which y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
-    "input"    x and mean, from which xhat and y
+    "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
+    "input"    x, which gives xhat and y; and mean
 
 With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
 
@@ -13,13 +13,13 @@ With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.
     dx = weight * rstd * g                             running statistics
     dresidual = g
 
-and for a group of channels dx = rstd * (weight * g - t1 / m - xhat * t2 / m), where t1 and t2 are the sums of
-weight * s1 and weight * s2 over it.
+For a group of channels, dx = rstd * (weight * g - t1 / m - xhat * t2 / m), where t1 and t2 are the sums of
+weight * s1 and weight * s2 over the group.
 
-The launches are like those of forward: the first computes sums, the second applies them; a single launch does both if a
-slab fits on chip.  With two launches and a residual, KEEP "output" reads the residual in both, and writes g in the
-second.  KEEP "input" needs only x and g for dx, so that the first launch writes g, and the second reads it in the dtype
-of dresidual.  The sums are left per channel, and may be changed before they are applied (``sums``), like statistics.
+As in forward, there are two launches: the first computes sums, the second applies them.  A single launch does both if a
+slab fits on chip.  With two launches and a residual, KEEP "output" reads the residual in both launches, and writes g in
+the second.  KEEP "input" needs only x and g for dx, so the first launch writes g, and the second reads it in the dtype
+of dresidual.  The first launch leaves sums per channel, which may be changed (``sums``) before the second applies them.
 """
 
 import torch
@@ -49,7 +49,7 @@ def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b,
                   KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
                   STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                   EVICT: tl.constexpr):  # fmt: skip
-    """The g and xhat of one tile; both are 0 where masked."""
+    """g and xhat of one tile; masked values are 0."""
     saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     shift = b
@@ -72,7 +72,7 @@ def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b,
 
 @triton.jit
 def grad_of_input(g, xhat, s1, s2, w, rstd, STAT: tl.constexpr):
-    """The gradient dx; s1 and s2 are means over the statistics group."""
+    """dx from g and xhat; s1 and s2 are means over the statistics group."""
     if STAT == "group":
         dx = (g * w - s1 - xhat * s2) * rstd
     else:
@@ -156,7 +156,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
     if split == 0:
         store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
-    # The sums of a group were multiplied by the weight when they were merged.
+    # The sums of a group of channels were multiplied by the weight when they were merged.
     m = tl.cast(N, ACC) * S * D
     s1 /= m
     s2 /= m
@@ -198,7 +198,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         s2 = group_sum(s2 * w)
     s1 /= m
     s2 /= m
-    # Computed here, where fewer registers are in use.
+    # rstd is loaded here, because fewer registers are in use at this point.
     rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
@@ -215,14 +215,15 @@ def keep_of(mean):
 
 def constants_of(keep, layout, dtype, act):
     name, param = act
-    # The middle of the values that round to -1: a quarter of the spacing of numbers in [0.5, 1) away from it.
+    # This is the middle of the values that round to -1.  Its distance from -1 is a quarter of the spacing of numbers in
+    # [0.5, 1).
     clamp = torch.finfo(dtype).eps / 8
     return {"KEEP": keep, "D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(dtype)}
 
 
 @plan
 def onchip_plan(keep, layout, dtype, act, K):
-    """The launch that reads whole statistics groups; None if such slabs are too large."""
+    """The launcher that reads whole statistics groups; None if a slab is too large."""
     blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
     if blocks is None:
         return None
@@ -233,7 +234,7 @@ def onchip_plan(keep, layout, dtype, act, K):
 
 @plan
 def reduce_plan(keep, layout, dtype, device, act, K):
-    """The launch that leaves sums, and the number of their parts."""
+    """The launcher that leaves sums, and the number of their parts."""
     blocks = split_blocks(layout, dtype, device, reduces=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
     constants = constants_of(keep, layout, dtype, act) | blocks.meta
@@ -242,7 +243,7 @@ def reduce_plan(keep, layout, dtype, device, act, K):
 
 @plan
 def apply_plan(keep, layout, dtype, device, act, K, partials):
-    """The launch that applies sums in a number of parts."""
+    """The launcher that applies sums in ``partials`` parts."""
     blocks = split_blocks(layout, dtype, device)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
     constants = constants_of(keep, layout, dtype, act) | blocks.meta
@@ -269,8 +270,8 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
 
     ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
     ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
-    The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` are those of ``norm_act_bwd_sums``, if
-    they are known already.
+    The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
+    ``norm_act_bwd_sums`` if it is known already.
     """
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(saved) if dx is None else dx
@@ -315,8 +316,8 @@ def norm_act_bwd_exchanged(dz, saved, layout, weight, bias, rstd, xhat_kept, kep
                            mean=None, residual=None, dresidual=None):  # fmt: skip
     """``norm_act_bwd`` in training for a norm of the batch, with sums that ``exchange`` adds up over processes.
 
-    ``exchange`` is called with the sums of g and g * xhat, (C,) each; dx follows its result.  dweight and dbias are
-    those of this process's ``saved`` only.
+    ``exchange`` is called with the sums of g and g * xhat, (C,) each, and dx is computed from its result.  dweight and
+    dbias are the sums of this process only.
     """
     args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept
     also = {"mean": mean, "residual": residual}

@@ -1,9 +1,10 @@
-"""Statistics of an activation tensor, in two steps: parts, and their merging.  Other work may run between the steps.
+"""Statistics of an activation tensor, in two steps: parts are computed, and then merged.
 
-A part is (count, mean, M2) of some of a channel's values; the parts are a buffer (3, parts, I C).  They are merged by
-Chan's formula in a fixed order.  The sums of a backward pass, (2, parts, I C), are merged in the same way.  If there
-are few parts, every program of the kernel that uses them merges them for itself.  A small launch merges more parts, and
-the parts of a group of channels.  Parts of other ranks are merged like any others.
+Other work may run between the steps.  A part is (count, mean, M2) of some of a channel's values.  The parts are one
+buffer (3, parts, I C), and are merged by Chan's formula in a fixed order.  The parts of the sums of a backward pass,
+(2, parts, I C), are added in a fixed order.  If there are few parts, every program of the kernel that uses them merges
+them for itself.  If there are more, or a group of channels shares statistics, a small launch merges them first.  Parts
+from other ranks are merged in the same way.
 """
 
 import torch
@@ -17,7 +18,7 @@ from .tile import as_rows, chan_merge, channel_sum, channels_of, cut_period, fol
 
 @triton.jit
 def merge_two(count, mean, m2, n, other_mean, other_m2):
-    """Merges two (count, mean, M2) by Chan's formula; either may have a count of 0."""
+    """Merges two (count, mean, M2) by Chan's formula; each of them may have a count of 0."""
     total = count + n
     share = n / tl.maximum(total, 1.0)
     apart = other_mean - mean
@@ -30,8 +31,8 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
                       WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Leaves (count, mean, M2) of one split of a channel group.
 
-    A thread computes mean and M2 of the FOLD values that it holds of each lane of a tile, and merges them with those of
-    the lane so far.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.
+    For each lane of a tile, a thread computes mean and M2 of the FOLD values that it holds, and merges them into the
+    lane's mean and M2.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.
     """
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
@@ -110,7 +111,7 @@ def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
     groups = U // D
-    # The rows are the splits, and within each the channels of a group.
+    # The rows are the splits, and within each split the channels of a group.
     row = tl.arange(0, BLOCK_P * BLOCK_D)[:, None]
     p = chunk * BLOCK_P + row // BLOCK_D
     d = row % BLOCK_D
@@ -135,7 +136,7 @@ def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS
 
 @plan
 def merge_plan(k, splits, U, C, D):
-    """The launch, and the number of chunks that it leaves."""
+    """The launcher, and the number of chunks that it leaves."""
     block_d = triton.next_power_of_2(D)
     block_p = min(triton.next_power_of_2(splits), MAX_SPLITS, max(1, 8192 // block_d))
     chunks = triton.cdiv(splits, block_p)
@@ -146,7 +147,10 @@ def merge_plan(k, splits, U, C, D):
 
 
 def merge(partial, C, D=1, weight=None):
-    """Merges, in one launch, as many splits of each channel or group of D channels as a tile takes."""
+    """Merges the splits of each channel, or of each group of D channels, in one launch.
+
+    As many splits as a tile takes become one chunk.
+    """
     k, splits, U = partial.shape
     launch, chunks = merge_plan(k, splits, U, C, D)
     merged = torch.empty(k, chunks, U // D, dtype=partial.dtype, device=partial.device)
@@ -164,7 +168,7 @@ def few(partial, C):
 def merged(partial, layout, weight=None):
     """The parts (k, splits, I C) as the applying kernels need them: few splits for each statistics group.
 
-    The sums of a group of channels are those of weight * g and weight * g * xhat; those of a channel have no weight.
+    For a group of channels, these are the sums of weight * g and weight * g * xhat; for a channel, there is no weight.
     """
     partial = few(partial, layout.C)
     return merge(partial, layout.C, layout.D, weight) if layout.D > 1 else partial
@@ -172,7 +176,7 @@ def merged(partial, layout, weight=None):
 
 @plan
 def stats_plan(layout, dtype, device):
-    """The launch, and the number of parts that it leaves."""
+    """The launcher, and the number of parts that it leaves."""
     blocks = split_blocks(layout, dtype, device, reduces=True, stats=True)
     if not blocks.meta["WHOLE"]:
         # The counts of every lane take registers as well.
@@ -183,7 +187,7 @@ def stats_plan(layout, dtype, device):
 
 
 def norm_stats(x, layout):
-    """The (count, mean, M2) of parts of ``x``, as (3, parts, I C) in fp32; in fp64 for fp64 input."""
+    """(count, mean, M2) of parts of ``x``, as (3, parts, I C) in fp32, or in fp64 for fp64 input."""
     launch, splits = stats_plan(layout, x.dtype, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     partial = torch.empty(3, splits, layout.I * layout.C, dtype=wide, device=x.device)

@@ -5,18 +5,18 @@ A tensor of I N samples, C channels and S positions has one of two layouts; the 
     planes   element (i, n, c, s) at ((i N + n) C + c) S + s     contiguous: positions of a channel are adjacent
     rows     element (i, n, c)    at  (i N + n) C + c            channels_last (n counts samples times positions)
 
-STAT says which values share a mean and a variance, and therefore what I, N and D are:
+STAT says which values share a mean and a variance, and determines I, N and D:
 
     "batch"      a channel: I = 1, D = 1                                                      BatchNorm
-    "instance"   a channel of a sample: I samples; N = 1 (planes) or their positions (rows); D = 1   InstanceNorm
-    "group"      D adjacent channels of a sample: I and N likewise                            GroupNorm
+    "instance"   a channel of a sample: I samples; N = 1 (planes) or counts positions (rows); D = 1   InstanceNorm
+    "group"      D adjacent channels of a sample: I and N as for "instance"                   GroupNorm
 
 A result per channel has I C values, channel c of sample i at i C + c.  A result per statistics group has I C / D
 values, at (i C + c) // D.
 
 A tile is a block (BLOCK_N, BLOCK_L).  Its lanes, the last axis, are adjacent in memory: positions of one channel
 (planes) or channels (rows).  Values per channel are a scalar, or (1, BLOCK_L), or (BLOCK_N, 1) if a tile holds planes
-of several channels; so the same code serves all layouts.  Planes with S > BLOCK_L have BLOCK_N = 1, so that a tile is
+of several channels.  So the same code serves all layouts.  Planes with S > BLOCK_L have BLOCK_N = 1, so that a tile is
 cut short along one axis only.
 """
 
@@ -26,7 +26,7 @@ import triton.language as tl
 
 @triton.jit
 def tiles_of(size, BLOCK: tl.constexpr):
-    """The number of tiles: cdiv without exceeding the size, which may be just below 2**31."""
+    """The number of tiles, like cdiv, but no intermediate result exceeds the size, which may be just below 2**31."""
     return (size - 1) // BLOCK + 1
 
 
@@ -40,7 +40,11 @@ def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 @triton.jit
 def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The period of tiles that may be cut short: the last of a plane, or of all; each tile if planes share tiles."""
+    """The period of tiles that may be cut short.
+
+    Only the last tile of a period may be cut short; it is the last tile of a plane, or of the tensor.  The period is 1
+    if planes that do not fill BLOCK_L share tiles, because then every tile may be cut short.
+    """
     if ROWS:
         period = tiles_of(N, BLOCK_N)
     elif BLOCK_N == 1:
@@ -52,7 +56,7 @@ def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 @triton.jit
 def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The sample i of a program that walks tiles, and its channel (planes) or BLOCK_L channels (rows)."""
+    """The sample i of a program that walks over tiles, and its channel (planes) or its BLOCK_L channels (rows)."""
     i = tl.cast(0, tl.int32)
     group = program
     if STAT != "batch":
@@ -70,7 +74,7 @@ def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.
 
 @triton.jit
 def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The first sample and first lane of tile j, in int64: offsets exceed 2**31 at 64 x 64 x 1024 x 1024."""
+    """The first sample and first lane of tile j, in int64, because offsets exceed 2**31 at 64 x 64 x 1024 x 1024."""
     if ROWS:
         n0 = tl.cast(j, tl.int64) * BLOCK_N
         s0 = tl.cast(0, tl.int64)
@@ -111,11 +115,11 @@ def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 @triton.jit
 def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_L: tl.constexpr):  # fmt: skip
-    """For a program with whole statistics groups in one tile: sample, channels, a mask of existing channels, and the
-    offsets and mask of the tile.
+    """The tile of a program that holds whole statistics groups.
 
-    For "batch" they are those of tile 0 in ``tile_offsets``.  Otherwise the rows of a tile are planes of one sample:
-    the planes of a group, or as many as fit.
+    Returns the sample, the channels, a mask of existing channels, and the offsets and mask of the tile.  For "batch"
+    the tile is tile 0 of ``tile_offsets``.  Otherwise the rows of the tile are planes of one sample: the planes of a
+    group, or as many planes as fit.
     """
     n = tl.arange(0, BLOCK_N)[:, None]
     lane = tl.arange(0, BLOCK_L)[None, :]

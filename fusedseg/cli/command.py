@@ -14,7 +14,7 @@ NEGATIVE = re.compile(r"-[\d.]")
 
 
 class Refused(Exception):
-    """The command cannot do what was asked for.  The message says why and what to do; it becomes one line on stderr."""
+    """Raised if a command cannot do its task.  The message says why and what to do; it becomes one line on stderr."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""``fusedseg convert``: what conversion would do to a model, and what it would save."""
+"""``fusedseg convert`` shows what conversion would change in a model, and how many bytes it would save."""
 
 import argparse
 import sys

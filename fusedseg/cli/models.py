@@ -96,7 +96,7 @@ def _imported(text: str, module: str) -> object:
 
 
 def place_of(error: BaseException) -> str:
-    """The file and line of the user's own code that raised an error or called what raised it; "" if there is none."""
+    """The file and line of the user's own code that led to an error; "" if there is none."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     ours = (str(Path(torch.__file__).parent), str(Path(unet.__file__).parents[1]), "<")
@@ -117,7 +117,10 @@ def _converter(shapes: Shapes) -> Convert:
 
 
 def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
-    """The fused preset, built in the dtype of the stock one, because PyTorch cannot cast parameters without values."""
+    """The fused preset, built in the dtype of the stock preset.
+
+    It is not cast afterwards, because PyTorch cannot cast parameters without values.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(_dtype(model))
     try:

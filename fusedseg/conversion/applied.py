@@ -29,14 +29,14 @@ def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 class _DoneByNorm(nn.Module):
-    """First base class of ``Applied`` and ``AppliedOnce``; the second base class is the activation's stock class."""
+    """The first base class of ``Applied`` and ``AppliedOnce``; the second one is the activation's stock class."""
 
     # The activation's class, and the name of its parameter.
     _stock: type[nn.Module]
     _parameter: str | None
-    # attributes that must have a certain value, as in the activation's row of the table
+    # The attributes that must have a certain value, as in the activation's row of the table.
     _fixed: tuple[tuple[str, Any], ...]
-    # the value of the parameter that the norm applies, and where the activation was found
+    # The value of the parameter that the norm applies, and the path at which the activation was found.
     _fusedseg_value: Any
     _fusedseg_path: str
 
@@ -99,7 +99,7 @@ def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
     made: dict[type, Any] = {}
     for cls, row in OF_MODULE.items():
         if row.learned:
-            # ``spec_of`` refuses it
+            # ``spec_of`` refuses this activation.
             continue
         qualname = base.__name__ + cls.__name__
         parameter = None if row.parameter is None else row.parameter.attribute

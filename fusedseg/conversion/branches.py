@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 # Values of attributes that are often set again, such as a flag, an epoch or the name of a phase.
 SETTINGS = (bool, int, float, str, Enum, property)
 FIXED = object()
-# The flow of a module of these packages changes by no setting that a program sets later.
+# In modules of these packages, no setting that a program sets later changes the flow.
 KNOWN = ("torch.", "fusedseg.")
 # The fields of a Branch without the sites.
 Place = tuple[str, str, str, int]
@@ -27,8 +27,8 @@ class Branch(NamedTuple):
 
     Attributes:
         function: the method that has the branch, such as "Net.forward".
-        attribute: what the branch reads, such as "self.flag"; "" if the source of the method cannot be read.
-        file, line: where the branch is; "" and 0 if the source cannot be read.
+        attribute: the attribute that the branch reads, such as "self.flag"; "" if the source cannot be read.
+        file, line: the place of the branch; "" and 0 if the source cannot be read.
         sites: the first path of each fused norm, as in its row of the report, that lies in such a module.
     """
 
@@ -91,7 +91,7 @@ class Branches:
                     yield name, setting, file, line
 
     def _methods(self, module: nn.Module) -> list[Callable[..., Any]]:
-        """The forward of a module and the methods of the same object that it calls, without those of KNOWN packages."""
+        """The forward of a module, and methods of the same object that it calls, except methods of KNOWN packages."""
         found: list[Callable[..., Any]] = []
         if isinstance(module, fx.GraphModule):
             # A graph has no branches.

@@ -58,8 +58,8 @@ def convert(
     eval mode, on tensors without values if the model allows it.  Without an example, or if a lazy module has not run
     yet, ``torch.fx`` traces the model.  A model that ``fx`` cannot trace gets only the scope, and the report says why.
 
-    The flow may change later, for example once a flag is set.  Part of it must stay as it was on the example, or the
-    model returns wrong numbers without an error:
+    The flow may change later, for example when a flag is set.  Part of the flow must stay as it was on the example;
+    otherwise the model returns wrong numbers without an error:
 
     * Nothing but the norm may read the output of a convolution before an in-place module, which writes over it.  With
       ``inplace=False`` other code may read it: a norm becomes an exact module even if its activation can be inverted.
@@ -70,9 +70,9 @@ def convert(
 
     The report says what must stay.  It also names branches on attributes, such as ``if self.flag:``, in the forward
     code that calls a fused norm, in the code around it, and in methods that this code calls as ``self.name()``.  It
-    does not name branches on ``self.training``, because both modes were seen, nor branches on submodules, parameters
-    and containers, which are fixed when a model is built, nor checks that only raise an error.  It does not find
-    branches on local variables.
+    does not name branches on ``self.training``, because both modes were seen.  It does not name branches on submodules,
+    parameters and containers either, because these are fixed when a model is built, nor checks that only raise an
+    error.  It does not find branches on local variables.
 
     Args:
         model: any module.  It may be on any device, or fake.
@@ -83,7 +83,7 @@ def convert(
         inplace: whether norms may become in-place modules, which write over their input.
 
     Raises:
-        TypeError: ``model`` is no module; the example has another type, or is not given by its name; ``inplace`` is no
+        TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
             bool.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
 
@@ -119,7 +119,7 @@ def convert(
     parse_invertible(OP, "leaky_relu", slope)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
-        # A forward would create the parameters of lazy modules for good.
+        # A forward would create the parameters of lazy modules permanently.
         inputs = None
     if isinstance(model, torch.jit.ScriptModule):
         why = "it is scripted: convert the model before torch.jit.script"

@@ -8,8 +8,8 @@ They keep their paths and parameters, and differ from the stock class in two cas
 * A BatchNorm and an invertible activation follow, and one op for all three is faster (``pays``).  The convolution then
   computes all three and marks the tensor.  The norm sees the mark and returns its input, as the activation does.
 
-In all other cases they are the stock convolution: also under ``torch.compile``, and if the convolution has hooks, which
-must see its output.
+In all other cases they run the stock convolution.  They also run it under ``torch.compile``, and if the convolution has
+hooks, which must see its output.
 """
 
 from typing import Any
@@ -32,12 +32,12 @@ OP = "fusedseg.convert"
 
 
 def pays(x: Tensor) -> bool:
-    """Whether one op for convolution, norm and activation is faster than two.
+    """Whether one op for convolution, norm and activation is faster than two ops.
 
-    On a GPU one op reads and writes memory no more often than two.  It saves a pass in forward and one in backward if
-    the convolution has a bias, and a pass in forward if Triton's epilogue computes the statistics.  On a CPU it takes
-    as long or up to 5 % longer (measured), except for one small fp32 volume, which torch would convolve by a loop:
-    there it takes a fifth of the time.
+    On a GPU one op reads and writes memory no more often than two.  It saves a pass in forward and a pass in backward
+    if the convolution has a bias, and a pass in forward if Triton's epilogue computes the statistics.  On a CPU one op
+    takes as long as two ops, or up to 5 % longer (measured).  The exception is one small fp32 volume, which torch would
+    convolve by a loop; there one op takes a fifth of the time.
     """
     return x.is_cuda or looped(x)
 
@@ -63,7 +63,7 @@ class _LeanConv(nn.Module):
     def _unobserved(self, norm: InPlaceABN) -> bool:
         """Whether no hook sees the tensor between the convolution and the norm, and the norm looks for the mark.
 
-        A norm that was converted to a synchronised one does not look for it.
+        A norm that was converted to a synchronised norm does not look for the mark.
         """
         hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
         return type(norm) in NORM_OF_CONV.values() and not (hooks or has_hooks(self))

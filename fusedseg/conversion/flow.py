@@ -47,7 +47,7 @@ def kind_of(name: str, module: nn.Module | None) -> str:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of the module counts as one call, whatever it calls inside."""
+    """Whether a call of the module counts as one call, although it may call other modules and functions inside."""
     home = type(module).__module__
     # DataParallel and similar modules wrap a model, whose calls must be seen.
     return home.startswith(LEAVES) and not home.startswith("torch.nn.parallel.") and type(module) not in CONTAINERS

@@ -1,7 +1,7 @@
 """The classes of the fused norms that ``convert`` makes: subclasses of a public fused norm and of the stock norm.
 
-Code that looks for norms by ``isinstance(module, nn.BatchNorm2d)``, to freeze them or to exempt them from weight decay,
-finds them therefore.  They print under the name of the public class; pickle finds them by ``__qualname__``.
+So code that looks for norms by ``isinstance(module, nn.BatchNorm2d)``, to freeze them or to exempt them from weight
+decay, finds them.  They print under the name of the public class; pickle finds them by ``__qualname__``.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ MARK = "_fusedseg_normalised"
 
 
 class NormOfConv(InPlaceABN):
-    """The norm after a ``LeanConv``: returns its input if the convolution has marked it as normalised."""
+    """The norm after a ``LeanConv``.  It returns its input if the convolution has marked it as normalised."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) or isinstance(residual, Proxy):
@@ -52,7 +52,7 @@ def _subclasses(fused: type, stock: tuple[type, ...]) -> dict[type, Any]:
 
 
 NORM_OF_CONV = _subclasses(NormOfConv, BATCH_NORMS)
-# The fused class for each stock norm: one that keeps its input, and one that writes its output over its input.
+# The fused classes for each stock norm: those that keep their input, and those that write the output over the input.
 STORE_INPUT = {
     **_subclasses(BatchNormAct, BATCH_NORMS),
     **_subclasses(InstanceNormAct, INSTANCE_NORMS),
@@ -66,5 +66,5 @@ STORE_OUTPUT = {
 for _norm in BATCH_NORMS:
     SYNCHRONISED[STORE_INPUT[_norm]] = BatchNormActSync
     SYNCHRONISED[STORE_OUTPUT[_norm]] = InPlaceABNSync
-    # The convolution before a synchronised norm leaves the norm its work.
+    # The convolution before a synchronised norm does not do the norm's work.
     SYNCHRONISED[NORM_OF_CONV[_norm]] = InPlaceABNSync

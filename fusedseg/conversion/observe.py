@@ -39,10 +39,10 @@ class Observer:
         self.flow = Flow(how)
         self._paths = {module: paths[0] for module, paths in paths_of(root).items()}
         self._values: dict[tuple[int, int], int] = {}
-        # Held alive, because another tensor could take the id of a freed one.
+        # The tensors are held alive, because another tensor could take the id of a freed tensor.
         self._held: list[tuple[int, Tensor]] = []
         self._where: list[str] = [""]
-        # The depth of nested calls inside a call that is being recorded.
+        # This is the depth of nested calls inside a call that is being recorded.
         self._inside = 0
         self._begun: list[list[tuple[Tensor, int]]] = []
 

@@ -1,4 +1,4 @@
-"""Plans which modules of a model can be replaced, and why others cannot, from the flows of its forward."""
+"""Plans, from the flows of a model's forward, which modules can be replaced, and why other modules cannot."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ class Fusion:
     spec: Spec
     inplace: bool
     twin: nn.Module
-    # The convolution that may do the work of all three, or None.
+    # The convolution that may also do the work of the norm and the activation, or None.
     conv: nn.Module | None = None
     # The convolutions whose output the norm writes over.
     over: tuple[nn.Module, ...] = ()
@@ -38,7 +38,7 @@ class Fusion:
 
 @dataclass
 class Plan:
-    """What ``convert`` will do.  ``paths`` has one path of every module of the model."""
+    """The changes that ``convert`` will make.  ``paths`` has one path of every module of the model."""
 
     paths: dict[nn.Module, str]
     fusions: list[Fusion] = field(default_factory=list)
@@ -223,7 +223,7 @@ class Planner:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
                 plan.replaced.append(Row(self._paths[call.module], f"cat() + {conv}", to, "", None))
             elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
-                # The model returns it, so no call keeps it.
+                # The model returns this value, so no call keeps it.
                 continue
             elif call.kind in ("norm", "activation", "pool", "join"):
                 left.setdefault(of, []).append(call)

@@ -61,7 +61,7 @@ class ConversionReport:
         before: bytes of a training step on the example before the conversion, counted on tensors without values; None
             without an example.
         after: the same bytes after the conversion.
-        guarantee: what must stay as it was in the flow that was seen, so that the model stays right; "" if no norm was
+        guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
             flow later.

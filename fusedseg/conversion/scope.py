@@ -2,7 +2,7 @@
 
 The root of the model changes its class to a subclass whose ``__call__`` enters the scope.  Hooks cannot do this:
 PyTorch runs hooks with ``always_call`` only after an ``Exception``, so that a ``KeyboardInterrupt`` would leave the
-scope open for good.  A ``forward`` among the root's own attributes cannot do it either: copies of the model would call
+scope open forever.  A ``forward`` among the root's own attributes cannot do it either: copies of the model would call
 the forward of the original.
 """
 
@@ -53,7 +53,7 @@ class Scoped:
         return True
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuses to be scripted; ``torch.jit.script`` calls this first."""
+        """Raises an error, because the module cannot be scripted; ``torch.jit.script`` calls this first."""
         if self._fusedseg_wiring is not None:
             raise RuntimeError(
                 "fusedseg.convert: a converted model cannot be scripted; call fusedseg.revert(model) before "

@@ -23,7 +23,7 @@ class _Tracer(fx.Tracer):
 def trace(model: nn.Module, training: bool) -> Flow:
     """The flow of one forward in training or eval mode; the model stays as it was.
 
-    Optional arguments of its forward count as left out.  Errors of ``torch.fx`` pass through.
+    Optional arguments of the forward get their defaults.  Errors of ``torch.fx`` pass through.
     """
     with unchanged(model):
         set_training(model, training)

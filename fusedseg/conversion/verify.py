@@ -16,8 +16,8 @@ class Difference(NamedTuple):
     """The largest relative difference over all tensors, and the name of the tensor that has it.
 
     The relative difference of a tensor is |ours - stock| / |stock| in 2-norms.  If the norm of a gradient is below a
-    thousandth of the largest norm of a gradient, the difference is divided by the largest norm instead: the gradient of
-    a bias before a norm consists of rounding errors only, which cannot agree.
+    thousandth of the largest norm of a gradient, the difference is divided by the largest norm instead.  For example,
+    the gradient of a bias before a norm consists of rounding errors only, which cannot agree.
 
     Attributes:
         size: the relative difference.
@@ -97,7 +97,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _weights(y: Tensor) -> Tensor:
-    """Weights for the sum over an output: all differ, and a norm does not cancel the gradient of the sum."""
+    """Weights for the sum over an output.  All weights differ, so a norm does not cancel the gradient of the sum."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().mul(7).sin().view(y.shape)
 
 
@@ -110,7 +110,7 @@ def _largest(ours: dict[str, Tensor], stock: dict[str, Tensor], small: float = 0
     for name, value in ours.items():
         difference = torch.linalg.vector_norm(value.detach().double() - stock[name].detach().double()).item()
         size = difference / ((norms[name] if norms[name] >= small * largest else largest) or 1.0)
-        # `not <=`, so that NaN counts as a difference.
+        # The condition is `not <=`, so that NaN counts as a difference.
         if not size <= found.size:
             found = Difference(size, name)
     return found

@@ -35,7 +35,7 @@ class Wiring:
 
     def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str]) -> None:
         self.root, self._fused, self._paths = root, fused, paths
-        # Each module in `fused` -> (parent, name) for every place where it is registered.
+        # For each module in `fused`: (parent, name) of every place where it is registered.
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._find_places()
         # The children of every module at the last examination.

@@ -1,6 +1,6 @@
 """Two encoders for two registered images: the T1 template and a motor activation map, in 2D axial slices.
 
-The classes are those of the template, and active grey matter, in which the absolute z-value of the map is above 3.1.
+The classes are the classes of the template and active grey matter, where the absolute z-value of the map is above 3.1.
 The T1 image alone does not show activation, and the map alone does not show tissue.
 """
 

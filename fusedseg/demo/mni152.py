@@ -48,7 +48,7 @@ def load(
     position = [t1_image.affine[axis, 3] + resolution * np.arange(t1.shape[axis]) for axis in range(3)]
     ranges = (X_RANGE, Y_RANGE, z_range)
     box = np.ix_(*((low <= at) & (at <= high) for at, (low, high) in zip(position, ranges, strict=True)))
-    # (x, y, z) becomes (z, y, x), which is a batch of axial slices.
+    # The axes (x, y, z) become (z, y, x), which is a batch of axial slices.
     t1, labels, *maps = (values[box].T.copy() for values in (t1, labels, *maps))
     images = ((t1 - t1.mean()) / t1.std(), *maps)
     y = torch.from_numpy(position[1][box[1].squeeze()])

@@ -32,7 +32,8 @@ class Scan:
 class Split:
     """The trained part lies behind one y in mm, and the held-out part in front of another; the gap separates them.
 
-    The brain is not split into left and right, because the template is symmetric and one half would show the other.
+    The brain is not split into left and right, because the template is symmetric, and each half would show the labels
+    of the opposite half.
     """
 
     trained_below: float
@@ -49,8 +50,9 @@ class Split:
 class Size:
     """The size of a demo.
 
-    resolution: in mm.  widths: channels of the levels.  batch: samples in a batch.  steps: the default number of steps.
-    learning_rate: that of the first step; it falls to zero.  autocast: whether training runs under bf16 autocast.
+    resolution: the size of a voxel in mm.  widths: the channels of the levels.  batch: the number of samples in a
+    batch.  steps: the default number of steps.  learning_rate: the rate of the first step, which falls to zero.
+    autocast: whether training runs under bf16 autocast.
     """
 
     resolution: int
@@ -95,7 +97,7 @@ def split_problem(
     as_batch: Callable[[Scan], Batch],
     **rest: Any,
 ) -> Problem:
-    """The problem of a scan that is split into a trained and a held-out part.  ``rest`` has the other fields."""
+    """The problem of a scan that is split into a trained and a held-out part.  ``rest`` has all further fields."""
     seen, held_out = split.trained(whole), split.held_out(whole)
     return Problem(
         split=split,

@@ -17,7 +17,7 @@ EXTRAS = ("nilearn", "matplotlib", "tqdm")
 
 
 class Refused(Exception):
-    """The demo cannot run here as asked; the message says why and what to do."""
+    """Raised if the demo cannot run here with these arguments; the message says why and what to do."""
 
 
 def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) -> None:
@@ -68,7 +68,7 @@ def run(
     outcome = report.evaluate(problem, trainings, seed)
     print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
 
-    # Imported here, because matplotlib is slow to import.
+    # The import stands here, because matplotlib is slow to import.
     from . import picture
 
     with open_new(picture_path, overwrite) as file:

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from ..memory import SavedBytes, allocator_peak
 from .problem import Batch, Problem
 
-# name -> plain
+# For each network, whether it is built from stock modules.
 NETWORKS = {"eager": True, "fusedseg": False}
-# Far above the rounding errors of a gradient that is zero, such as that of a bias before a norm.  With Adam's 1e-8 such
-# errors alone would move the parameter by the full learning rate.
+# This is far above the rounding errors of a gradient that should be zero, such as the gradient of a bias before a norm.
+# With Adam's 1e-8 such errors alone would move the parameter by the full learning rate.
 ADAM_EPS = 1e-5
 # The first steps allocate memory and choose algorithms, so their times do not count.
 WARMUP_STEPS = 5
@@ -87,7 +87,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
             training.optimizer.zero_grad()
             loss.backward()
             training.optimizer.step()
-            # item() waits for the device
+            # item() waits for the device.
             training.losses.append(loss.item())
             training.seconds.append(time.perf_counter() - start)
         bar.set_postfix_str(", ".join(f"{name} loss {t.losses[-1]:.3f}" for name, t in trainings.items()))
@@ -99,8 +99,8 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
 def settle(problem: Problem, networks: Mapping[str, nn.Module], generator: torch.Generator) -> None:
     """Computes running statistics again, averaged over many batches with the final weights.
 
-    Those of training cover about ten batches, which are too few patches for the prediction of a whole volume: the
-    held-out scores of one network would vary by more than the two networks differ.
+    The running statistics of training cover about ten batches.  These are too few patches for the prediction of a whole
+    volume: the held-out scores of one network would vary by more than the two networks differ.
 
     Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021 (precise BatchNorm).
     """
@@ -137,7 +137,7 @@ def intersection_over_union(predicted: Tensor, truth: Tensor, classes: tuple[str
 
 
 def count_bytes(net: nn.Module, batch: Batch, autocast: bool) -> tuple[int, int]:
-    """(kept, peak) of a step without its optimizer: bytes kept for backward, logits included; the allocator's peak."""
+    """The bytes that a step keeps for backward, logits included, and the allocator's peak; without the optimizer."""
     params = list(net.parameters())
     with SavedBytes([*params, *net.buffers()]) as saved:
         out = forward(net.train(), batch.images, autocast)

@@ -1,4 +1,4 @@
-"""The MNI152 template in 3D: patches of 48 x 48 x 48 voxels of 2 mm, four classes from the T1 image.
+"""The MNI152 template in 3D: patches of 48 x 48 x 48 voxels of 2 mm, and four classes from the T1 image.
 
 The network has the shape of ``fusedseg.unet.unet3d_small``; on a CPU it is narrower.
 """

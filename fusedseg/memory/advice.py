@@ -1,6 +1,6 @@
 """Sentences about a report: what keeps the most bytes, and which module or function would keep fewer.
 
-It knows the modules of this package by name only.  Of the other layers it may import the table of activations.
+It knows the modules of this package by name only.  The only import from another layer is the table of activations.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .trace import Storage
 from .units import NO_SIZE, mib
 
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
-# how the names of autograd's nodes for activations begin
+# The beginnings of the names of autograd's nodes for activations.
 ACTIVATIONS = tuple(({row.node for row in TABLE.values()} | {other.node for other in OTHERS}) - {""})
 # A saving below this share of the kept bytes gets no sentence.
 WORTH = 0.01
@@ -23,10 +23,10 @@ class Finding:
     """A saving that is available.
 
     Attributes:
-        what: what keeps the bytes, such as "concatenations".
+        what: the kind of tensors that are kept, such as "concatenations".
         nbytes: bytes that are kept now.
         after: bytes that would be kept instead.
-        piece: the module or function of fusedseg that keeps fewer.
+        piece: the module or function of fusedseg that keeps fewer bytes.
     """
 
     what: str
@@ -44,10 +44,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """How to find a saving.
+    """A rule that finds a saving.
 
-    what: the name in the finding.  applies: whether a saved storage belongs to it.  after: the bytes that a storage
-    would keep instead.  piece: the replacement; {dims} in it stands for the number of spatial dimensions.
+    what: the name in the finding.  applies: whether the rule applies to a saved storage.  after: the bytes that would
+    be kept instead of a storage.  piece: the replacement; {dims} in it stands for the number of spatial dimensions.
     """
 
     what: str

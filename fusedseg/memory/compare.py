@@ -88,10 +88,12 @@ class Comparison:
 
 
 def compare(*reports: MemoryReport) -> Comparison:
-    """Compares reports: a table, and sentences that say why the others need more or fewer bytes than the first.
+    """Compares reports: a table, and sentences that say why each further report needs more or fewer bytes.
+
+    The first report is the baseline.
 
     Raises:
-        ValueError: fewer than two reports.
+        ValueError: there are fewer than two reports.
     """
     if len(reports) < 2:
         raise ValueError(f"fusedseg.memory.compare: expected two reports or more, got {len(reports)}")

@@ -20,7 +20,7 @@ COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
 
 
 def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
-    """Opens a file for writing; raises FileExistsError if it exists, unless ``overwrite``."""
+    """Opens a file for writing.  Raises FileExistsError if it exists and ``overwrite`` is False."""
     return Path(path).open("wb" if overwrite else "xb")
 
 
@@ -64,7 +64,10 @@ def to_dict(report: Record) -> dict[str, Any]:
 
 
 def microseconds(report: Record) -> list[float]:
-    """The time of each event since the first.  On fake tensors, where time means nothing, events are 1 µs apart."""
+    """The time of each event since the first event, in microseconds.
+
+    On fake tensors time means nothing, so events are 1 µs apart.
+    """
     if report.device == "fake":
         return [float(i) for i in range(len(report.events))]
     start = report.times[0] if report.times else 0
@@ -103,7 +106,7 @@ def snapshot(report: Record) -> dict[str, Any]:
     addresses, top = [], 0
     for storage in report.storages:
         addresses.append(top)
-        # The visualiser would merge allocations of equal address, so an empty one takes a byte.
+        # The visualiser would merge allocations of equal address, so an empty allocation takes a byte.
         top += max(storage.nbytes, 1)
 
     def entry(index: int, action: str, at: float) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def fake_mode() -> Iterator[FakeTensorMode]:
 def quiet() -> Iterator[None]:
     """Keeps PyTorch from logging the traceback of an op that fails on tensors without values.
 
-    The op raises all the same.  The log would put dozens of lines in front of the error that says what is wrong, such
-    as an image size that a network does not take.
+    The op still raises its error.  The log would put dozens of lines in front of that error, which says what is wrong,
+    for example that a network does not take the size of an image.
     """
 
     # The filter is defined here, so that each of several nested calls removes its own filter.
@@ -60,10 +60,11 @@ def estimate(
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
-    """Runs ``profile`` on tensors without values: true sizes, in seconds, without a GPU and almost without memory.
+    """Runs ``profile`` on tensors without values.
 
-    It cannot know the workspaces of an op (above all of a convolution), the allocator's rounding and fragmentation, and
-    the memory of the CUDA context.  Autocast follows the rules of a CPU.
+    It finds true sizes within seconds, without a GPU and almost without memory.  It cannot know the workspaces of an op
+    (above all of a convolution), the allocator's rounding and fragmentation, and the memory of the CUDA context.
+    Autocast follows the rules of a CPU.
 
     Args:
         model: a function that builds the model, or a module.  The function is called on tensors without values, so that
@@ -143,7 +144,7 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
 
 
 def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """Builds the model without values; with real tensors if its constructor asks for values."""
+    """Builds the model without values, or with real tensors if its constructor asks for values."""
     try:
         built = make()
     except (DataDependentOutputException, UnsupportedFakeTensorException):

@@ -55,7 +55,7 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 class SavedBytes:
-    """A context that counts the storages that autograd keeps, until the graph frees each of them.
+    """A context that counts the storages that autograd keeps, each until the graph frees it.
 
     It sees the tensors that custom Functions hand to ``save_for_backward``.  It does not see tensors that a Function
     stores in attributes of its ctx; call ``add_attributes`` with the outputs to count these.  Only the innermost
@@ -86,12 +86,12 @@ class SavedBytes:
 
     @property
     def savers(self) -> dict[int, list[Saver]]:
-        """The key of each storage kept at this moment -> its savers."""
+        """The savers of each storage that is kept at this moment, by the key of the storage."""
         return {key: list(of) for key, of in self._savers.items()}
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The key of each storage kept at this moment -> its bytes."""
+        """The bytes of each storage that is kept at this moment, by the key of the storage."""
         return dict(self._nbytes)
 
     def module(self) -> str:
@@ -164,7 +164,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: set[int] = set()
 
     def track(self, tensor: torch.Tensor, func: Any = None) -> None:
-        """Counts the tensor's storage, made by ``func``, from now until it is freed."""
+        """Counts the tensor's storage, which ``func`` has made, from now until it is freed."""
         storage, key = tensor.untyped_storage(), key_of(tensor)
         if key not in self._live:
             self._live.add(key)
@@ -237,7 +237,7 @@ def measure(
 
 
 def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes that the allocator had handed out at once during ``step()``, beyond those before it.
+    """The most bytes that the allocator had handed out at once during ``step()``, beyond the bytes before the step.
 
     Unlike a dispatch mode, it counts compiled code and workspaces inside an op.  The figure comes from the caching
     allocator on CUDA, and from the profiler's allocation events on a CPU.

@@ -72,7 +72,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The combinations that fit in a budget, and the ones worth choosing.
+    """The combinations that fit in a budget, and those that are worth choosing.
 
     Attributes:
         model: the class of the model.
@@ -307,8 +307,8 @@ def _option(
 def largest(total: Callable[[int], int], usable: int) -> int:
     """The largest batch whose total is at most ``usable``; 0 if none is.
 
-    Totals grow with the batch nearly on a straight line, so that each guess follows the line through two known totals.
-    For lines that bend, every second guess halves what is left, and steps upwards grow until a batch does not fit.
+    Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
+    lines that bend, every second guess halves the remaining range, and steps upwards grow until a batch does not fit.
     """
     low, high = 2, 4
     if total(low) > usable:

@@ -12,7 +12,7 @@ from .trace import Trace
 
 
 class MemoryReport(Record):
-    """Where the bytes of one training step go.  All numbers are bytes unless they say MiB.
+    """The memory of one training step.  All numbers are bytes unless they say MiB.
 
     ``print(report)`` shows a summary and tables.
 

@@ -39,8 +39,8 @@ def profile(
     Args:
         model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.
         inputs: the arguments of the model, in any nesting.
-        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  By default
-            the mean of all outputs.
+        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  The
+            default is the mean of all outputs.
         targets: the second argument of ``loss``.
         optimizer: a function that is called with the parameters and returns an optimizer, such as
             ``torch.optim.AdamW``.  Its state counts as present before the step, as in all steps but the first.
@@ -89,7 +89,7 @@ def _step(trace, model, inputs, loss, steps, autocast, device, fake) -> MemoryRe
         trace.begin("forward")
         out = model(*inputs)
         if autocast is not None:
-            # Frees the copies of weights that no saved tensor needs, as the end of autocast would do after the loss.
+            # This frees the copies of weights that no saved tensor needs, as the end of autocast does after the loss.
             torch.clear_autocast_cache()
         saved.add_attributes(out)
         trace.add_constants(saved.sizes)
@@ -229,7 +229,7 @@ def _put_back(
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                # It is copied always, because BatchNorm changes buffers without counting up their version.
+                # The buffer is always copied, because BatchNorm changes buffers without a new version.
                 buffer.copy_(value)
             for parameter, value in values:
                 parameter.copy_(value)

@@ -19,7 +19,7 @@ Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class NoBlocks(ValueError):
-    """The model has no block to checkpoint."""
+    """Raised if the model has no block to checkpoint."""
 
 
 def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None = None) -> list[str]:

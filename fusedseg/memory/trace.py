@@ -39,7 +39,7 @@ class Storage:
 
     Attributes:
         nbytes: its size.
-        shape, dtype: those of the tensor that the op returned.
+        shape, dtype: the shape and dtype of the tensor that the op returned.
         op, module, phase: the op that made it, the path of the module that ran, and the phase of the step.
         kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
             concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward
@@ -120,13 +120,13 @@ class Trace(LiveBytes):
         storages: all allocations.
         events: for each allocation the storage's index in ``storages``, and for each release ``~index``, in order.
         times: the time of each event, in nanoseconds.
-        marks: phase -> number of its first event.
+        marks: the number of the first event of each phase.
         rows: memory at each hook of each module.
         resident: bytes that existed before the step.
     """
 
     def __init__(self, device: torch.device, exp: str) -> None:
-        # Imported here, because this module of PyTorch imports triton, and `import fusedseg` must not.
+        # The import stands here, because this module of PyTorch imports triton, and `import fusedseg` must not.
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()
@@ -152,7 +152,7 @@ class Trace(LiveBytes):
         self._backward: list[Callable[[], None]] = []
         self._exits = ExitStack()
 
-    # -- what is alive ------------------------------------------------------------------------------------------------
+    # -- live storages ------------------------------------------------------------------------------------------------
 
     def add_resident(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Counts tensors that existed before the step."""

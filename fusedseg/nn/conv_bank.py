@@ -172,9 +172,9 @@ class _ConvBank(Unscriptable, nn.Module):
 
         Args:
             k: the number of new branches.
-            kernel_size: the kernel size of the new branches; by default that of the bank.  It may be larger than any
-                other, because all kernels have the same centres and the output keeps its size.
-            out_channels: the channels of each new branch if ``combine="cat"``; by default those of the first branch.
+            kernel_size: the kernel size of the new branches; the default is the bank's.  It may be larger than all
+                other kernels, because all kernels have the same centres and the output keeps its size.
+            out_channels: the channels of each new branch if ``combine="cat"``; the default is the first branch's.
             init: "zeros", "stock" (as a new stock convolution), or a function that is called with each new branch
                 under ``no_grad``.  The default is "zeros" if ``combine="sum"``, so that the function stays the same,
                 and "stock" otherwise.  Branches of zeros still learn: all branches of a sum have the same gradient,

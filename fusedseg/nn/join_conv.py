@@ -1,4 +1,4 @@
-"""``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which receive the parts of it."""
+"""``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which receive its parts."""
 
 from collections.abc import Sequence
 

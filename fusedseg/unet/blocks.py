@@ -82,8 +82,8 @@ class ConvNormAct(nn.Module):
     Args:
         in_channels, out_channels: the channels of the convolution.
         dims: 2 or 3, the number of spatial dimensions.
-        bias: whether the convolution has a bias.  Off by default, because the norm subtracts the mean, which contains
-            the bias.
+        bias: whether the convolution has a bias.  By default it has none, because the norm subtracts the mean, which
+            contains the bias.
         norm_act: a function that is called with ``out_channels`` and returns the module after the convolution, which
             may overwrite its input; or a name.  "batch" (or None) stands for ``InPlaceABN``, "instance" for
             ``InPlaceInstanceNormAct`` with parameters, "group" for ``InPlaceGroupNormAct`` with 8 groups.  With
@@ -126,7 +126,7 @@ def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Mod
 
 
 class DoubleConv(nn.Sequential):
-    """Two times ``ConvNormAct`` or ``ConvABN``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
+    """Two blocks, ``ConvNormAct`` or ``ConvABN``: (N, in_channels, *spatial) to (N, out_channels, *spatial).
 
     ``ConvNormAct`` describes the arguments and the tensors kept for backward.
     """
@@ -154,16 +154,16 @@ class Down(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Enlarges x to the size of the skips, joins the skips and it, and applies ``DoubleConv``.
+    """Enlarges x to the size of the skips, joins it with the skips, and applies ``DoubleConv``.
 
     Shapes: x is (N, in_channels, *small), or several tensors with ``in_channels`` channels together.  The skips are
     (N, skip_channels, *spatial), in one tensor or several.  The result is (N, out_channels, *spatial).  x is enlarged
     in one of two modes:
 
-    * "linear" interpolates bi- or trilinearly.  With ``fit="resize"`` it interpolates to the skip's size, whatever that
-      is; with ``fit="pad"`` it interpolates by 2 and pads with zeros to the skip's size.  With ``reduce``, a 1x1
-      convolution to ``up_channels`` runs before the interpolation.  This equals a convolution after it, because the
-      weights of the interpolation sum to one, at a quarter (in 3D an eighth) of the cost.
+    * "linear" interpolates bi- or trilinearly.  With ``fit="resize"`` it interpolates to the skip's size, which may be
+      any size; with ``fit="pad"`` it interpolates by 2 and pads with zeros to the skip's size.  With ``reduce``, a 1x1
+      convolution to ``up_channels`` runs before the interpolation.  This equals a convolution after the interpolation,
+      because the weights of the interpolation sum to one, and costs a quarter (in 3D an eighth) of it.
     * "transposed" applies a transposed 2x2 convolution of stride 2.  If x has size s, the skip must have size 2 s or
       2 s + 1; in the second case the last row holds the bias.
 

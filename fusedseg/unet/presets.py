@@ -10,7 +10,7 @@ def lidar_optical_unet(in_channels: tuple[int, int] = (5, 3), num_classes: int =
 
     ``net(lidar, optical)`` maps two images (N, 5, H, W) and (N, 3, H, W) to logits (N, 3, H, W).  The widths of the
     encoders are 64 to 1024.  A level of the decoder has a 1x1 convolution that halves the channels, bilinear
-    interpolation, the skips of both encoders, and two 3x3 convolutions.  ``options`` are those of ``MultiEncoderUNet``.
+    interpolation, the skips of both encoders, and two 3x3 convolutions.  ``options`` go to ``MultiEncoderUNet``.
     """
     return MultiEncoderUNet(in_channels, num_classes, **{"bias": True, **options})
 

@@ -46,8 +46,8 @@ class MultiEncoderUNet(nn.Module):
         up_widths: the channels of the decoder's levels, from the lowest level to full size; by default as many as all
             skips of the level have.
         mode, reduce, fit, align_corners: how the decoder enlarges, see ``Up``.
-        bias: whether the convolutions before a norm have biases.  Off by default, because the norm subtracts the mean,
-            which contains the bias.
+        bias: whether the convolutions before a norm have biases.  By default they have none, because the norm subtracts
+            the mean, which contains the bias.
         norm_act: a function that is called with a number of channels and returns the module after a convolution, which
             may overwrite its input; or "batch" (or None), "instance" or "group", see ``ConvNormAct``.
         plain: True builds the network from stock modules only (BatchNorm and LeakyReLU unless ``norm_act`` says
@@ -92,7 +92,7 @@ class MultiEncoderUNet(nn.Module):
         skip_widths = [encoders * width for width in reversed(widths[:-1])]
         up_widths = skip_widths if up_widths is None else check_widths(name, "up_widths", up_widths, len(widths) - 1)
         self.in_channels, self.dims = in_channels, dims
-        # "" stands for a module of the caller, whose statistics are unknown.
+        # "" stands for a norm of the caller, whose statistics are unknown.
         self._norm = norm_act if isinstance(norm_act, str) else "batch" if norm_act is None else ""
         options: dict[str, Any] = {"dims": dims, "bias": bias, "norm_act": norm_act, "plain": plain}
         self.incs = nn.ModuleList(DoubleConv(channels, widths[0], **options) for channels in in_channels)
@@ -107,7 +107,7 @@ class MultiEncoderUNet(nn.Module):
 
     def forward(self, *images: Tensor) -> Tensor:
         self._check(images)
-        # (level, encoder)
+        # The indices of levels are [level][encoder].
         levels = [[inc(x) for inc, x in zip(self.incs, images, strict=True)]]
         for downs in zip(*self.downs, strict=True):
             levels.append([down(x) for down, x in zip(downs, levels[-1], strict=True)])
@@ -121,7 +121,7 @@ class MultiEncoderUNet(nn.Module):
         if len(images) != len(self.in_channels):
             raise ValueError(f"fusedseg.unet.{name}: expected {len(self.in_channels)} images, got {len(images)}")
         if proxy_in(images) is not None:
-            # torch.fx traces the forward: there are no shapes to check
+            # torch.fx traces the forward, so there are no shapes to check.
             return
         for x, channels in zip(images, self.in_channels, strict=True):
             if x.dim() != self.dims + 2 or x.shape[1] != channels:

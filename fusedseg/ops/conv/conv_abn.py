@@ -110,7 +110,7 @@ def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
 
 
 def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """Calls ``_forward``, and adds the bias of the convolution to the running mean."""
+    """Calls ``_forward``, which leaves the bias out of y in training, and moves the running mean by the bias."""
     found = _forward(call, norm, spec, kept, conv_backend)
     # An empty batch moves no running statistics.
     if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():

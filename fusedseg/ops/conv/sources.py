@@ -235,10 +235,10 @@ def _apart(sources: Sequence[Source], geometry: Geometry) -> bool:
 
 
 def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
-    """The parts of a convolution of sources, those of ``Interpolated`` sources first.
+    """The parts of a convolution of sources; parts of ``Interpolated`` sources come first.
 
-    Interpolation needs memory for a moment, and runs before the other parts need theirs.  An ``Interpolated`` with more
-    channels than the result is split into ranges of as many channels as the result has.
+    Interpolation needs memory for a moment, so it runs before all other parts allocate memory.  An ``Interpolated``
+    with more channels than the result is split into ranges of as many channels as the result has.
     """
     parts, start = [], 0
     for of, source in enumerate(sources):

@@ -213,7 +213,7 @@ class _Memory:
 def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
     """The narrowest integer type that holds codes and the distance of two positions of a window.
 
-    Indices may wrap in this type; their differences are exact all the same.
+    Indices may wrap in this type, but their differences are exact.
     """
     reach = sum((k - 1) * d * step for k, d, step in zip(pool.kernel, pool.dilation, _steps(size), strict=True))
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64

@@ -35,7 +35,7 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
     for v in (weight, bias, running_mean, running_var):
         if v is None or (isinstance(v, Tensor) and v.shape == fits and v.dtype in beside and v.device == device):
             continue
-        # One of the four raises an error that says what is wrong.
+        # One of these four calls raises an error that says what is wrong.
         check_channel_vector(op, "weight", weight, C, dtype, device, of)
         check_channel_vector(op, "bias", bias, C, dtype, device, of)
         check_channel_vector(op, "running_mean", running_mean, C, dtype, device, of)

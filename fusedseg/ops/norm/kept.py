@@ -147,9 +147,9 @@ def serve_compiled_code() -> None:
 class KeptChannels:
     """The kept channels of one module, found without making the host wait for the device.
 
-    The list is found at once at the first call, and after any change of the parameters other than an optimizer's step.
-    After an optimizer's step on a GPU, the list is copied to the host asynchronously, and used when it has arrived.  So
-    it may lag behind the parameters by one step.
+    On a CPU, the list is found at once after every change of the parameters.  So it is on a GPU at the first call, and
+    after a change that is not an optimizer's step.  After an optimizer's step, a GPU's list is copied to the host
+    asynchronously, and used when it has arrived, so it may lag behind the parameters by one step.
     """
 
     def __init__(self) -> None:

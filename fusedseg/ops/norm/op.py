@@ -75,8 +75,9 @@ class NormFunction(torch.autograd.Function):
         rest = residual, slope, mean, second, xhat, share
         ctx.save_for_backward(source, weight, bias, *rest)
         if spec.process_group is None:
-            # As in the stock functions, no gradient gives no gradient: zeros would count as one for an optimizer.
-            # Processes that share their statistics all take part in backward, with zeros if need be.
+            # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
+            # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
+            # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
         if for_others is not None:
             for_others.append(Saved(source, weight, bias, None, slope, mean, second))

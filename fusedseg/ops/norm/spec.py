@@ -79,10 +79,10 @@ class Normalised(NamedTuple):
 
     ``mean`` and ``second`` have one value for every statistics group: (C,), (N C,) or (N groups,).  ``second`` is
     1 / sqrt(variance + eps).  It is the variance instead if the op keeps its input and uses running statistics, and if
-    the statistics are those of all processes.  In the latter case ``total``, (C,), counts the values of all processes,
-    and ``share``, (C,), is the fraction of them that this process has.  ``mean`` is None if nothing needs it.  ``xhat``
-    is the normalised input of the kept channels, flat, or None.  ``counted`` says whether the backend has added 1 to
-    ``Passed.batches``.
+    the statistics are those of all processes.  For statistics of all processes, ``total``, (C,), counts the values of
+    all processes, and ``share``, (C,), is the fraction of them that this process has.  ``mean`` is None if nothing
+    needs it.  ``xhat`` is the normalised input of the kept channels, flat, or None.  ``counted`` says whether the
+    backend has added 1 to ``Passed.batches``.
     """
 
     z: Tensor

@@ -67,7 +67,7 @@ def joint_moments(x: Tensor, layout: Layout, group: str) -> Joint:
 
 
 def exchange(share: Tensor, group: str) -> Exchange:
-    """The collective of a backward pass: it replaces the sums of g and g * xhat of this process by those of all.
+    """The collective of a backward pass: it replaces this process's sums of g and g * xhat by sums of all processes.
 
     The new sums are multiplied by ``share``, because the backward pass divides them by this process's number of values.
     """

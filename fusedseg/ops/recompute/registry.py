@@ -217,7 +217,8 @@ class Registry:
         if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
             self._memory(storage).made = True
         if memory is not None:
-            # Versions are not compared with that of t, which may be another name of the memory with its own count.
+            # Versions are not compared with the version of t, which may be another name of the memory with its own
+            # count.
             for kept in memory.keepers():
                 if kept.in_recipe:
                     kept.copy_before_change(storage)

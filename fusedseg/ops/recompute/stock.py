@@ -141,7 +141,7 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of convolutions, which save their weight.
 
-    Under autocast the call casts the weight, or finds in autocast's cache what an earlier call has cast.
+    Under autocast the call casts the weight, or finds a cast of an earlier call in autocast's cache.
     """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not Autocast.of(weight).enabled:
@@ -202,7 +202,7 @@ def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         registry.before_change(x)
     with recipes.claimed(registry, noise):
         out = func(*args, **kwargs)
-    # For a tensor without a batch the mask has one dimension more than x, and the product would have another shape.
+    # For a tensor without a batch, the mask has one more dimension than x, and the product would have another shape.
     if drawn and not inplace and out.size() == x.size() and len(drawn[0].at.size) == x.dim():
         masked = isinstance(drawn[0], Data) and drawn[0].at.dtype == torch.bool
         registry.offer(out, functools.partial(_masked, p=p) if masked else torch.mul, [x, drawn[0]])
