@@ -69,6 +69,9 @@ AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]
 
 def access(line: str) -> tuple[str, int, str] | None:
     """Reads an LLVM instruction on global memory as ("load" or "store", bytes, address); returns None for all others.
+
+    An asynchronous copy to shared memory is a load.
+    """
     # Triton writes inline assembly here, so that a mask can be a predicate.
     if found := re.search(NVIDIA_ACCESS, line):
         kind, vector, bits, address = found.groups()
