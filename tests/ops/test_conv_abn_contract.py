@@ -228,7 +228,7 @@ def test_autocast(backend, device, half):
     direct, same = inputs(SMALL, torch.float32, device), running(SMALL, torch.float32, device)
     cast = direct._replace(**{n: getattr(given, n).detach().to(half) for n in ("x", "w", "conv_bias")})
     assert torch.equal(z, fused(cast, backend, statistics=same))
-    # The bias must not be rounded twice: both values move by the same half.
+    # The bias is rounded to half precision only once, so both running means move by the same value.
     torch.testing.assert_close(statistics, same, rtol=0, atol=0)
     grads = torch.autograd.grad(z.float().square().sum(), given)
     assert {g.dtype for g in grads} == {torch.float32}

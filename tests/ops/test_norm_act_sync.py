@@ -28,7 +28,7 @@ def step(x, dz, residual, act, norm):
 
 
 def both(act):
-    """Results of the synchronised op, and of the local op over the joint batch of both processes."""
+    """Returns two functions: the synchronised op, and the local op over the joint batch of both processes."""
 
     def ours(*passed):
         return op.normalise(Passed(*passed), Spec("input", act, EPS, 0.1, process_group="group"))
