@@ -180,7 +180,7 @@ def test_autocast_as_stock(training):
     stock, ours = pair(dtype=torch.float32)
     stock.train(training)
     ours.train(training)
-    # a norm's weight near 0 compares nothing but rounding
+    # With a norm's weight near 0 the test would compare only rounding.
     for norm in (stock[1], ours.norm):
         nn.init.constant_(norm.weight, -0.7)
     x = data(dtype=torch.float32).requires_grad_()

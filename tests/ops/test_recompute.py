@@ -201,7 +201,7 @@ def test_checkpoint_around(net, x, expected, reentrant):
         return checkpoint(recompute()(net), x, use_reentrant=reentrant)
 
     assert_same(gradients(around, net, x), expected)
-    # the input
+    # Only the input is kept.
     assert saved(around, net, x) <= x.nbytes
 
 

@@ -91,7 +91,7 @@ def test_bytes(case, dtype):
         torch.set_default_dtype(before)
     print(f"\neager: {eager}; ours: {ours}; {ours.saved / eager.saved:.3f}, {ours.peak / eager.peak:.3f}")
     assert ours.saved <= case.most * eager.saved
-    # what is rebuilt lives besides for a moment
+    # Rebuilt tensors are alive for a moment in addition.
     assert ours.peak <= 0.8 * eager.peak
 
 

@@ -80,7 +80,7 @@ def test_what_is_held_is_left_alone(hold):
 def test_a_second_backward_is_right_or_raises():
     norm = fusedseg.InPlaceABN(3)
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    # sum keeps nothing: the output is overwritten, and the second backward is told
+    # sum keeps nothing: the output is overwritten, and the second backward raises an error.
     total = norm(x * 1).sum()
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
