@@ -144,8 +144,7 @@ def test_convolutions_load_and_store_16_bytes(launches, target):
 
 @suites("conv_abn")
 def test_convolutions_run_on_tensor_cores(launches, target):
-    """All convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for
-    fp32."""
+    """Convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for fp32."""
     for of in launches:
         without = "fp32" in of["case"] and target != "gfx942"
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]

@@ -111,7 +111,7 @@ def test_activations(act, training, device):
 def test_without_biases_and_affine(training, device):
     conv = CONVS["3x3"]
     x, w, *_ = inputs(conv, torch.float32, device)
-    # in training the running statistics may be absent too
+    # In training the running statistics may be absent.
     running = (None, None) if training else running_statistics(conv, device)
     given = Inputs(x, w, None, None, None)
     check(conv, given, output(conv, torch.float32, device), training=training, running=running)
@@ -195,7 +195,7 @@ def partial_statistics(x, w, out):
     return n.sum(0), total, (m2 + n * (mean - total).square()).sum(0)
 
 
-# two adjacent fp16 values, and two adjacent bf16 values, and how often the upper one: variance 0.01
+# Two adjacent fp16 or bf16 values, and how often the upper one occurs, so that the variance is 0.01.
 AROUND_300 = {torch.float16: (300.25, 0.2), torch.bfloat16: (302.0, 0.0025)}
 
 

@@ -28,7 +28,7 @@ CHANNELS_OUT = {16: 7, 32: 32, 64: 60, 128: 120}
 # Numbers of input channels for each block size; the last step is incomplete or complete.
 CHANNELS_IN = {16: (3, 16), 32: (20, 32), 64: (72, 128)}
 CHANNELS_IN_FP32 = {16: (3, 16), 32: (36, 64)}
-# without tensor cores a step sums 16
+# Without tensor cores a step sums 16 channels.
 CHANNELS_IN_IEEE = {16: (3, 16, 36)}
 
 
@@ -92,7 +92,7 @@ def test_the_cases_below_reach_every_configuration(processors, device):
     assert reached_affine == possible_affine == {of for of in possible if of[2] <= 64}
 
 
-# what eval computes otherwise, the interpreter has seen in test_conv_abn.py
+# test_conv_abn.py tests in the interpreter what eval mode computes differently.
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
 @pytest.mark.parametrize("case", list(cases()), ids=lambda of: f"{of.kind}-{of.block_m}-{of.C}-to-{of.K}")
 def test_configuration(case, training, processors, device):

@@ -55,7 +55,7 @@ def launch(x, shape, dz, rows, pool):
 def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dtype=torch.float32, special=False):
     x = torch.randn(shape)
     if special:
-        # The values have ties, NaN and infinities of both signs; one channel holds only such values.
+        # The values have ties, NaN and infinities of both signs; one channel holds only -inf.
         values = torch.tensor([0.0, 1.0, -math.inf, math.inf, math.nan])
         x = values[torch.randint(0, 5, shape)]
         x[:, 0] = -math.inf
@@ -63,7 +63,7 @@ def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dty
     leaf = x.clone().requires_grad_()
     out = STOCK[x.dim() - 2](leaf, kernel, stride, padding, dilation, ceil_mode)
     dz = torch.randn(out.shape, device=device).to(dtype)
-    # of a sum of nearly equal gradients in half precision, ours is rounded once
+    # In bf16 gradients are not compared with PyTorch's, because our sum is rounded once and PyTorch's several times.
     (expected,) = torch.autograd.grad(out, leaf, dz) if dtype != torch.bfloat16 else (None,)
     if rows:
         x, dz = channels_last(x), channels_last(dz)
@@ -143,7 +143,7 @@ def test_beyond_two_to_the_31_elements(rows, device):
     x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
     dz = empty((40, 64, 512, 512), torch.bfloat16, rows)
     assert x.numel() > 2**31
-    # This is more than the tile of one program.
+    # The part that gets values is larger than the tile of one program.
     for t in (x, dz):
         t[-1, :, -8:, :] = torch.randn(64, 8, t.shape[3]).bfloat16()
     leaf = x[-1:, :, -8:].clone().requires_grad_()
