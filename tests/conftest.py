@@ -1,6 +1,8 @@
-"""Where the tests run: ``pytest`` on a CPU, kernels in Triton's interpreter; ``pytest --device cuda`` on a GPU.
+"""Options and fixtures of all tests.
 
-``pytest --ptx sm_80`` compiles the kernels for a GPU, and executes what was compiled in ``tests/ptx``.
+``pytest`` runs on a CPU, with the kernels in Triton's interpreter.  ``pytest --device cuda`` runs on a GPU.
+
+``pytest --ptx sm_80`` compiles the kernels for a GPU, and the machine of ``tests/ptx`` executes the compiled code.
 """
 
 import importlib.util
@@ -20,7 +22,7 @@ def pytest_addoption(parser):
     try:
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
     except ValueError:
-        # bench/conftest.py came first and has defined the same option
+        # pytest has read bench/conftest.py first, which defines the same option.
         return
 
 
@@ -30,9 +32,10 @@ def cores() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """What ``-n auto`` stands for: a process for each core.
+    """``-n auto`` starts one process for each core.
 
-    One process runs all tests on a GPU, which they would share, and with ``-s``, since workers print nothing.
+    With ``--device cuda`` one process runs all tests, because processes would share the GPU.  With ``-s`` too, because
+    workers print nothing.
     """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
@@ -51,7 +54,7 @@ def pytest_configure(config):
             raise pytest.UsageError("--device cuda: torch sees no GPU")
         if os.environ.get("TRITON_INTERPRET", "0") != "0":
             raise pytest.UsageError("--device cuda: unset TRITON_INTERPRET, with which kernels run on the CPU")
-        # those of drivers and libraries that no CI has seen fail nothing
+        # Warnings of drivers and libraries that CI has never seen do not fail a test.
         config.addinivalue_line("filterwarnings", "default")
         return
     if config.getoption("--ptx"):
@@ -60,7 +63,7 @@ def pytest_configure(config):
 
         config.pluginmanager.register(Plugin(config.getoption("--ptx")), "ptx")
         return
-    # read when a kernel is defined: fusedseg imports them lazily, and no conftest does
+    # Triton reads this when a kernel is defined.  fusedseg imports kernels lazily, and no conftest imports them.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -70,16 +73,16 @@ def launches(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Kernels in the interpreter take twice as long while coverage looks on, which is of what lies outside them.
+    """Chooses the tests to run, and runs kernel tests without coverage, which would double the interpreter's time.
 
-    With ``--device cuda`` the tests that do not ask for ``device`` are left out: they have nothing on the GPU.  With
-    ``--ptx`` those that launch no kernel are left out as well; without either, those of compiled code.
+    ``--device cuda`` leaves out the tests that do not use ``device``, because they run nothing on the GPU.  ``--ptx``
+    also leaves out tests that launch no kernel.  Without both options, the tests of compiled code are left out.
     """
     ptx = config.getoption("--ptx")
     launching = {item for item in items if launches(item)}
     for item in launching:
         item.add_marker("no_cover")
-    # the benches, where pytest is given both folders, choose for themselves
+    # If pytest is given both folders, bench/conftest.py chooses the benches to run.
     here = Path(__file__).parent
     compiled = config.getoption("--device") == "cuda" or ptx
 
@@ -101,7 +104,7 @@ def device(request) -> torch.device:
 
 @pytest.fixture(params=["aten", "triton"])
 def backend(request, monkeypatch) -> str:
-    """Runs a test once on each backend, set for its duration."""
+    """Runs a test once on each backend, which is set while the test runs."""
     import fusedseg
 
     if request.param == "triton" and not HAS_TRITON:
@@ -117,9 +120,9 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def exact(request):
-    """On a GPU, and where ``--ptx`` stands in for one, lets fp32 be computed in fp32, and cuDNN return the same bits.
+    """On a GPU and with ``--ptx``, computes fp32 without TF32, and lets cuDNN return the same bits in every call.
 
-    Tests that compare with float64, or one run with another, assume this.  A test about these settings sets its own.
+    Tests that compare with float64, or that compare two runs, assume this.  A test about these settings sets its own.
     The settings end with the module, so that benches in the same process do not run under them.
     """
     if request.config.getoption("--device") != "cuda" and not request.config.getoption("--ptx"):
@@ -134,8 +137,8 @@ def exact(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter(request):
-    """Without a GPU: an interpreter that computes in bf16 as a GPU does, and faster."""
-    # not of `device`, for which tests ask that have something on it
+    """Without a GPU, the interpreter computes bf16 as a GPU does, and is faster than Triton's own."""
+    # This fixture reads the option, because a test that uses the fixture `device` counts as a test of the GPU.
     if request.config.getoption("--device") != "cpu" or request.config.getoption("--ptx") or not HAS_TRITON:
         yield
         return
@@ -148,7 +151,7 @@ def interpreter(request):
 
 @pytest.fixture
 def poison():
-    """New memory holds NaN, so that an element that nobody writes shows."""
+    """Fills new memory with NaN, so that an element that is never written is found."""
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -160,6 +163,6 @@ def poison():
 
 @pytest.fixture
 def one_thread():
-    """Tensors of a few kilobytes are not worth more."""
+    """Sets one thread, because more threads do not help with tensors of a few kilobytes."""
     with threads(1):
         yield

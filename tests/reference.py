@@ -1,4 +1,4 @@
-"""What the ops must compute, in plain float64 PyTorch: the benches compare with it as well."""
+"""The reference of the ops in plain float64 PyTorch, for tests and benches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,15 +10,15 @@ from torch.nn import functional
 from fusedseg.activation import TABLE
 
 # Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
-# roundoff u; what comes before is exact to fp32, or fp64, over the lengths tested here.
+# roundoff u.  The computation before it is exact to fp32, or fp64, for the lengths tested here.
 FORWARD_TOLERANCE = {
     torch.bfloat16: 4e-3,  # u = 2**-8 = 3.9e-3
     torch.float16: 5e-4,  # u = 2**-11 = 4.9e-4
-    torch.float32: 4e-6,  # u = 6e-8; sums over m values, of which the interpreter adds up to 1e3 one by one: sqrt(m) u
-    torch.float64: 1e-14,  # u = 1.1e-16, likewise
+    torch.float32: 4e-6,  # u = 6e-8; the interpreter adds up to m = 1e3 values one by one: sqrt(m) u
+    torch.float64: 1e-14,  # u = 1.1e-16, with the same sums
 }
-# Of a gradient.  xhat is rebuilt as (y - bias) / weight, which multiplies the rounding of the stored output by up to
-# kappa = 8 (half precision), 64 (fp32), 4096 (fp64) before its channel is kept: see
+# Largest relative error of a gradient.  xhat is rebuilt as (y - bias) / weight, which multiplies the rounding of the
+# stored output by up to kappa = 8 (half precision), 64 (fp32), 4096 (fp64) before the channel is kept: see
 # "Any weight must train right" in docs/design.md.
 GRADIENT_TOLERANCE = {
     torch.bfloat16: 1e-2,
@@ -28,12 +28,12 @@ GRADIENT_TOLERANCE = {
 }
 
 
-# parameters that tests take, which are not the stock defaults
+# The parameters of activations that the tests use.  They differ from the stock defaults.
 PARAMS = {"leaky_relu": 0.2, "elu": 1.3}
 
 
 def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:
-    """The stock function by the name that the kernels use: found by that name, not in the package's own table."""
+    """Finds the stock function in PyTorch by the name that the kernels use, without the package's own table."""
     if name == "identity":
         return lambda y: y
     if name == "gelu_tanh":
@@ -42,12 +42,12 @@ def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:
     return (lambda y: function(y, param)) if name in PARAMS or name == "prelu" else function
 
 
-# those without a number as a parameter, by the names of kernels
+# The activations that have no number as a parameter, by the names that the kernels use.
 STOCK_ACTIVATIONS = {name: stock_activation(name) for name in TABLE if name not in {*PARAMS, "identity", "prelu"}}
 
 
 class Result(NamedTuple):
-    """Output and running statistics after the call (None where there are none), in float64."""
+    """Output and running statistics after the call (None if the norm has no running statistics), in float64."""
 
     out: Tensor
     running_mean: Tensor | None
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """In float64; None for what was not given."""
+    """Gradients in float64; None for an argument that was not given."""
 
     dx: Tensor
     dweight: Tensor | None
@@ -77,7 +77,7 @@ def activate(y: Tensor, activation: str, param: float) -> Tensor:
     if activation == "leaky_relu":
         return torch.where(y > 0, y, y * param)
     if activation == "elu":
-        # the exponential of the branch that is not taken must not overflow: inf * 0 in its gradient
+        # The clamp keeps the exponential of the unused branch finite; its gradient would be inf * 0 otherwise.
         return torch.where(y > 0, y, param * torch.expm1(y.clamp(max=0)))
     if activation in STOCK_ACTIVATIONS:
         return STOCK_ACTIVATIONS[activation](y)
@@ -112,15 +112,16 @@ def norm_act(
     groups: int | None = None,
     residual: Tensor | None = None,
 ) -> Result:
-    """activation(weight * (x - mean) / sqrt(var + eps) + bias + residual), differentiable; no argument is changed.
+    """Computes activation(weight * (x - mean) / sqrt(var + eps) + bias + residual); autograd can differentiate it.
 
-    Statistics of a channel over the batch, or of each of so many groups of channels of a sample: of C groups, those of
-    an instance norm.  In two passes, so that a mean far from zero costs the variance nothing.
+    No argument is changed.  ``groups=None`` takes the statistics of each channel over the batch; a number takes the
+    statistics of each group of channels of each sample, and C groups are an instance norm.  Mean and variance take two
+    passes, so that a mean far from zero does not make the variance less exact.
     """
     x, weight, bias, running_mean, running_var = map(_double, (x, weight, bias, running_mean, running_var))
     assert x is not None
     if training:
-        # statistics groups first
+        # The first axis runs over all groups that have statistics of their own.
         grouped = x.transpose(0, 1).flatten(1) if groups is None else x.reshape(x.shape[0] * groups, -1)
         m = grouped.shape[1]
         mean = grouped.sum(1, keepdim=True) / m
@@ -152,7 +153,8 @@ def gradients(
     residual: Tensor | None = None,
     **options,
 ) -> Gradients:
-    """Of sum(dz * norm_act(x, weight, bias, residual=residual, **options).out), by autograd in float64."""
+    """The gradients of sum(dz * norm_act(x, weight, bias, residual=residual, **options).out), by autograd in
+    float64."""
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias, residual)]
     given = [t for t in leaves if t is not None]
     out = norm_act(*leaves[:3], residual=leaves[3], **options).out
@@ -161,7 +163,7 @@ def gradients(
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference| in 2-norms; against zero, the norm of the value.  NaN where a value is NaN."""
+    """|value - reference| / |reference| in 2-norms; |value| if the reference is zero, and NaN if any value is NaN."""
     assert value.shape == reference.shape, (value.shape, reference.shape)
     value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
     norm = torch.linalg.vector_norm(reference).item()

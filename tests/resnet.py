@@ -74,7 +74,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(ResNet18):
-    """The same stem and head around bottlenecks."""
+    """(N, 3, H, W) to (N, num_classes): the stem and head of ``ResNet18`` around bottleneck blocks."""
 
     def __init__(self, num_classes: int = 1000, width: int = 64) -> None:
         super().__init__(num_classes, width)

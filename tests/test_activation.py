@@ -1,4 +1,4 @@
-"""The table of activations: each row beside the stock function, on both backends, inverted, converted and exported."""
+"""Compares each row of the table of activations with the stock function: both backends, inverse, conversion, export."""
 
 import copy
 from pathlib import Path
@@ -13,18 +13,18 @@ from fusedseg.functional import inplace_abn, norm_act
 from tests.conversion.compare import assert_same
 from tests.reference import PARAMS, stock_activation
 
-# a kink, both sides of it, and where exponentials saturate
+# The kink, both sides of it, and values at which exponentials saturate.
 POINTS = (-8.0, -3.5, -1.0, -0.25, 0.25, 1.0, 3.5, 5.5, 8.0)
 CONVERTED = [row for row in OF_MODULE.values() if not row.learned]
 
 
 def arguments(row):
-    """``activation`` and ``activation_param``."""
+    """The arguments ``activation`` and ``activation_param`` for a row."""
     return row.selected_by or (row.name, PARAMS.get(row.name))
 
 
 def given_to_module(row):
-    """The parameter of the stock module."""
+    """The keyword arguments of the stock module for a row."""
     return {row.parameter.attribute: arguments(row)[1] or row.parameter.default} if row.parameter else {}
 
 
@@ -58,7 +58,7 @@ def test_the_documentation_lists_them_all(page, listed):
 
 @names(TABLE.values())
 def test_a_row_is_consistent(row):
-    """With itself, and with the stock module."""
+    """The properties of a row agree with each other and with the stock module."""
     y = torch.tensor(POINTS, dtype=torch.float64).requires_grad_()
     param = slope_of(row) if row.learned else PARAMS.get(row.name, 0.0)
     expected = stock(row, y, slope_of(row))
@@ -75,12 +75,12 @@ def test_a_row_is_consistent(row):
 
 @names(TABLE.values())
 def test_forward_and_gradient(row, backend, device):
-    """The gradient as autograd has it, from the input; kernels take no learned slope, and leave it to aten."""
+    """The values and the gradient agree with autograd's; a learned slope runs on aten, because kernels take none."""
     x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
     dz, found, expected = torch.randn_like(x), [], []
     slope = slope_of(row)
     slope = None if slope is None else slope.to(device)
-    # statistics of 0 and 1, so that y is x
+    # The statistics are 0 and 1, so that y is x.
     statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
     activation, param = arguments(row)
     z = norm_act(x, *statistics, eps=0.0, activation=activation, activation_param=param, slope=slope)
@@ -93,7 +93,7 @@ def test_forward_and_gradient(row, backend, device):
 
 @names([TABLE[name] for name in INVERTIBLE])
 def test_inverse(row, backend, device):
-    """The gradients of x and of the weight, from the output alone."""
+    """The gradients of x and of the weight are right if only the output is kept."""
     x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
     weight = torch.tensor([1.5, -0.5, 0.75], dtype=x.dtype, device=device).requires_grad_()
     statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
@@ -104,7 +104,7 @@ def test_inverse(row, backend, device):
     )
     expected = stock(row, x * weight.view(-1, 1))
     torch.testing.assert_close(z, expected)
-    # a tail of exp(-12) costs as many digits
+    # The inverse loses digits in the tail: exp(-12) is 6e-6.
     for ours, theirs in zip(
         torch.autograd.grad(z, (x, weight), dz), torch.autograd.grad(expected, (x, weight), dz), strict=True
     ):
@@ -113,7 +113,7 @@ def test_inverse(row, backend, device):
 
 @pytest.mark.parametrize("name", [name for name in INVERTIBLE if TABLE[name].parameter is None])
 def test_a_parameter_that_an_invertible_activation_does_not_have(name):
-    """The signatures' default, which is the slope of leaky_relu, and the 0 that modules hold say nothing."""
+    """Two values are ignored: 0.01, the default of the signatures (leaky_relu's slope), and 0, the value in modules."""
     for param in (0.01, 0.0):
         assert parse_invertible("test", name, param) == Activation(name, 0.0)
     if name != "identity":
@@ -123,7 +123,7 @@ def test_a_parameter_that_an_invertible_activation_does_not_have(name):
 
 @names(CONVERTED)
 def test_conversion(row):
-    """A stock module becomes part of the fused norm before it, and that computes the same."""
+    """A stock activation becomes part of the fused norm before it, and the fused norm computes the same values."""
     given = given_to_module(row)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), row.module(**given), nn.Conv2d(4, 2, 1)).double()
@@ -165,7 +165,7 @@ def test_conversion_leaves_activations_outside_the_table(module):
 @names(TABLE.values())
 @pytest.mark.parametrize("strict", [False, True], ids=["export", "strict export"])
 def test_export(row, strict):
-    """A program of stock ops alone, with the same values."""
+    """The exported program contains only stock ops, and computes the same values."""
     activation, param = arguments(row)
     modules = [fusedseg.BatchNormAct(4, activation=activation, activation_param=param)]
     if row.inverse is not None:

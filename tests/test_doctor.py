@@ -1,4 +1,4 @@
-"""``fusedseg doctor``."""
+"""The command ``fusedseg doctor``."""
 
 import math
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a m
 
 @pytest.fixture
 def without_interpreter(monkeypatch):
-    """As outside the tests, where kernels are compiled; what compiling does is stood in for."""
+    """Behaves as outside the tests, where kernels are compiled; a stand-in replaces the compiler."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(doctor, "compile_kernels", lambda name, target: f"2 kernels compiled for {target}")
 
@@ -98,23 +98,23 @@ def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch):
-    """The interpreter takes minutes for the larger shape, which is there for kernels that several programs share."""
+    """Leaves out the larger shape, which needs several programs a channel: the interpreter takes minutes for it."""
     monkeypatch.setattr(doctor, "SHAPES", {"one launch": (2, 8, 16, 16)})
 
 
 @pytest.mark.parametrize("name", doctor.CHECKS)
 def test_kernels_agree_with_float64(name, small):
-    """What runs on each GPU, here in Triton's interpreter."""
+    """The checks that the doctor runs on each GPU pass here in Triton's interpreter."""
     pytest.importorskip("triton")
     found = doctor.run_kernels(name, torch.device("cpu"))
     assert re.fullmatch(r"ran, and agrees with float64 (to \de-\d\d|exactly)", found)
-    # a pool picks values, and rounds none
+    # A pool picks values and does not round them.
     assert found.endswith("exactly") == (name == "max_pool")
 
 
 @pytest.mark.parametrize("name", doctor.CHECKS)
 def test_kernels_that_disagree_are_a_problem(name, monkeypatch):
-    """The comparison itself, with a launch that is wrong by one part in a thousand."""
+    """The comparison fails if a launch is wrong by one part in a thousand."""
     _, reference = doctor.CHECKS[name]
     wrong = {what: (lambda inputs: {k: v * 1.001 for k, v in reference(inputs).items()}, reference)
              for what in doctor.CHECKS}  # fmt: skip
@@ -124,7 +124,7 @@ def test_kernels_that_disagree_are_a_problem(name, monkeypatch):
 
 
 def test_kernels_that_write_nothing_are_a_problem(monkeypatch):
-    """NaN is not smaller than the tolerance, and not larger either."""
+    """NaN counts as an error, although it is not larger than the tolerance."""
     monkeypatch.setitem(
         doctor.CHECKS, "conv_abn", (lambda inputs: {"z": inputs.x * math.nan}, doctor._conv_abn_float64)
     )
@@ -133,7 +133,7 @@ def test_kernels_that_write_nothing_are_a_problem(monkeypatch):
 
 
 def test_on_a_gpu_every_check_runs_there(without_interpreter, monkeypatch, capsys):
-    """With a stand-in for the GPU, since none is here."""
+    """A stand-in replaces the GPU, so the test runs on any machine."""
     pytest.importorskip("triton")
     tried = []
 
@@ -151,7 +151,7 @@ def test_on_a_gpu_every_check_runs_there(without_interpreter, monkeypatch, capsy
 
 
 def test_the_checks_launch_every_kernel(monkeypatch):
-    """A kernel that is added needs a check."""
+    """Every kernel has a check, also a kernel that is added later."""
     pytest.importorskip("triton")
     from fusedseg.kernels.launcher import Launcher
 
@@ -165,7 +165,7 @@ def test_the_checks_launch_every_kernel(monkeypatch):
 
 
 def program(folder, *command: str) -> subprocess.CompletedProcess:
-    """A fresh Python in another folder, under no setting of the tests."""
+    """Runs a fresh Python in another folder, without the environment variables of the tests."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("FUSEDSEG_", "TRITON_"))}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=clean, capture_output=True, text=True, check=False
@@ -174,7 +174,7 @@ def program(folder, *command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_as_a_program_it_compiles_and_warns_of_nothing(tmp_path):
-    """Triton 3.9 warned about a default of its compiler that nobody had named."""
+    """Triton 3.9 warned about ``enable_fp_fusion``, an option of its compiler that the launches did not set."""
     pytest.importorskip("triton")
     run = program(tmp_path, "-m", "fusedseg", "doctor", "--compile")
     assert (run.returncode, run.stderr) == (0, "")
@@ -190,7 +190,7 @@ sys.exit(__main__.main(["doctor", *sys.argv[1:]]))
 
 
 def test_as_a_program_it_warns_of_nothing(tmp_path):
-    """The same with two kernels for one GPU."""
+    """The test above, with two kernels for one GPU instead of all kernels."""
     pytest.importorskip("triton")
     run = program(tmp_path, "-c", SMALL, "--compile")
     assert (run.returncode, run.stderr) == (0, "")
@@ -198,7 +198,7 @@ def test_as_a_program_it_warns_of_nothing(tmp_path):
 
 
 def test_without_compile_it_imports_no_compiler(tmp_path):
-    """This is what makes it fast: neither PyTorch's compiler, nor our kernels, nor the packages of the demo."""
+    """The command is fast because it imports neither PyTorch's compiler, nor our kernels, nor the demo's packages."""
     code = (
         "import sys\nfrom fusedseg.__main__ import main\nassert main(['doctor']) == 0\n"
         "names = ['torch._dynamo', 'torch._inductor', 'sympy', 'fusedseg.kernels', 'fusedseg.demo', 'matplotlib']\n"

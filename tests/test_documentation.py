@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ tell people to type: Python blocks run, and commands are parsed.
+"""Tests the examples in the README and the pages of docs/: Python blocks are run, and commands are parsed.
 
 The rules that a page follows:
 
@@ -29,7 +29,7 @@ LARGEST_PICTURE = 150_000
 
 
 class Block(NamedTuple):
-    """A block of a page: its language, its text, the output that is written under it, and where it stands."""
+    """A block of a page: its language, its text, the output that the page shows under it, and its position."""
 
     language: str
     text: str
@@ -61,7 +61,7 @@ COMMANDS = [
 def test_a_python_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
-    # line numbers of a traceback are those of the page
+    # Empty lines come first, so that line numbers in a traceback are line numbers of the page.
     page, _, line = block.where.rpartition(":")
     code = compile("\n" * int(line) + block.text, page, "exec")
     with threads(1), contextlib.redirect_stdout(printed):
@@ -71,11 +71,11 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 class Parsed(Exception):
-    """Raised in place of running a command whose arguments were accepted."""
+    """Raised when a command has accepted its arguments, so that the command does not run."""
 
 
 def parse(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hands arguments to the command line of a module, which stops as soon as they are parsed."""
+    """Passes arguments to the command line of a module, which stops as soon as they are parsed."""
     import argparse
 
     original = argparse.ArgumentParser.parse_args
@@ -103,7 +103,7 @@ def check_install(arguments: list[str]) -> None:
 
 
 def check_pytest(arguments: list[str]) -> None:
-    """Options that are known, markers that pyproject.toml names, and paths that exist."""
+    """Checks that pytest knows the options, that pyproject.toml names the markers, and that the paths exist."""
     rest = iter(arguments)
     for argument in rest:
         if argument == "-m":
@@ -120,7 +120,7 @@ def check_pytest(arguments: list[str]) -> None:
 
 
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks what can be checked of a command without running it."""
+    """Checks a command without running it."""
     match words:
         case ["python", "-m", "fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
@@ -173,7 +173,7 @@ def test_a_wrong_command_is_found(wrong, monkeypatch, capsys):
 
 
 def test_the_pages_have_blocks_of_known_languages():
-    """A misspelt language would take a block out of the tests above."""
+    """The tests above would skip a block with a misspelt language."""
     known = {"python", "bash", "text", "json"}
     for page in PAGES:
         text = page.read_text()
@@ -191,7 +191,7 @@ def test_every_picture_is_there_and_small():
 
 
 def test_the_first_picture_shows_what_is_counted_today():
-    """Its text in the README has the figures that its command draws."""
+    """The text of the picture in the README has the figures that its command draws."""
     pytest.importorskip("matplotlib")
     pictures = importlib.import_module("docs.make_pictures")
     peaks = [pictures.NETWORKS[0].report(way).total / pictures.GIBIBYTE for way in pictures.NAMES]
@@ -201,7 +201,7 @@ def test_the_first_picture_shows_what_is_counted_today():
 
 
 def test_links_within_the_readme_lead_somewhere():
-    """Those of docs/ are checked by Sphinx."""
+    """Sphinx checks the links in docs/, so this test reads only the README."""
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / link).exists(), link
         if heading:
@@ -212,13 +212,13 @@ def test_links_within_the_readme_lead_somewhere():
 def test_the_readme_is_read_in_a_minute():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130
-    # a picture and a number before anything else
+    # A picture and a number come before anything else.
     assert any("<picture>" in line for line in lines[:15])
     assert any(re.search(r"\d\.\d", line) for line in lines[:5])
 
 
 def test_every_public_name_is_in_the_reference():
-    """The names of ``fusedseg.functional`` and ``fusedseg.memory`` are in it as members of these modules."""
+    """The reference lists ``fusedseg.functional`` and ``fusedseg.memory`` as modules, with all their members."""
     page = (ROOT / "docs" / "api.md").read_text()
     names = [*fusedseg.__all__, *(f"unet.{name}" for name in fusedseg.unet.__all__)]
     assert [name for name in names if not re.search(rf":: (fusedseg\.)?{re.escape(name)}$", page, re.MULTILINE)] == []

@@ -1,4 +1,4 @@
-"""Importing works anywhere: without triton, without a GPU, from any folder."""
+"""The package can be imported without triton, without a GPU, and from any folder."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# a module that is None in sys.modules cannot be imported: what a machine without triton looks like
+# A module that is None in sys.modules cannot be imported, as on a machine without triton.
 WITHOUT_TRITON = """
 import json, sys
 sys.modules["triton"] = None
@@ -48,7 +48,7 @@ print(json.dumps(found))
 
 
 def python(code: str, folder: Path, **env: str) -> str:
-    """What a fresh interpreter prints, run in a folder that is not the repository."""
+    """Returns the output of a fresh interpreter that runs in a folder outside the repository."""
     clean = {key: value for key, value in os.environ.items() if key not in ("FUSEDSEG_BACKEND", "TRITON_INTERPRET")}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=clean | env, capture_output=True, text=True, check=False
@@ -59,12 +59,13 @@ def python(code: str, folder: Path, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """What one fresh interpreter finds, for all tests: each takes seconds to import PyTorch."""
+    """The findings of one fresh interpreter.  All tests share it, because importing PyTorch takes seconds."""
     return json.loads(python(PLAIN, tmp_path_factory.mktemp("elsewhere")))
 
 
 def test_without_triton(tmp_path):
-    """The import and a training step work.  A backend that the environment asks for says what is missing."""
+    """The import and a training step work.  If the environment asks for the backend "triton", the error names
+    triton."""
     found = json.loads(python(WITHOUT_TRITON, tmp_path, FUSEDSEG_BACKEND="triton"))
     assert found["backend"] == "triton"
     assert "triton is not installed" in found["error"]
@@ -95,7 +96,7 @@ def test_a_function_is_marked_constant_as_pytorch_marks_it():
 
 
 def test_kernels_are_found_from_any_folder(found):
-    """They are the folder of this checkout."""
+    """The kernels come from the folder of this checkout."""
     pytest.importorskip("triton")
     assert found["module"] == "fusedseg.kernels.norm_act"
     assert [Path(folder) for folder in found["folder"]] == [Path(__file__).parents[1] / "kernels"]

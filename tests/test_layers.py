@@ -1,4 +1,4 @@
-"""Who may import whom: the table "Layers" in docs/design.md."""
+"""Each layer imports only the layers and packages that the table "Layers" in docs/design.md allows."""
 
 import ast
 import functools
@@ -10,14 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# the small modules of the package itself that every layer stands on: which implementation runs, what an activation is
+# Two small modules that every layer may import: they choose the implementation, and describe the activations.
 BASE = {"_backend", "activation"}
-# layer -> (layers it may import, packages from outside the standard library)
+# Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "_backend": (set(), {"torch"}),
     "activation": (set(), {"torch"}),
-    # numpy: the few values of a channel vector on a CPU
+    # numpy handles the few values of a channel vector on a CPU.
     "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
@@ -30,16 +30,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"conversion", "memory", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
-# imported inside functions only, since they need triton, or the packages of an extra
+# These are imported only inside functions, because they need triton, or the packages of an extra.
 LAZY = {"demo", "kernels"}
 LAZY_PACKAGES = {"matplotlib", "nilearn", "tqdm"}
-# itself imported inside a function only
+# These files are themselves imported only inside functions.
 LAZY_FILES = {"fusedseg/demo/picture.py"}
 
 
 @functools.cache
 def sources() -> dict[str, list[Path]]:
-    """Layer -> its files."""
+    """Maps each layer to its files."""
     layers: dict[str, list[Path]] = {"kernels": sorted((ROOT / "kernels").rglob("*.py"))}
     for path in sorted((ROOT / "fusedseg").rglob("*.py")):
         layers.setdefault(path.relative_to(ROOT / "fusedseg").parts[0].removesuffix(".py"), []).append(path)
@@ -47,13 +47,13 @@ def sources() -> dict[str, list[Path]]:
 
 
 def package_of(path: Path) -> list[str]:
-    """The package a file belongs to, as it is imported."""
+    """The parts of the name of the package that contains a file."""
     parts = list(path.relative_to(ROOT).parts[:-1])
     return ["fusedseg", *parts] if parts[0] == "kernels" else parts
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(absolute name, whether the import runs when the module does) of each import in a file."""
+    """(absolute name, whether the import runs when the module is loaded) of each import in a file."""
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -72,7 +72,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def layer_of(name: str, layers: set[str]) -> str:
-    """The layer that an absolute name of the package lies in; "" for a name of the package itself."""
+    """The layer that contains an absolute name of the package; "" for a name of the package itself."""
     second = name.split(".")[1]
     return second if second in layers else ""
 

@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable: parameters of a function, arguments by position, lines of a file."""
+"""Limits that keep the code readable: parameters of a function, arguments by position, lines of a file."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
 LINES, FEWEST_LINES = 350, 20
 
-# (file, function) -> why it may take more than PARAMETERS; constructors of modules follow their stock class
+# (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
     ("functional.py", "inplace_abn"): "the arguments of F.batch_norm, and those of the activation",
     ("functional.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and those of the activation",
@@ -29,7 +29,7 @@ def files() -> Iterator[tuple[str, ast.Module, int]]:
 
 
 def count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """The parameters of a function; ``self``, ``cls`` and ``ctx`` do not count."""
+    """Counts the parameters of a function without ``self``, ``cls`` and ``ctx``."""
     of = function.args
     named = [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
     return (
@@ -38,7 +38,7 @@ def count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
 
 
 def is_schema(function: ast.AST) -> bool:
-    """Whether ``torch.library`` reads the parameters, and takes no objects of ours."""
+    """Whether ``torch.library`` reads the parameters: a schema cannot contain our own classes."""
     decorators = [ast.unparse(one) for one in getattr(function, "decorator_list", [])]
     return any("custom_op" in one or one.endswith("register_fake") for one in decorators)
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml says of the package is what lies in the folders."""
+"""The statements of pyproject.toml about the package agree with the folders and with a built release."""
 
 import email
 import re
@@ -41,7 +41,8 @@ def test_changelog_has_this_version():
     assert f"## [{fusedseg.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-# copied to where a release is built, since setuptools leaves folders behind; tests stand for themselves with one file
+# These are copied to a folder where a release is built, because setuptools leaves folders behind.  Of the tests, one
+# file is enough.
 FOLDERS = ("fusedseg", "kernels", "bench", "docs", "tests")
 FILES = (
     "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
@@ -59,7 +60,7 @@ def release(tmp_path_factory):
     """The sdist and the wheel of this checkout."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 71:
-        # which old versions need to build a wheel
+        # Old versions of setuptools need this package to build a wheel.
         pytest.importorskip("wheel")
     folder = tmp_path_factory.mktemp("release")
     for name in FOLDERS:
@@ -93,7 +94,7 @@ def test_metadata_is_complete(release):
     assert "License :: OSI Approved :: Apache Software License" in found.get_all("Classifier")
     assert found["Requires-Python"] == ">=3.10"
     assert "Programming Language :: Python :: 3.10" in found.get_all("Classifier")
-    # there is no address that the project could promise to keep
+    # The project has no address that it could promise to keep.
     assert found["Home-page"] is None
     assert found["Project-URL"] is None
     assert found["Description-Content-Type"] == "text/markdown"
@@ -110,5 +111,5 @@ def test_sdist_holds_the_tests_and_nothing_stray(release):
 
 
 def test_the_folders_that_commands_write_to_are_ignored_by_git():
-    """``fusedseg_demo`` and ``memory.png`` stood as untracked files in a clone after the README's commands."""
+    """The README's commands left ``fusedseg_demo`` and ``memory.png`` as untracked files in a clone."""
     assert {"/fusedseg_demo/", "/memory.png"} <= set((ROOT / ".gitignore").read_text().split())

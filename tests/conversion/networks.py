@@ -206,7 +206,7 @@ class InputTwice(Twice):
 
 
 class Random(nn.Module):
-    """A network of a seed, with chains, branches, residuals, shared modules, functions, dropout and unusual orders."""
+    """A random network: chains, branches, residuals, shared modules, functions, dropout and unusual orders."""
 
     NORMS = (nn.BatchNorm2d, nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True), lambda c: nn.GroupNorm(2, c))
     ACTS = (

@@ -1,4 +1,4 @@
-"""Networks of published packages, as their users build them, where the package is installed."""
+"""Networks of published packages, built as their users build them; a package that is not installed is skipped."""
 
 import importlib.metadata
 import importlib.util

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def replanned(monkeypatch):
-    """For tests that set constants of launches to others: what was planned without them is forgotten, and with them."""
+    """Forgets all planned launches before and after a test that changes constants of launches."""
     from fusedseg.kernels.launcher import forget_plans
 
     forget_plans()
@@ -16,9 +16,9 @@ def replanned(monkeypatch):
 
 @pytest.fixture
 def small_tiles(monkeypatch, replanned):
-    """Small tensors are read by several programs a channel, as large ones are, and few of them merge for themselves.
+    """Several programs read a channel of a small tensor, as they do for large tensors, and partial results are merged.
 
-    Tiles are 128 values of fp32; in rows they are 8 positions of each of 16 channels.
+    Tiles hold 128 values of fp32; in rows they hold 8 positions of each of 16 channels.
     """
     from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
 
@@ -31,14 +31,14 @@ def small_tiles(monkeypatch, replanned):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """``compiled(module, cases, targets)``: what compilers make of its launches, for each target.
+    """``compiled(module, cases, targets)`` returns the report of the compiled launches for each target.
 
-    Every process of a run reads the file that the first one writes: compiling takes minutes.
+    Compiling takes minutes, so all processes of a run read the file that the first process writes.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # that of the run, in which each worker has one
+        # This is the folder of the run, in which each worker has its own folder.
         folder = folder.parent
     known = {}
 

@@ -14,13 +14,13 @@ from tests.tools.tensors import channels_last
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
-# Tensor cores cut operands off to 10 bits for tf32, which shrinks a product by up to 2**-9, and by 7e-4 on average.
-# So does what is not normalised, the mean: see "TF32" in docs/compiled.md.  The interpreter computes in fp32.
+# For tf32, tensor cores truncate operands to 10 bits, which makes a product smaller by up to 2**-9, on average by 7e-4.
+# The mean, which is not normalised, becomes smaller too: see "TF32" in docs/compiled.md.  The interpreter uses fp32.
 TF32_TOLERANCE = 1e-3
 
 
 class Conv(NamedTuple):
-    """Shapes of x and w, and what ``torch.nn.functional.conv2d`` takes."""
+    """Shapes of x and w, and the options of ``torch.nn.functional.conv2d``."""
 
     x: tuple[int, ...]
     w: tuple[int, ...]
@@ -31,13 +31,13 @@ class Conv(NamedTuple):
 
     @property
     def geometry(self) -> tuple:
-        """As launchers take it."""
+        """The geometry in the form that launchers take."""
         values = (self.stride, self.padding, self.dilation)
         return *((v,) * (len(self.x) - 2) if isinstance(v, int) else v for v in values), self.groups
 
     @property
     def out(self) -> tuple[int, ...]:
-        """Shape of the output."""
+        """The shape of the output."""
         x, w = (torch.empty(shape, device="meta") for shape in self[:2])
         return reference.convolve(x, w, None, *self[2:]).shape
 
@@ -51,7 +51,8 @@ class Inputs(NamedTuple):
 
 
 def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
-    """y has a variance of about 1, and a mean that differs between channels; weights have both signs."""
+    """Makes inputs for which y has a variance of about 1, and a mean that differs by channel; weights have both
+    signs."""
     K = conv.w[0]
     x, w = torch.randn(conv.x, dtype=torch.float64) + 0.5, torch.randn(conv.w, dtype=torch.float64)
     w /= w[0].numel() ** 0.5
@@ -62,7 +63,7 @@ def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
 
 
 def output(conv: Conv, dtype, device, rows=True) -> Tensor:
-    """NaN, so that an element that nobody writes shows."""
+    """An output full of NaN, so that an element that no program writes is found."""
     out = torch.full(conv.out, float("nan"), dtype=dtype, device=device)
     return channels_last(out) if rows else out
 
@@ -73,7 +74,7 @@ def running_statistics(conv: Conv, device) -> tuple[Tensor, Tensor]:
 
 
 def checked(device):
-    """In the interpreter every access must lie inside its argument."""
+    """In the interpreter, checks that every access lies inside its argument."""
     if device.type != "cpu":
         return contextlib.nullcontext()
     from tests.tools.traffic import traffic
@@ -103,7 +104,7 @@ def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept
     before = [None if r is None else r.cpu() for r in before]
     y = reference.convolve(x, w, None if training else conv_bias, *conv[2:])
     if training or kept is not None:
-        # what is normalised is what was stored
+        # The kernel normalises the stored values.
         y = y.to(out.dtype).double()
     options = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
     expected = reference.norm_act(y, weight, bias, *before, **options)
@@ -111,7 +112,7 @@ def check(conv, given, out, act=LEAKY, training=True, running=(None, None), kept
     tolerance = TF32_TOLERANCE if tf32 and compiled else FORWARD_TOLERANCE[out.dtype]
     assert out.stride() == strides
     assert relative_error(out, expected.out) <= tolerance
-    # what lies between two values of the dtype may be stored as either, hence no smaller tolerance for fp16 and bf16
+    # A value between two values of the dtype may be stored as either, so fp16 and bf16 need this tolerance.
     axes = [d for d in range(y.dim()) if d != 1]
     variance = y.var(axes, correction=0) if training else before[1].double()
     assert relative_error(rstd, (variance + EPS).rsqrt()) <= tolerance

@@ -1,6 +1,6 @@
-"""Launches of the convolution with BatchNorm, to be compiled for a GPU: the convolutions of the U-Nets it must run.
+"""Launches of the convolution with BatchNorm that are compiled for GPUs: the convolutions of real U-Nets.
 
-``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from tests.kernels.conv_abn_cases import Conv
 from tests.tools.tensors import empty
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# a batch of 8 images, and of 2 volumes
+# A batch has 8 images, or 2 volumes.
 CONVS = {
     "3x3-3-64": Conv((8, 3, 256, 256), (64, 3, 3, 3), padding=1),
     "3x3-5-64": Conv((8, 5, 256, 256), (64, 5, 3, 3), padding=1),
@@ -29,7 +29,7 @@ CONVS = {
     "3x3x3-512-512": Conv((2, 512, 40, 18, 3), (512, 512, 3, 3, 3), padding=1),
     "1x1x1-64-5": Conv((2, 64, 320, 150, 26), (5, 64, 1, 1, 1)),
 }
-# offsets in a sample need 64 bits; and sizes of 1, which compilers see as constants
+# Offsets in a sample need 64 bits; sizes of 1 are constants for the compiler.
 HUGE = Conv((1, 64, 512, 512, 256), (64, 64, 3, 3, 3), padding=1)
 TINY = Conv((8, 64, 1, 1), (64, 64, 3, 3), padding=1)
 
@@ -64,7 +64,7 @@ FEW = {
     name: CASES[name]
     for name in ("3x3-64-64-fp16", "1x1-128-3-fp16", "3x3-64-64-fp16-norm", "3x3-64-64-tf32", "1x1-64-64-fp16-planes")
 }
-# all of the networks' convolutions, in training and inference
+# All convolutions of the networks, in training and inference.
 MORE = {}
 for epilogue in ("stats", "norm"):
     MORE |= {f"{name}-{of}-{epilogue}": case(name, of, epilogue) for name in CONVS for of in ("fp16", "bf16")}

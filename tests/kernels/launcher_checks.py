@@ -45,7 +45,7 @@ def add_kernel(x_ptr, y_ptr, out_ptr, factor: tl.float64, N, EVEN: tl.constexpr,
 
 
 class Launched(NamedTuple):
-    """What a driver is given; ``function`` is another one for each kernel that was compiled."""
+    """The arguments that a driver receives; each compiled kernel has a ``function`` of its own."""
 
     grid: tuple[int, ...]
     stream: int
@@ -54,7 +54,7 @@ class Launched(NamedTuple):
 
 
 class Recorder:
-    """A driver whose launches are listed."""
+    """A driver that lists its launches."""
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
@@ -96,7 +96,10 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorder():
-    """Kernels that another has loaded are forgotten.  It stays the active one, which unloads what is freed later."""
+    """Activates a recorder and forgets kernels that other drivers have loaded.
+
+    The recorder stays active, because the active driver unloads kernels that are freed later.
+    """
     made = Recorder()
     driver.set_active(made)
     add_kernel.device_caches.clear()
@@ -123,13 +126,13 @@ def as_addresses(launched: Launched) -> Launched:
 
 @contextlib.contextmanager
 def no_public_launch():
-    """Of a launcher's kernel: what is launched inside goes directly to what was compiled."""
+    """Inside, Triton's public launch of a launcher's kernel fails: launches must go directly to the compiled kernel."""
     with mock.patch.object(JITFunction, "__getitem__", side_effect=AssertionError("launched the public way")):
         yield
 
 
 def launches_what_triton_would() -> None:
-    """The same compiled kernel with the same arguments, whatever was launched before."""
+    """A direct launch runs the same compiled kernel with the same arguments as Triton, whatever was launched before."""
     pick = random.Random(0)
     with recorder() as record:
         launch = add()
@@ -218,7 +221,10 @@ def options_take_the_public_way() -> None:
 
 
 def no_launch_fuses() -> None:
-    """Whatever Triton's default is, which 3.10 changes, and whatever a variable says: z must be rebuilt to the bit."""
+    """No launch fuses floating-point operations, because z must be rebuilt to the bit.
+
+    Triton's default, which 3.10 changes, and an environment variable must not matter.
+    """
     tensors = (tensor(torch.float32), None, tensor(torch.float32))
     for choice in (None, "1", "0"):
         chosen = {} if choice is None else {"TRITON_DEFAULT_FP_FUSION": choice}
@@ -244,7 +250,8 @@ def dry_run_lists_every_launch() -> None:
 
 
 def the_function_in_c_gets_what_triton_gives_it() -> None:
-    """Triton 3.9's launcher is in Python; the function in C that it calls is called without it."""
+    """Triton 3.9's launcher is a Python function that calls a C function; a direct launch calls the C function
+    itself."""
     stubs = {name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     with recorder() as record, mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs):
         record.launcher_cls = nvidia.CudaLauncher
@@ -256,7 +263,7 @@ def the_function_in_c_gets_what_triton_gives_it() -> None:
             launch(tensors, 0.5)
         assert next(iter(launch._compiled.values())).packed == launcher.IN_PYTHON
     public, direct = given
-    # The public way passes tensors, and metadata that only hooks read.
+    # Triton's public launch passes tensors, and metadata that only hooks read.
     *public, arguments = public
     *direct, addresses = direct
     hooks = slice(8, 11)
@@ -267,7 +274,7 @@ def the_function_in_c_gets_what_triton_gives_it() -> None:
 
 
 def ours_called(function) -> int:
-    """How many functions, of Python or of C, this package calls meanwhile."""
+    """Counts the Python and C functions that this package calls while ``run`` runs."""
     calls, folders = 0, tuple(os.path.dirname(module.__file__) for module in (fusedseg, launcher))
 
     def count(frame, event, arg) -> None:
@@ -285,7 +292,7 @@ def ours_called(function) -> int:
 
 
 def a_step_of_a_norm_makes_few_calls() -> None:
-    """On short tensors the host's time is that of these calls.  The limits are what was counted."""
+    """For short tensors these calls determine the host's time.  The limits are counted figures."""
     with recorder(), mock.patch.object(_backend, "use_triton", return_value=True):
         for cls, (forward, backward) in MOST_CALLS.items():
             module, x = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Launches of the max-pool kernels, to be compiled for a GPU: pools of real networks, aligned to 16 bytes.
+"""Launches of the max-pool kernels that are compiled for GPUs: pools of real networks, aligned to 16 bytes.
 
-``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import torch
 from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-# shape, window, stride, padding
+# Shape, window, stride and padding.
 POOLS = {
     "unet": ((8, 64, 512, 512), 2, 2, 0),
     "resnet": ((128, 64, 112, 112), 3, 2, 1),
@@ -38,8 +38,8 @@ def case(pool, dtype, fmt):
 
 
 CASES = {"-".join(names): case(*names) for names in itertools.product(("unet",), DTYPES, ("planes", "rows"))}
-# the rest once each, in the dtype of training
+# Every other pool is compiled once, in the dtype of training.
 others = itertools.product(("resnet", "volume", "volume-overlapping"), ("fp16",), ("planes", "rows"))
 CASES |= {"-".join(names): case(*names) for names in others}
-# Windows apart and overlapping, planes and rows: every run compiles these.
+# Every run compiles these: separate and overlapping windows, in planes and in rows.
 FEW = {name: CASES[name] for name in ("unet-fp16-planes", "unet-fp16-rows", "volume-overlapping-fp16-rows")}

@@ -1,6 +1,6 @@
-"""Launches of the normalisation kernels, to be compiled for a GPU: shapes of real U-Net stages, aligned to 16 bytes.
+"""Launches of the norm kernels that are compiled for GPUs: shapes of real U-Net stages, aligned to 16 bytes.
 
-``tests.tools.codegen`` reads CASES, or FEW of them.  The tensors are never touched, so their size costs nothing.
+``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from fusedseg.ops.layout import layout_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
-# 4 GiB in fp32: offsets and the tensors' sizes need 64 bits, as compilers see by the arguments
+# 4 GiB in fp32: offsets and sizes need 64 bits, which the compiler sees from the arguments.
 SHAPES = {"split": (8, 64, 512, 512), "huge": (16, 64, 1024, 1024), "onchip": (4, 512, 16, 16)}
 
 
@@ -41,25 +41,26 @@ def case(shape, dtype, fmt, **options):
 
 
 CASES = {"-".join(names): case(*names) for names in itertools.product(("split", "onchip"), DTYPES, FORMATS)}
-# the rest once each, in the dtype of training
+# Every other case is compiled once, in the dtype of training.
 CASES |= {f"huge-fp16-{fmt}": case("huge", "fp16", fmt) for fmt in FORMATS}
 CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=True) for fmt in FORMATS}
 CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
 CASES |= {f"selu-fp16-{fmt}": case("onchip", "fp16", fmt, act=("selu", 0.0)) for fmt in FORMATS}
 CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}
-# statistics of samples, the input kept, a residual: each with each path
+# Statistics of samples, a kept input and a residual are each combined with each path.
 SAMPLES = {"instance": {"split": 64, "onchip": 512}, "group": {"split": 8, "onchip": 32}}
 for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "onchip"), FORMATS):
     keep = "input" if (stat == "group") == (path == "split") else "output"
     CASES[f"{stat}-{path}-{keep}-fp16-{fmt}"] = case(
         path, "fp16", fmt, groups=groups[path], keep=keep, residual=path == "split" or keep == "output"
     )
-# activations of the kept input, each with one path
+# Each activation of the kept input runs on one path.
 EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "softplus", "selu", "relu6")
 for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
     CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
 
-# Each path, statistic and layout, and what needs the most registers: every run compiles these, `-m slow` all.
+# Every run compiles these: each path, statistic and layout, and the launches that need the most registers.  `-m slow`
+# compiles all.
 FEW = {
     name: CASES[name]
     for name in (

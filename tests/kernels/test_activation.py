@@ -1,4 +1,4 @@
-"""Activations on the device beside float64: values, derivatives, kinks and tails."""
+"""Compares activations on the device with float64: values, derivatives, kinks and tails."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def activation_kernel(y_ptr, z_ptr, g_ptr, ACT: tl.constexpr, PARAM: tl.constexp
 
 
 def run(y, name):
-    """phi(y) and its derivative."""
+    """Returns phi(y) and its derivative."""
     padded = torch.zeros(triton.next_power_of_2(y.numel()), dtype=y.dtype, device=y.device)
     padded[: y.numel()] = y
     z, g = torch.full_like(padded, float("nan")), torch.full_like(padded, float("nan"))
@@ -71,7 +71,7 @@ def exact(y, name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-7), (torch.float64, 1e-14)], ids=["fp32", "fp64"])
 def test_values_and_derivatives(device, name, dtype, tolerance):
-    """To a few roundings of the largest of y, z and 1, from one end of the range to the other."""
+    """The error is a few roundings of the largest of y, z and 1, over the whole range."""
     y = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor(TAILS)]).to(device, dtype)
     found, expected = run(y, name), exact(y, name)
     for value, reference, scale in zip(found, expected, (y.double().abs().clamp(min=1), 1.0), strict=True):
@@ -94,8 +94,10 @@ def test_kinks_and_nan_as_on_aten(device, name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_subnormal_numbers(device, name):
-    """Smooth activations are linear there; a GPU may take them for zero in between, as its exponentials do.  A value
-    that is not 0 at 0 is rounded."""
+    """Smooth activations are linear for subnormal numbers; a GPU's exponentials may treat such numbers as zero.
+
+    If the value at 0 is not 0, the result is that value, rounded.
+    """
     y = torch.tensor([1e-40, -1e-40], dtype=torch.float32, device=device)
     expected = exact(y, name)[0]
     assert ((run(y, name)[0].double() - expected).abs() <= 2e-40 + 2**-23 * expected.abs()).all()
@@ -103,12 +105,12 @@ def test_subnormal_numbers(device, name):
 
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_inverses(device, name):
-    """y and phi'(y), from z = phi(y)."""
+    """The kernel computes y and phi'(y) from z = phi(y)."""
     y = torch.linspace(-6, 6, 64, dtype=torch.float64, device=device)
     z, derivative = exact(y, name)
     found, g = torch.full_like(y, float("nan")), torch.full_like(y, float("nan"))
     inverse_kernel[(1,)](z, found, g, ACT=name, PARAM=ACTIVATIONS[name], BLOCK=64)
-    # exp(-6) beside 1 costs as many digits
+    # The inverse loses digits in the tail, where exp(-6) is added to 1.
     torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(g, derivative, rtol=1e-12, atol=1e-12)
 
@@ -118,7 +120,7 @@ def test_inverses(device, name):
     [
         (act_fwd_kernel, ("swish", "prelu")),
         (act_grad_of_input_kernel, ("swish", "prelu")),
-        # what has no inverse was an identity here, without a word
+        # An activation without an inverse was once treated as the identity, without an error.
         (act_grad_kernel, ("swish", "relu")),
         (act_inverse_kernel, ("swish", "relu")),
     ],

@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, for GPUs that are not there: spills, widths of accesses, tensor cores."""
+"""Checks the compiled kernels without a GPU: spills, widths of accesses and tensor cores."""
 
 from collections import Counter
 
@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from tests.tools.codegen import TARGETS, VENDORS
 
-# Launches: a module, the name of a dict in it, and targets.  Every run compiles a few launches, those without tensor
-# cores for one GPU of each vendor; all of them take minutes, and have the mark `slow`.
+# A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches; launches without
+# tensor cores are compiled for one GPU of each vendor.  Suites of all launches take minutes, and have the mark `slow`.
 SUITES = {
     "norm_act": ("tests.kernels.norm_act_launches", "FEW", VENDORS),
     "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
@@ -20,7 +20,7 @@ SUITES = {
 
 
 def suites(kernel=""):
-    """Suites whose name begins so, each with its targets."""
+    """The suites whose names begin with a prefix, each with its targets."""
     return pytest.mark.parametrize(
         ("suite", "target"),
         [
@@ -32,36 +32,36 @@ def suites(kernel=""):
     )
 
 
-# shared memory a block: of the GPUs of compute capability 8.6 and 8.9, the least among those with these instructions
+# Shared memory of a block on GPUs of compute capability 8.6 and 8.9, which have the least among supported GPUs.
 SHARED = {"gfx942": 64 * 1024}
 LEAST_SHARED = 99 * 1024
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# bytes a thread that are known to spill
+# Bytes per thread that are known to spill.
 SPILLS = {
-    # under Triton 3.6, statistics of 128 x 128 values beside the product, or of few channels in TF32
+    # Under Triton 3.6, statistics of 128 x 128 values spill beside the product, and so do few channels in TF32.
     **{("sm_100", f"3x3-128-128-{of}"): 8 for of in ("bf16", "bf16-stats", "fp16-stats")},
     **{("sm_100", f"{of}-tf32-stats"): 8 for of in ("1x1-128-3", "1x1x1-64-5")},
-    # backward of a slab of 32 KiB in one tile, the largest, where a thread holds 32 values of g and of xhat; 32 warps
-    # of 64 registers spill 176 bytes (48 on sm_100), and in two launches the slab would be read twice
+    # Backward of a slab of 32 KiB, the largest, in one tile: a thread holds 32 values of g and of xhat.  32 warps with
+    # 64 registers spill 176 bytes (48 on sm_100); two launches would read the slab twice.
     ("sm_80", "gelu_tanh-onchip-fp16-rows"): 72,
     ("sm_90", "gelu_tanh-onchip-fp16-rows"): 72,
     ("sm_100", "gelu_tanh-onchip-fp16-rows"): 112,
-    # rows, of the loops' parameters: ptxas puts two registers aside where one program more is resident for it, beside
-    # 72 (Triton 3.6, with a residual) or 59 to 86 (3.9)
+    # In rows, ptxas spills two registers of the loops' parameters so that one more program is resident; the other
+    # registers are 72 (Triton 3.6, with a residual) or 59 to 86 (3.9).
     ("sm_100", "instance-split-output-fp16-rows"): 8,
     ("sm_100", "group-split-input-fp16-rows"): 8,
     ("sm_90", "elu-fp16-rows"): 8,
     ("sm_100", "elu-fp16-rows"): 8,
     ("sm_100", "silu-split-fp16-rows"): 8,
-    # without tensor cores, where "auto" takes the vendor's convolution
+    # Without tensor cores, the backend "auto" takes the vendor's convolution.
     ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
     **{("sm_80", f"{of}-fp32-norm"): 8 for of in ("1x1-128-3", "1x1x1-64-5")},
     **{("sm_90", f"{of}-fp32-stats"): 32 for of in ("1x1-2048-1024", "3x3-3-64", "3x3-5-64", "3x3x3-512-512")},
     **{("sm_100", f"{of}-fp32-stats"): 32 for of in ("1x1-128-3", "1x1x1-64-5", "3x3-3-64", "3x3-5-64")},
-    # taps of planes, which are left to it too, with offsets of 64 bits
+    # Taps of planes with offsets of 64 bits; "auto" takes the vendor's convolution for them too.
     ("gfx942", "3x3x3-64-64-fp16-planes-huge"): 176,
 }
-# arguments as large as the activation tensor
+# These arguments are as large as the activation tensor.
 ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_ptr", "dresidual_ptr"}
 
 
@@ -95,7 +95,7 @@ def test_16_byte_loads_and_stores(launches):
                 if set(widths) - {"16"}:
                     narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
     assert not narrow
-    # that these were found at all
+    # The report must contain these accesses at all.
     expected = {("x_ptr", "load"), ("out_ptr", "store"), ("saved_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")}
     expected |= {("residual_ptr", "load"), ("dresidual_ptr", "store")}
     assert {access for access, count in seen.items() if count} == expected
@@ -111,20 +111,21 @@ def test_every_path_was_compiled(launches):
 
 
 def whole_vectors(case, target) -> set[tuple[str, str]]:
-    """What a convolution loads and stores 16 bytes at a time, read off the case's name: taps-C-K-dtype-layout."""
+    """The arguments that a convolution accesses 16 bytes at a time, by the case's name: taps-C-K-dtype-layout."""
     taps, C, K, dtype, *options = case.split("-")
     planes = "planes" in options
     vectors = set()
-    # taps of planes begin anywhere
+    # Taps of planes begin at any address.
     if "3" not in taps if planes else int(C) % 8 == 0:
         vectors.add(("x_ptr", "load"))
-    # tiles of w that have fewer than 16 bytes for each thread: 16 rows in fp32, which 8 warps share, and what gfx942's
-    # wavefronts of 64 share
+    # Some tiles of w have fewer than 16 bytes for each thread: 16 rows in fp32 for 8 warps, and tiles for gfx942's
+    # wavefronts of 64 threads.
     small = int(K) <= 16 and (target == "gfx942" or dtype in ("fp32", "tf32"))
     small = small or (target == "gfx942" and dtype == "fp32")
     if int(C) % 8 == 0 and not small:
         vectors.add(("w_ptr", "load"))
-    # on gfx942 a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, planes singly
+    # On gfx942 a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, and single
+    # elements in planes.
     if (planes or int(K) % 8 == 0) if target != "gfx942" else (not planes and int(K) % 8 == 0 and dtype == "fp32"):
         vectors.add(("out_ptr", "store"))
     return vectors
@@ -143,7 +144,7 @@ def test_convolutions_load_and_store_16_bytes(launches, target):
 
 @suites("conv_abn")
 def test_convolutions_run_on_tensor_cores(launches, target):
-    """All but fp32 itself, which AMD's have too."""
+    """Convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for fp32."""
     for of in launches:
         without = "fp32" in of["case"] and target != "gfx942"
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]

@@ -1,6 +1,6 @@
-"""What compiled code can get wrong and the interpreter cannot: ``--ptx sm_80``, ``--ptx sm_90`` or ``--device cuda``.
+"""Errors that only compiled code can have: run with ``--ptx sm_80``, ``--ptx sm_90`` or ``--device cuda``.
 
-Vectors at addresses that are no multiple of their size, and the order of warps, of programs and of lanes.
+Such errors depend on vectors at unaligned addresses, or on the order of warps, programs and lanes.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def apart(given, offset):
     return [None if t is None else placed(t, offset) for t in given]
 
 
-# each dtype with each of the other choices, in turn
+# Each dtype runs with each of the other choices in turn.
 @pytest.mark.usefixtures("poison")
 @by_layout
 @by_statistics
@@ -63,13 +63,13 @@ def test_convolution_at_an_odd_address(dtype, tf32, rows, device):
 
 
 def cut_off(x):
-    """An fp32 as a tensor core reads it for tf32: without its lowest 13 bits."""
+    """Truncates fp32 as a tensor core does for tf32: the lowest 13 bits become 0."""
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
 @by_layout
 def test_tf32_loses_what_is_cut_off_and_nothing_else(rows, device):
-    """Each operand loses 3.5e-4 of its size on average, so sums lose 7e-4, and so does the mean; z is normalised."""
+    """Each operand loses 3.5e-4 of its size on average, so sums and the mean lose 7e-4; z is normalised."""
     from fusedseg.kernels.conv_abn import launch_conv
 
     if device.type == "cuda":
@@ -101,18 +101,18 @@ SHAPES = {
 )
 @pytest.mark.parametrize("path", ["natural", "split"])
 def test_z_rebuilt_is_z(shape, groups, rows, path, device, request):
-    """Lanes held means that differed in the last bit, one of them stored its own, and z rebuilt from it was not z."""
+    """The means of several lanes differed in the last bit and one lane stored its mean, so the rebuilt z was not z."""
     if path == "split":
         request.getfixturevalue("small_tiles")
-    # `launch` compares
+    # `launch` compares the rebuilt z with z.
     norms.launch(*norms.inputs(shape, rows, torch.float32, device), groups, keep="input")
 
 
 @pytest.fixture
 def orders(request):
-    """Iterates over the orders of warps, and of lanes that store to one place, in which ``--ptx`` can run a launch.
+    """Iterates over the orders of warps, and of lanes that store to the same address, for launches under ``--ptx``.
 
-    On a GPU, which has its own order, there are two turns.
+    A GPU has its own order, so the launch runs twice there.
     """
     plugin = request.config.pluginmanager.get_plugin("ptx")
     turns = list(itertools.product(("together", "first", "last"), (False, True))) if plugin else [None, None]
@@ -132,7 +132,7 @@ def orders(request):
 @by_layout
 @by_statistics
 def test_the_order_of_warps_and_lanes_does_not_matter(groups, rows, device, orders):
-    """Which warp comes first, and which lane of a store to one place wins, is not specified."""
+    """PTX does not specify which warp runs first, nor which lane wins if several lanes store to the same address."""
     given = norms.inputs((2, 6, 21, 23), rows, torch.float32, device)
     first, *others = (norms.launch(*given, groups) for _ in orders())
     for again in others:

@@ -1,4 +1,4 @@
-"""Convolution with BatchNorm in its epilogue, against float64: in the interpreter, or on a GPU (``--device cuda``)."""
+"""Compares the convolution with BatchNorm with float64, in the interpreter or on a GPU (``--device cuda``)."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ from tests.reference import relative_error
 from tests.tools.interpreter import backwards
 from tests.tools.tensors import channels_last, slots_of
 
-# Without a GPU tiles are 64 positions, and 16, 32, 64 or (tensor cores) 128 channels; in fp32 32 input channels a step.
+# Without a GPU, tiles have 64 positions, and 16, 32, 64 or (tensor cores) 128 channels; an fp32 step sums 32 channels.
 CONVS = {
     "3x3": Conv((2, 5, 9, 7), (6, 5, 3, 3), padding=1),
     "1x1-aligned": Conv((2, 40, 8, 6), (20, 40, 1, 1)),
@@ -53,7 +53,7 @@ FORMATS = {
     "rows-to-planes": (True, False),
     "rows": (True, True),
 }
-# one tap and several, aligned and not
+# One tap and several taps, aligned and unaligned.
 PATHS = [pytest.param(CONVS[name], id=name) for name in ("3x3", "1x1-aligned", "1x1-odd-plane", "3x1x2-asymmetric")]
 TO = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 
@@ -68,7 +68,7 @@ def test_training(conv, rows_in, rows_out, device):
 @TO
 @pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
 def test_running_statistics_in_eval(conv, rows, device):
-    """One launch, with the convolution's bias."""
+    """Eval mode takes one launch, which adds the convolution's bias."""
     given, out = inputs(conv, torch.float32, device, rows), output(conv, torch.float32, device, rows)
     running = running_statistics(conv, device)
     check(conv, given, out, training=False, running=running)
@@ -88,7 +88,10 @@ def test_half_precision(conv, dtype, training, rows, device):
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_kept_channels(dtype, training, rows, device):
-    """Weight 0, and one too small beside its bias; in eval y is stored, with the convolution's bias, and normalised."""
+    """Channels are kept for weight 0, and for a weight too small beside its bias.
+
+    In eval mode y is stored with the convolution's bias, and then normalised.
+    """
     conv = CONVS["3x3"]
     given, out = inputs(conv, dtype, device, rows), output(conv, dtype, device, rows)
     given.weight[0], given.weight[2], given.bias[2] = 0.0, 1e-4, -0.5
@@ -108,7 +111,7 @@ def test_activations(act, training, device):
 def test_without_biases_and_affine(training, device):
     conv = CONVS["3x3"]
     x, w, *_ = inputs(conv, torch.float32, device)
-    # in training the running statistics may be absent too
+    # In training the running statistics may be absent.
     running = (None, None) if training else running_statistics(conv, device)
     given = Inputs(x, w, None, None, None)
     check(conv, given, output(conv, torch.float32, device), training=training, running=running)
@@ -140,7 +143,7 @@ def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
 
 @pytest.fixture
 def small_grid(monkeypatch, replanned):
-    """Few programs, each of several tiles, and few partial results a merge: what large tensors lead to."""
+    """Gives each program several tiles, and each merge few partial results, as for large tensors."""
     from fusedseg.kernels import conv, norm_stats
 
     monkeypatch.setattr(conv, "multiprocessors", lambda device: 8)
@@ -149,7 +152,7 @@ def small_grid(monkeypatch, replanned):
     monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
-# 13 tiles of 64 positions, the last one cut short, in 7 splits: merged by launches that leave 4, 2 and 1
+# 13 tiles of 64 positions, the last one incomplete, in 7 splits; three launches merge them to 4, 2 and 1.
 SPLIT = Conv((2, 3, 43, 9), (5, 3, 1, 1))
 
 
@@ -169,7 +172,7 @@ def test_several_tiles_a_split_and_several_merges(dtype, rows_in, rows_out, devi
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @TO
 def test_the_order_of_programs_does_not_matter(rows, training, device):
-    """No program reads what another of its launch writes, and partial results merge in a fixed order: the same bits."""
+    """The bits are the same in any order: programs of a launch are independent, and results merge in a fixed order."""
     conv = SPLIT._replace(w=(40, 3, 3, 1), padding=(1, 0))
     given = inputs(conv, torch.float32, device, rows)
     found = []
@@ -182,7 +185,7 @@ def test_the_order_of_programs_does_not_matter(rows, training, device):
 
 
 def partial_statistics(x, w, out):
-    """Count, mean and M2 of all that the convolution stored, from the partial results that it left."""
+    """Computes count, mean and M2 of all stored values from the partial results of the convolution."""
     from fusedseg.kernels.conv_abn import launch_conv
 
     with checked(x.device):
@@ -192,7 +195,7 @@ def partial_statistics(x, w, out):
     return n.sum(0), total, (m2 + n * (mean - total).square()).sum(0)
 
 
-# two adjacent fp16 values, and two adjacent bf16 values, and how often the upper one: variance 0.01
+# Two adjacent fp16 or bf16 values, and how often the upper one occurs, so that the variance is 0.01.
 AROUND_300 = {torch.float16: (300.25, 0.2), torch.bfloat16: (302.0, 0.0025)}
 
 
@@ -200,7 +203,7 @@ AROUND_300 = {torch.float16: (300.25, 0.2), torch.bfloat16: (302.0, 0.0025)}
 @TO
 @pytest.mark.parametrize("dtype", AROUND_300, ids=str)
 def test_mean_300_and_variance_a_hundredth(dtype, rows, device):
-    """E[y^2] - E[y]^2 gives 0 or less here in fp32; so may a mean that is rounded before it is subtracted."""
+    """In fp32, E[y^2] - E[y]^2 gives 0 or less here; subtracting a rounded mean can give that too."""
     upper, share = AROUND_300[dtype]
     conv = Conv((2, 16, 40, 40), (16, 16, 1, 1))
     x = torch.where(torch.rand(conv.x) < share, upper, 300.0).to(device, dtype)
@@ -214,14 +217,14 @@ def test_mean_300_and_variance_a_hundredth(dtype, rows, device):
     assert n.tolist() == [2 * 40 * 40] * 16
     assert relative_error(mean, stored.mean(axes)) <= 1e-6
     assert ((m2 / n) / stored.var(axes, correction=0) - 1).abs().max() <= 1e-3
-    # and as the launches after it leave it
+    # The result after the merging launches must agree as well.
     given = Inputs(x, w, None, None, None)
     _, rstd, _ = launch(conv, given, out)
     assert (rstd.double() ** -2 / (stored.var(axes, correction=0) + EPS) - 1).abs().max() <= 1e-3
 
 
 def test_statistics_are_of_what_was_stored(device):
-    """Sums between 299.5 and 300.5, all stored as 300 in bf16, have no variance; those of the accumulator had one."""
+    """Sums between 299.5 and 300.5 are all stored as 300 in bf16, so their variance is 0; the accumulator's was not."""
     conv = Conv((2, 2, 8, 9), (2, 2, 1, 1))
     x = torch.rand(conv.x, device=device).bfloat16()
     x[:, 0] = 300

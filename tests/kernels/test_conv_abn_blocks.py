@@ -1,4 +1,4 @@
-"""Every configuration of the convolution kernel that ``conv_blocks`` can choose, against float64.
+"""Compares every configuration of the convolution kernel that ``conv_blocks`` can choose with float64.
 
 Flattened loops over taps and channels with 8 warps have come out wrong on GPUs, for some block sizes only.  The
 interpreter knows no warps: run this with ``--device cuda`` after a change of Triton.
@@ -14,21 +14,21 @@ pytest.importorskip("triton")
 
 from tests.kernels.conv_abn_cases import Conv, check, inputs, output, running_statistics
 
-# dtype, tf32; half precision has tensor cores in any case
+# (dtype, tf32); half precision always uses tensor cores.
 KINDS = {
     "fp32": (torch.float32, False),
     "tf32": (torch.float32, True),
     "fp16": (torch.float16, False),
     "bf16": (torch.bfloat16, False),
 }
-# multiprocessors to fill, which 2 tiles of 128 positions do or do not
+# Numbers of multiprocessors that 2 tiles of 128 positions fill, or do not fill.
 PROCESSORS = {128: 1, 64: 100}
-# output channels by the block they lead to, which most of them leave unfilled
+# Numbers of output channels for each block size; most of them do not fill the block.
 CHANNELS_OUT = {16: 7, 32: 32, 64: 60, 128: 120}
-# input channels by the block they lead to: the last step is cut off, or whole
+# Numbers of input channels for each block size; the last step is incomplete or complete.
 CHANNELS_IN = {16: (3, 16), 32: (20, 32), 64: (72, 128)}
 CHANNELS_IN_FP32 = {16: (3, 16), 32: (36, 64)}
-# without tensor cores a step sums 16
+# Without tensor cores a step sums 16 channels.
 CHANNELS_IN_IEEE = {16: (3, 16, 36)}
 
 
@@ -53,7 +53,7 @@ def cases():
 
 
 def chosen(kind, M, C, K, device, affine=False):
-    """What tells one compiled kernel from another, as ``conv_blocks`` chooses it."""
+    """The choices of ``conv_blocks`` that distinguish compiled kernels."""
     from fusedseg.kernels.conv import conv_blocks
 
     dtype, tf32 = KINDS[kind]
@@ -63,7 +63,7 @@ def chosen(kind, M, C, K, device, affine=False):
 
 @pytest.fixture
 def processors(monkeypatch, replanned):
-    """Sets how many multiprocessors there are; one program takes all tiles of a column."""
+    """Sets the number of multiprocessors; one program takes all tiles of a column."""
     from fusedseg.kernels import conv
 
     monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 0)
@@ -85,20 +85,20 @@ def test_the_cases_below_reach_every_configuration(processors, device):
         for kind, C, K in itertools.product(KINDS, channels, range(1, 132)):
             possible.add(chosen(kind, 144, C, K, device))
             possible_affine.add(chosen(kind, 144, C, K, device, affine=True))
-    # 2 of positions; 4 (without tensor cores 3) of output channels; 3 (in tf32 2, in fp32 1) of input channels
+    # Block sizes: 2 of positions; 4 (without tensor cores 3) of output channels; 3 (tf32 2, fp32 1) of input channels.
     assert len(possible) == 2 * (3 * 1 + 4 * 2 + 4 * 3 + 4 * 3)
     assert reached == possible
-    # in eval 64 output channels at most
+    # In eval mode a block has at most 64 output channels.
     assert reached_affine == possible_affine == {of for of in possible if of[2] <= 64}
 
 
-# what eval computes otherwise, the interpreter has seen in test_conv_abn.py
+# test_conv_abn.py tests in the interpreter what eval mode computes differently.
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
 @pytest.mark.parametrize("case", list(cases()), ids=lambda of: f"{of.kind}-{of.block_m}-{of.C}-to-{of.K}")
 def test_configuration(case, training, processors, device):
     processors(PROCESSORS[case.block_m])
     dtype, tf32 = KINDS[case.kind]
     conv = case.conv
-    # training leaves rows of channels, eval planes, so that neither layout escapes
+    # Training writes rows of channels and eval mode writes planes, so both layouts are tested.
     given, out = inputs(conv, dtype, device), output(conv, dtype, device, rows=training)
     check(conv, given, out, training=training, running=running_statistics(conv, device), tf32=tf32)

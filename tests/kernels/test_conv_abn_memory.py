@@ -1,4 +1,4 @@
-"""How the convolution with BatchNorm touches memory: how often, and beyond 2**31 elements, in the interpreter."""
+"""Bytes that the convolution with BatchNorm moves, and tensors beyond 2**31 elements, in the interpreter."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def only_in_the_interpreter(device):
 
 
 class Forward:
-    """A launcher's run of a few programs of each launch, and what they moved."""
+    """Runs a launcher with a few programs of each launch, and counts the bytes that they move."""
 
     def __init__(self, conv, x, w, out, choose, training) -> None:
         from fusedseg.kernels.conv_abn import conv_abn_fwd
@@ -40,7 +40,7 @@ class Forward:
             self.grids[kernel] = grid[0] * grid[1], len(programs)
             return programs
 
-        # programs that were not run leave partial results as they were, whatever that is
+        # Programs that do not run leave undefined values in their partial results.
         with only_programs(chosen), np.errstate(all="ignore"), traffic() as self.moved:
             conv_abn_fwd(
                 x, w, out, layout_of(x), layout_of(out), conv.geometry, None, self.weight, self.bias, *self.running,
@@ -48,7 +48,7 @@ class Forward:
             )  # fmt: skip
 
     def passes(self, nbytes, kernel) -> float:
-        """Bytes in units of ``out``; the programs that were run stand for the others."""
+        """Bytes in units of ``out``, extrapolated from the programs that ran to all programs."""
         programs, run = self.grids[kernel]
         return nbytes * programs / run / self.out.nbytes
 
@@ -64,8 +64,10 @@ def first_and_last(grid):
 
 @pytest.fixture(params=[True, False], ids=["rows", "planes"])
 def stage(request, monkeypatch, replanned):
-    """A stage of a U-Net, 64 MiB in fp16, or 96 of rows: its convolution reads x and writes y once.  Of so many
-    multiprocessors that tiles are dealt evenly: all programs of a launch do the same work."""
+    """A stage of a U-Net of 64 MiB in fp16, or 96 MiB in rows: its convolution reads x and writes y once.
+
+    The number of multiprocessors divides the tiles evenly, so all programs of a launch do the same work.
+    """
     from fusedseg.kernels import conv as blocks
     from fusedseg.kernels import launch
 
@@ -77,7 +79,7 @@ def stage(request, monkeypatch, replanned):
 
 
 def test_training_reads_and_writes_y_once_more(stage, record_property):
-    """The convolution writes y beside partial results; one launch merges these, one reads y and writes z over it."""
+    """The convolution writes y and partial results; one launch merges them, and one reads y and writes z over y."""
     step = Forward(*stage, training=True)
     moved = step.moved
     assert moved.launches == [CONV, "norm_merge_kernel", "norm_act_fwd_apply_kernel"]
@@ -87,8 +89,8 @@ def test_training_reads_and_writes_y_once_more(stage, record_property):
     for kernel in moved.launches[1:]:
         more += step.passes(moved.loaded(kernel) + moved.stored(kernel), kernel)
     record_property("passes beyond the convolution", more)
-    # beside y: 768 bytes of partial results a program (1024 of them for rows, 4 tiles each) written, read by the launch
-    # that merges them, and what it leaves by all programs that normalise
+    # Besides y: each program writes 768 bytes of partial results (rows have 1024 programs of 4 tiles each).  One launch
+    # reads and merges them, and all programs that normalise read the merged result.
     assert 2 <= more <= 2.04
 
 
@@ -100,23 +102,23 @@ def test_inference_is_the_convolution_alone(stage, record_property):
     assert step.passes(moved.stored(CONV, "out_ptr"), CONV) == 1
     more = step.passes(moved.total, CONV) - step.passes(moved.loaded(CONV, "w_ptr"), CONV) - 2
     record_property("passes beyond the convolution", more)
-    # 0.02: 5 parameters a channel, which every program loads
+    # 0.02 covers the 5 parameters of a channel, which every program loads.
     assert 0 < more <= 0.02
 
 
-# bf16, over 2**31 elements each
+# All cases are bf16 and have more than 2**31 elements.
 LARGE = {
-    # x and out, by there being many groups
+    # x and out are large because of many groups.
     "rows-groups": (Conv((9, 1048576, 16, 16), (1048576, 16, 1, 3), padding=(0, 1), groups=65536), True),
     "planes-groups": (Conv((9, 1048576, 16, 16), (1048576, 16, 1, 1), groups=65536), False),
-    # out alone
+    # Only out is large.
     "rows-out": (Conv((9, 3, 16, 16), (1048576, 3, 1, 1)), True),
-    # channels of one sample
+    # The channels of one sample pass 2**31 elements.
     "planes-one-sample": (Conv((1, 33, 8192, 8200), (33, 33, 1, 1)), False),
     "planes-one-sample-3x3": (Conv((1, 33, 8192, 8200), (3, 33, 3, 3), padding=1), False),
-    # taps of one position
+    # The taps of one position pass 2**31 elements.
     "rows-taps": (Conv((1, 64, 5, 4096, 4104), (3, 64, 3, 1, 1), dilation=(2, 1, 1)), True),
-    # positions: these fit in 32 bits, but not when they are rounded up to a tile
+    # The number of positions fits in 32 bits, but not after it is rounded up to a whole tile.
     "positions-just-below": (Conv((1, 1, 2**31 - 5, 1), (1, 1, 1, 1)), False),
     "positions-just-below-3x1": (Conv((1, 1, 2**31 - 5, 1), (1, 1, 3, 1), padding=(1, 0)), True),
     "positions": (Conv((2, 1, 2**30 + 4096, 1), (1, 1, 1, 1)), False),
@@ -128,14 +130,14 @@ LARGE = {
 
 @pytest.mark.parametrize(("conv", "rows"), LARGE.values(), ids=LARGE)
 def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch, replanned):
-    """The first and the last program: the first and last channel come out right, and no access leaves the tensors."""
+    """The first and last programs compute the right first and last channels, and no access leaves the tensors."""
     from fusedseg.kernels import conv as blocks
 
-    # a tile a program
+    # Each program has one tile.
     monkeypatch.setattr(blocks, "PROGRAMS_PER_SM", 2**20)
     K, C, *_ = conv.w
     height, width = conv.x[-2:]
-    # so many rows of an image hold 64 positions, and their neighbours, all of which lie in one tile
+    # This number of image rows holds 64 positions and their neighbours, which all lie in one tile.
     height = min(height, max(16, 128 // width))
     x, out = (empty(shape, torch.bfloat16, rows) for shape in (conv.x, conv.out))
     w = empty(conv.w, torch.bfloat16, True)

@@ -1,4 +1,4 @@
-"""Launches that go directly to what Triton compiled, and what is decided once for each shape."""
+"""Launches that go directly to compiled kernels, and plans that are made once for each shape."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ LEAKY = ("leaky_relu", 0.01)
 
 @functools.cache
 def results() -> dict[str, str]:
-    """Of a process of its own: this one may have chosen the interpreter."""
+    """Results of the checks in a separate process, because this process may use the interpreter."""
     unset = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
     env = {key: value for key, value in os.environ.items() if key not in unset}
     command = [sys.executable, "-m", "tests.kernels.launcher_checks"]
@@ -51,7 +51,7 @@ def test_launcher(name):
 
 
 def test_version_is_known():
-    """Before one is added to VERSIONS: does its ``JITFunction.run`` give ``CompiledKernel.run`` these arguments?"""
+    """Before you add a version to VERSIONS, check that its ``JITFunction.run`` passes these arguments on."""
     import triton
     from fusedseg.kernels import launcher
 
@@ -68,11 +68,11 @@ def forward_and_backward(x, weight, bias, dz):
 
 
 def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """A copy at an address that is no multiple of 16."""
+    """A copy at an address that is not a multiple of 16."""
     return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
 
-# one launch, and two: what fits on chip, and what does not
+# A tensor that fits on chip takes one launch; a larger tensor takes two.
 @pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 192, 256)], ids=["onchip", "split"])
 def test_misaligned_tensors_after_aligned_ones(shape, device):
     """Code compiled for addresses that are multiples of 16 must not serve others."""
@@ -86,7 +86,7 @@ def test_misaligned_tensors_after_aligned_ones(shape, device):
 
 
 def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
-    """Not in every call, which takes longer than a small kernel."""
+    """Choosing blocks in every call would take longer than a small kernel."""
     from fusedseg.kernels import norm_act, norm_act_bwd, norm_stats
 
     chosen = []
@@ -106,7 +106,7 @@ def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
     assert count == 6
     forward_and_backward(x, weight, bias, dz)
     assert len(chosen) == count
-    # what is planned follows constants that are set to others, when it is told
+    # Plans follow changed constants after they are cleared.
     replanned()
     forward_and_backward(x, weight, bias, dz)
     assert len(chosen) == 2 * count

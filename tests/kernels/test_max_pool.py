@@ -1,4 +1,4 @@
-"""The max-pool kernels against PyTorch: in the interpreter, or on a GPU with ``--device cuda``."""
+"""Compares the max-pool kernels with PyTorch, in the interpreter or on a GPU (``--device cuda``)."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from tests.tools.interpreter import backwards, only_programs
 from tests.tools.tensors import channels_last, empty
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
-# dims: shape, then kernel, stride, padding, dilation, ceil_mode
+# Dimensions: the shape, then kernel, stride, padding, dilation and ceil_mode.
 CASES = {
     "halving": ((2, 3, 8, 8), 2, 2, 0, 1, False),
     "halving-odd": ((2, 5, 9, 7), 2, 2, 0, 1, False),
@@ -34,7 +34,7 @@ FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 
 
 def launch(x, shape, dz, rows, pool):
-    """z, codes and dx of x, which is dense; in the interpreter every access must lie inside its argument."""
+    """Returns z, codes and dx of a dense x; in the interpreter every access must lie inside its argument."""
     from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
 
     dims = x.dim() - 2
@@ -55,7 +55,7 @@ def launch(x, shape, dz, rows, pool):
 def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dtype=torch.float32, special=False):
     x = torch.randn(shape)
     if special:
-        # ties, NaN, infinities of both signs, and a channel with nothing else
+        # The values have ties, NaN and infinities of both signs; one channel holds only -inf.
         values = torch.tensor([0.0, 1.0, -math.inf, math.inf, math.nan])
         x = values[torch.randint(0, 5, shape)]
         x[:, 0] = -math.inf
@@ -63,7 +63,7 @@ def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dty
     leaf = x.clone().requires_grad_()
     out = STOCK[x.dim() - 2](leaf, kernel, stride, padding, dilation, ceil_mode)
     dz = torch.randn(out.shape, device=device).to(dtype)
-    # of a sum of nearly equal gradients in half precision, ours is rounded once
+    # In bf16 gradients are not compared with PyTorch's, because our sum is rounded once and PyTorch's several times.
     (expected,) = torch.autograd.grad(out, leaf, dz) if dtype != torch.bfloat16 else (None,)
     if rows:
         x, dz = channels_last(x), channels_last(dz)
@@ -117,7 +117,7 @@ def test_overlapping_windows_write_every_byte_once(rows, device):
     moved, x, z, codes = check((2, 16, 16, 16), 3, 2, 1, 1, False, rows, device)
     assert moved.stored("max_pool_bwd_kernel") == x.nbytes
     assert moved.stored("max_pool_fwd_kernel") == z.nbytes + codes.nbytes
-    # each of 9 positions once a window; a cell of 2 x 2 positions meets 2 x 2 windows
+    # A window reads each of its 9 positions once; a cell of 2 x 2 positions meets 2 x 2 windows.
     assert moved.loaded("max_pool_fwd_kernel") <= 9 * z.nbytes
     assert moved.loaded("max_pool_bwd_kernel") <= 4 * (z.nbytes + codes.nbytes)
 
@@ -136,14 +136,14 @@ def test_the_order_of_programs_does_not_matter(rows, device):
 
 @FORMATS
 def test_beyond_two_to_the_31_elements(rows, device):
-    """The last program of both launches: its values come out right, and no access leaves the tensor."""
+    """The last program of both launches computes the right values, and no access leaves the tensor."""
     if device.type != "cpu":
         pytest.skip("runs chosen programs in the interpreter")
-    # channels, or samples, that memory is never committed for
+    # The system never commits memory for most of these channels or samples.
     x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
     dz = empty((40, 64, 512, 512), torch.bfloat16, rows)
     assert x.numel() > 2**31
-    # more than a program's tile
+    # The part that gets values is larger than the tile of one program.
     for t in (x, dz):
         t[-1, :, -8:, :] = torch.randn(64, 8, t.shape[3]).bfloat16()
     leaf = x[-1:, :, -8:].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""What compilers make of the max-pool kernels: no spills, and how wide they load and store."""
+"""Checks the compiled max-pool kernels: no spills, and wide loads and stores."""
 
 import pytest
 
@@ -29,8 +29,11 @@ def test_no_spills(launches, target, record_property):
 
 @suites
 def test_16_byte_loads_and_stores(launches):
-    """Of x, z, dz and dx, in rows, and in planes for windows of two columns; codes are half or a quarter as wide.
-    Other windows in planes take every other element of x, and reach across a vector of dz; what is written is wide."""
+    """x, z, dz and dx move 16 bytes at a time in rows, and in planes for windows of two columns.
+
+    Codes are half or a quarter as wide.  Other windows in planes read every second element of x, and elements beyond a
+    vector of dz, so only stores are wide.
+    """
     narrow = []
     seen = set()
     for of in launches:
@@ -39,7 +42,8 @@ def test_16_byte_loads_and_stores(launches):
         if fmt == "rows" or pool in ("unet", "volume"):
             wide |= {("x_ptr", "load"), ("dz_ptr", "load")}
         if pool == "volume-overlapping" or (pool == "volume" and fmt == "rows"):
-            # half a vector, of the smallest tensor: with a whole one a thread would hold too many positions of dx
+            # Codes, the smallest tensor, move half a vector; with a whole vector a thread would hold too many positions
+            # of dx.
             wide -= {("dz_ptr", "load")}
         for argument, kind in wide:
             widths = of["accesses"].get(argument, {kind: {}})[kind]

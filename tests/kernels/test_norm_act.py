@@ -1,4 +1,4 @@
-"""The InPlaceABN kernels against float64: in the interpreter, or on a GPU with ``--device cuda``."""
+"""Compares the InPlaceABN kernels with float64, in the interpreter or on a GPU (``--device cuda``)."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ ROWS = {
 }
 CASES = [pytest.param(shape, torch.contiguous_format, id=name) for name, shape in PLANES.items()]
 CASES += [pytest.param(shape, None, id=name) for name, shape in ROWS.items()]
-# one of each path: planes and rows, one launch and split
+# One case of each path: planes and rows, one launch and split.
 PATHS = [
     pytest.param(PLANES["odd-plane"], torch.contiguous_format, id="planes"),
     pytest.param((9, 2, 65, 65), torch.contiguous_format, id="planes-split"),
@@ -48,7 +48,7 @@ PATHS = [
 ]
 
 
-# And with small tiles where it is split: `test_training` and PATHS have the tiles of real tensors.
+# Split cases have small tiles here; `test_training` and PATHS have the tiles of real tensors.
 SMALL_PATHS = {
     "planes": (PLANES["odd-plane"], torch.contiguous_format),
     "planes-split": ((3, 2, 15, 17), torch.contiguous_format),
@@ -59,17 +59,17 @@ SMALL_PATHS = {
 
 @pytest.fixture(params=SMALL_PATHS)
 def path(request):
-    """Shape and memory format."""
+    """Names a path by its shape and memory format."""
     if request.param.endswith("split"):
         request.getfixturevalue("small_tiles")
     return SMALL_PATHS[request.param]
 
 
 def inputs(shape, memory_format, dtype, device, affine=True):
-    """x, dz, weight, bias; weights of both signs around 1 and biases around 0, whose rounding no channel magnifies."""
+    """x, dz, weight and bias: weights have both signs and a size of about 1, so that no channel magnifies rounding."""
     C = shape[1]
     x, dz = torch.randn(2, *shape, dtype=torch.float64)
-    # a mean that is not zero, and differs between channels
+    # The mean is not zero, and differs between channels.
     x += torch.linspace(-2, 3, C).view(1, -1, *(1,) * (len(shape) - 2))
     x, dz = (t.to(device, dtype) for t in (x, dz))
     if memory_format is None:
@@ -83,7 +83,8 @@ def inputs(shape, memory_format, dtype, device, affine=True):
 
 
 def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
-    """Forward and backward.  ``x`` is left alone; in the interpreter every access must lie inside its argument."""
+    """Runs forward and backward without changing ``x``; in the interpreter every access must lie inside its
+    argument."""
     from fusedseg.kernels.norm_act import norm_act_fwd
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
@@ -103,7 +104,7 @@ def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), 
 
 
 def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, **options):
-    """Compares everything that ``launch`` returns, and the running statistics it moves, with float64."""
+    """Compares everything that ``launch`` returns, and the running statistics that it moves, with float64."""
     before = [None if r is None else r.clone() for r in running]
     found = launch(x, dz, weight, bias, act, training, running, kept, **options)
     settings = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
@@ -116,7 +117,7 @@ def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), k
         if value is not None:
             assert relative_error(found[name], value) <= GRADIENT_TOLERANCE[x.dtype], name
     if training and running[0] is not None:
-        # statistics are exact to fp32 or fp64; the buffer's own rounding comes on top
+        # Statistics are exact to fp32 or fp64, and the buffer's rounding is added.
         tolerance = FORWARD_TOLERANCE[running[0].dtype]
         assert relative_error(running[0], expected.running_mean) <= tolerance
         assert relative_error(running[1], expected.running_var) <= tolerance
@@ -169,7 +170,10 @@ def test_without_affine(path, training, device):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kept_channels(path, dtype, device):
-    """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    """Two channels have weight 0 or a weight too small beside the bias: their xhat comes from a side buffer.
+
+    All other channels rebuild xhat from the output.
+    """
     shape, memory_format = path
     x, dz, weight, bias = inputs(shape, memory_format, dtype, device)
     weight[0], weight[1], bias[0], bias[1] = 0.0, 1e-4, 3.0, -0.5
@@ -186,7 +190,7 @@ def test_out_of_place_leaves_x_and_gives_the_same(path, device):
 
 
 def test_the_order_of_programs_does_not_matter(path, device):
-    """No program reads what another of its launch writes, and partial results merge in a fixed order: the same bits."""
+    """The bits are the same in any order: programs of a launch are independent, and results merge in a fixed order."""
     shape, memory_format = path
     x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
     forward = launch(x, dz, weight, bias)
@@ -197,18 +201,18 @@ def test_the_order_of_programs_does_not_matter(path, device):
 
 @pytest.mark.parametrize(("shape", "memory_format"), PATHS)
 def test_mean_300_and_variance_a_hundredth(shape, memory_format, device):
-    """E[x^2] - E[x]^2 gives 0 or less here in fp32."""
+    """In fp32, the formula E[x^2] - E[x]^2 gives 0 or less here."""
     x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
     x = (x - x.mean()) / x.std() * 0.1 + 300
     rstd = launch(x, dz, weight, bias)["rstd"]
     axes = [d for d in range(x.dim()) if d != 1]
     expected = (x.double().var(axes, correction=0) + EPS).rsqrt()
-    # x - mean is exact to 300 u / 0.1 = 2e-4 of its size, with errors that partly average out over a channel
+    # x - mean is exact to 300 u / 0.1 = 2e-4 of its size, and its errors partly average out over a channel.
     assert relative_error(rstd, expected) <= 1e-4
 
 
 def test_elu_far_in_its_tail_stays_finite(device):
-    """Where the output has saturated at -alpha, xhat is lost, but neither infinite nor NaN."""
+    """If the output has saturated at -alpha, xhat is lost, but it is neither infinite nor NaN."""
     x, dz, weight, bias = inputs((4, 2, 50), torch.contiguous_format, torch.float16, device)
     found = launch(x * 20, dz, weight * 8, bias, act=ELU)
     assert found["dx"].isfinite().all()

@@ -16,7 +16,7 @@ from tests.tools.tensors import channels_last, placed, slots_of
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
 
-# shape and number of groups (None: the batch).  In fp32 a slab of 16384 values (backward 8192; rows 8192) is read once.
+# Shape and number of groups (None: the batch).  A slab of 16384 fp32 values (backward and rows 8192) is read once.
 PLANES = {
     "instance": ((2, 5, 7, 9), 5),
     "instance-tiny-planes-share-a-tile": ((3, 7, 2, 2), 7),
@@ -48,7 +48,7 @@ ROWS = {
 }
 CASES = [pytest.param(shape, groups, False, id=name) for name, (shape, groups) in PLANES.items()]
 CASES += [pytest.param(shape, groups, True, id=name) for name, (shape, groups) in ROWS.items()]
-# One of each path.  Those that are split have small tiles here, and the tiles of real tensors in CASES.
+# One case of each path.  Split cases have small tiles here, and the tiles of real tensors in CASES.
 ON_CHIP, SPLIT = ("instance", "group"), {"instance-split": 6, "group-split": 2}
 PATHS = {name: (*PLANES[name], False) for name in ON_CHIP} | {
     f"rows-{name}": (*ROWS[f"rows-{name}"], True) for name in ON_CHIP
@@ -59,19 +59,20 @@ PATHS |= {f"rows-{name}": ((2, 6, 7, 11), groups, True) for name, groups in SPLI
 
 @pytest.fixture(params=PATHS)
 def path(request):
-    """Shape, number of groups, and whether in rows."""
+    """Names a path by its shape, the number of groups, and whether the layout is rows."""
     if request.param.endswith("split"):
         request.getfixturevalue("small_tiles")
     return PATHS[request.param]
 
 
 def inputs(shape, rows, dtype, device, affine=True):
-    """x, dz, residual, weight, bias; weights of both signs around 1, biases around 0, no rounding is magnified."""
+    """x, dz, residual, weight and bias: weights have both signs and a size of about 1, so that rounding is not
+    magnified."""
     C = shape[1]
     x, dz, residual = torch.randn(3, *shape, dtype=torch.float64)
-    # or dweight would be a small difference of large sums
+    # Without this term, dweight would be a small difference of large sums.
     dz += x / 4
-    # means that are not zero, and differ between channels and samples
+    # The means are not zero, and differ between channels and samples.
     x += torch.linspace(-2, 3, shape[0] * C).view(*shape[:2], *(1,) * (len(shape) - 2))
     x, dz, residual = (t.to(device, dtype) for t in (x, dz, residual))
     if rows:
@@ -85,7 +86,7 @@ def inputs(shape, rows, dtype, device, affine=True):
 
 
 def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None):
-    """Forward and backward.  In the interpreter every access must lie inside its argument."""
+    """Runs forward and backward; in the interpreter every access must lie inside its argument."""
     from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
@@ -163,7 +164,10 @@ def test_activations(path, act, device):
 
 @pytest.mark.usefixtures("poison")
 def test_kept_channels(path, device):
-    """Weight 0, and one too small beside its bias: their xhat comes from a side buffer, the others' from the output."""
+    """Two channels have weight 0 or a weight too small beside the bias: their xhat comes from a side buffer.
+
+    All other channels rebuild xhat from the output.
+    """
     shape, groups, rows = path
     x, dz, residual, weight, bias = inputs(shape, rows, torch.float32, device)
     weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
@@ -181,8 +185,10 @@ def test_the_order_of_programs_does_not_matter(path, device):
 
 @pytest.mark.parametrize("path", [name for name in PATHS if "instance" in name], indirect=True)
 def test_statistics_and_sums_given_from_outside(path, device):
-    """What stands between reduction and use may be changed, as merging over ranks does: two halves of the samples of
-    a batch, each of which knows the other's parts."""
+    """A caller may change statistics and sums between reduction and use, as merging over ranks does.
+
+    The test runs two halves of a batch, and each half gets the partial results of both halves.
+    """
     shape, _, rows = path
     from fusedseg.kernels.norm_act import norm_act_fwd
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
@@ -198,7 +204,7 @@ def test_statistics_and_sums_given_from_outside(path, device):
         _, rstd, _ = norm_act_fwd(x[h], z, layout, weight, bias, None, None, True, 0.1, EPS, LEAKY, None, partial)
         outs.append((z, layout, weight, bias, rstd))
         sums.append(norm_act_bwd_sums(dz[h], *outs[-1], None, None, LEAKY))
-    # the kernel divides by the values of one half
+    # The kernel divides by the number of values of one half.
     both = torch.stack([s.sum(1, keepdim=True) for s in sums]).mean(0)
     dx = [
         norm_act_bwd(dz[h], *out, None, None, True, LEAKY, None, sums=both)[0]

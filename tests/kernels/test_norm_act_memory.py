@@ -1,4 +1,4 @@
-"""How the InPlaceABN kernels touch memory: how often, and beyond 2**31 elements.  Counted in the interpreter."""
+"""Bytes that the InPlaceABN kernels move, and tensors beyond 2**31 elements, in the interpreter."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def only_in_the_interpreter(device):
 
 
 class Step:
-    """A forward and backward of the launchers, with a few programs of each launch run and what they moved counted."""
+    """Runs forward and backward with a few programs of each launch, and counts the bytes that they move."""
 
     def __init__(self, x, dz, choose, training=True) -> None:
         from fusedseg.kernels.norm_act import norm_act_fwd
@@ -40,7 +40,7 @@ class Step:
             return programs
 
         affine = self.weight, self.bias
-        # programs that were not run leave partial results as they were, whatever that is
+        # Programs that do not run leave undefined values in their partial results.
         with only_programs(chosen), np.errstate(all="ignore"):
             with traffic() as self.forward:
                 _, rstd, _ = norm_act_fwd(x, x, layout, *affine, *self.running, training, 0.1, 1e-5, LEAKY, None)
@@ -50,7 +50,7 @@ class Step:
                 )
 
     def passes(self, moved: Moved) -> float:
-        """All bytes moved, in units of x; the programs that were run stand for the others."""
+        """All bytes moved, in units of x, extrapolated from the programs that ran to all programs."""
         nbytes = 0.0
         for kernel in set(moved.launches):
             programs, run = self.grids[kernel]
@@ -64,7 +64,7 @@ def every(grid):
 
 @pytest.fixture
 def multiprocessors(monkeypatch, replanned):
-    """So many that tiles are dealt evenly in the shapes below: all programs of a launch do the same work."""
+    """Sets a number that divides the tiles evenly, so that all programs of a launch do the same work."""
     from fusedseg.kernels import launch
 
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 128)
@@ -78,13 +78,13 @@ def first_middle_last(grid):
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 @pytest.mark.usefixtures("multiprocessors")
 def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
-    """A stage of a U-Net, 64 MiB in fp16, or 96 of rows.  Backward reads z and dz twice and writes dx."""
+    """A stage of a U-Net of 64 MiB in fp16, or 96 MiB in rows.  Backward reads z and dz twice and writes dx."""
     shape = (8, 64, 384, 256) if rows else (8, 64, 256, 256)
     x, dz = (empty(shape, torch.float16, rows).zero_() for _ in range(2))
     step = Step(x, dz, first_middle_last)
     record_property("forward passes", step.passes(step.forward))
     record_property("backward passes", step.passes(step.backward))
-    # 0.02: partial results and parameters
+    # 0.02 covers partial results and parameters.
     assert 3 <= step.passes(step.forward) <= 3.02
     assert 5 <= step.passes(step.backward) <= 5.02
 
@@ -101,7 +101,7 @@ def test_a_slab_that_fits_on_chip_is_read_once(shape, rows, record_property):
 
 
 class StepOfSamples:
-    """Forward, backward and, where the input is kept, rebuilding, with statistics of samples."""
+    """Runs forward, backward and, if the input is kept, the rebuilding of z, with statistics of samples."""
 
     def __init__(self, shape, rows, groups, choose, keep="output", residual=False) -> None:
         from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
@@ -146,11 +146,11 @@ class StepOfSamples:
 
 
 def assert_passes(found, expected):
-    # 0.03: partial results, parameters, and mean and rstd of each plane
+    # 0.03 covers partial results, parameters, and mean and rstd of each plane.
     assert all(at_least <= value <= at_least + 0.03 for value, at_least in zip(found, expected, strict=True)), found
 
 
-# shape, number of groups
+# Shape and number of groups.
 ONCHIP = {"instance": ((4, 8, 32, 32), 8), "group": ((4, 32, 32, 16), 4)}
 SPLIT = {"instance": ((2, 32, 512, 512), 32), "group": ((2, 32, 512, 512), 4)}
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
@@ -178,17 +178,20 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     record_property("passes", step.passes)
     assert_passes(step.passes, [3, 5])
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input").passes, [3, 5, 2])
-    # of the output: read in both passes of backward, since xhat needs it, and its gradient written
+    # If the output is kept, both passes of backward read the residual, because xhat needs it, and its gradient is
+    # written.
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
-    # of the input: read once, and its gradient, written in the first pass, stands for it and dz in the second
+    # If the input is kept, the residual is read once.  The first pass writes its gradient, which the second pass reads
+    # in
+# place of the residual and dz.
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input", residual=True).passes, [4, 7, 3])
 
 
-# bf16, over 2**31 elements each; what a program does is kept small by there being many channels
+# All cases are bf16 with more than 2**31 elements; many channels keep the work of a program small.
 LARGE = {
     "planes-split": ((9, 58300, 64, 64), False),
     "planes-one-launch": ((1, 524304, 64, 64), False),
-    # over 2**32: within one tile, samples lie 2**25 elements apart
+    # More than 2**32 elements: within one tile, samples lie 2**25 elements apart.
     "planes-many-samples-a-tile": ((128, 524320, 8, 8), False),
     "rows-split": ((2112, 1048576), True),
     "rows-one-launch": ((256, 8388640), True),
@@ -197,7 +200,7 @@ LARGE = {
 
 @pytest.mark.parametrize(("shape", "rows"), LARGE.values(), ids=LARGE)
 def test_beyond_two_to_the_31_elements(shape, rows):
-    """The first and the last programs: their channels come out right, and no access leaves the tensor."""
+    """The first and last programs compute the right channels, and no access leaves the tensor."""
     x, dz = (empty(shape, torch.bfloat16, rows) for _ in range(2))
     assert x.numel() > 2**31
     ends = [0, shape[1] - 1]
@@ -215,7 +218,7 @@ def test_beyond_two_to_the_31_elements(shape, rows):
     assert relative_error(step.dbias[ends], dbias) <= GRADIENT_TOLERANCE[x.dtype]
 
 
-# the second one's positions fit in 32 bits, but not when they are rounded up to a tile
+# The positions of the second case fit in 32 bits, but not after they are rounded up to a whole tile.
 LONG = {
     "planes": ((1, 1, 2**31 + 4096), False),
     "planes-just-below": ((1, 1, 2**31 - 5), False),
@@ -226,12 +229,12 @@ LONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rows"), LONG.values(), ids=LONG)
 def test_channels_of_two_to_the_31_elements(shape, rows):
-    """The end of a channel, or of 16, with running statistics."""
+    """The end of one channel, or of 16 channels, is computed with running statistics."""
     x, dz = (empty(shape, torch.bfloat16, rows) for _ in range(2))
     end = (slice(-1000, None),) if rows else (..., slice(-1000, None))
     x[end], dz[end] = torch.randn_like(x[end]), torch.randn_like(x[end])
     before = x[end].clone()
-    # forward walks backwards through memory: its first program ends where the tensor does
+    # Forward walks backwards through memory, so its first program ends at the end of the tensor.
     step = Step(x, dz, lambda grid: [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)], training=False)
 
     options = {"running_mean": step.running[0], "running_var": step.running[1], "training": False}

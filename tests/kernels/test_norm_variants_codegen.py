@@ -1,4 +1,4 @@
-"""What compilers make of the normalisation kernels' variants: no spills; and that each changes a launch at all."""
+"""Checks the compiled variants of the norm kernels: no spills, and each variant changes a launch."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.tools.codegen import compile_launches
 
 
 def signature(launch):
-    """What a variant may change of a launch."""
+    """The properties of a launch that a variant may change."""
     return launch["kernel"], tuple(launch["grid"]), launch["warps"], launch["code"]
 
 
@@ -20,7 +20,7 @@ def test_variants_compile_without_spills_and_differ():
     for launch in compile_launches(["sm_90"], "bench.gpu.norm_variants", "LAUNCHES")["sm_90"]:
         launches.setdefault(launch["case"], []).append(launch)
     spilled = {case: of["spilled"] for case, all_of in launches.items() for of in all_of if of["spilled"]}
-    # four loads a thread take their registers: in rows, under Triton 3.9, two go to memory
+    # Four loads per thread need their registers: in rows, under Triton 3.9, two registers spill to memory.
     allowed = {f"{case} 16-KiB": 8 for case in CASES["split"] if case.channels_last}
     assert {case: nbytes for case, nbytes in spilled.items() if nbytes > allowed.get(case, 0)} == {}
     for kind, variants in VARIANTS.items():

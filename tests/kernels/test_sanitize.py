@@ -1,8 +1,8 @@
-"""Every kernel in each of its branches, on tensors of odd sizes, small enough for a tool that looks at every access:
+"""Runs every branch of every kernel on small tensors of odd sizes, for a tool that checks every access:
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest --device cuda -m sanitize
 
-Without a cache, each tensor is an allocation of its own, beyond the end of which an access is an error.
+Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.
 """
 
 import pytest
@@ -19,14 +19,14 @@ from tests.tools.tensors import slots_of
 
 pytestmark = pytest.mark.sanitize
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-# number of groups of 6 channels
+# Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}
-# the last tile of samples, positions or channels is cut short: tiles are 128 values, in rows 8 of each of 16 channels
+# The last tile of samples, positions or channels is incomplete: tiles are 128 values, or in rows 8 of 16 channels.
 SHAPE = (3, 6, 7, 9)
 
 
 def check_kept(rows, groups, device):
-    """The output kept, with kept channels and a residual."""
+    """Checks the kernels that keep the output, with kept channels and a residual."""
     given = norms.inputs(SHAPE, rows, torch.float32, device)
     weight, bias = given[3:]
     weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
@@ -46,7 +46,7 @@ def test_on_chip(groups, rows, device):
 @by_layout
 @by_statistics
 def test_split(groups, rows, device):
-    """The input kept, which is normalised once more."""
+    """The kernels keep the input, and normalise it again in backward."""
     norms.check(*norms.inputs(SHAPE, rows, torch.float32, device), groups, keep="input")
 
 
@@ -66,7 +66,7 @@ def test_running_statistics(rows, training, device):
 
 
 TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))
-# taps that leave x on either side; a single one, and aligned; and a volume
+# Taps that leave x on both sides; one tap, aligned; and a volume.
 CONVS = {
     "taps": (TAPS, False),
     "taps-rows": (TAPS, True),
@@ -77,7 +77,7 @@ CONVS = {
 
 @pytest.mark.parametrize(("conv", "rows"), CONVS.values(), ids=CONVS)
 def test_convolution(conv, rows, device):
-    """Its three epilogues: statistics of the batch; running ones; and those with kept channels, as it is."""
+    """Runs the three epilogues: batch statistics, running statistics, and running statistics with kept channels."""
     running = convs.running_statistics(conv, device)
     for training, kept in ((True, None), (False, None), (False, slots_of([0, 2], conv.w[0], device))):
         given = convs.inputs(conv, torch.float32, device, rows)
@@ -88,7 +88,7 @@ def test_convolution(conv, rows, device):
 @pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, (72, 120)), (torch.bfloat16, (20, 60))], ids=str)
 def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
-    """Tiles of 128 positions, several a program."""
+    """Each program has several tiles of 128 positions."""
     from fusedseg.kernels import conv as blocks
 
     monkeypatch.setattr(blocks, "PROGRAMS_PER_SM", 0)

@@ -1,4 +1,4 @@
-"""``estimate``: the figures of real tensors, without any."""
+"""``estimate`` gives the figures of real tensors without allocating them."""
 
 from collections import Counter
 from functools import partial
@@ -17,7 +17,10 @@ VOLUME = (2, 1, 320, 150, 26)
 
 
 def kept_by_shape(report):
-    """Without vectors: BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32, in fake not."""
+    """Kept bytes by shape, without vectors.
+
+    BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32; with fake tensors it does not.
+    """
     return Counter((s.shape, s.dtype, s.nbytes) for s in report.saved_storages if len(s.shape) > 1)
 
 
@@ -33,7 +36,7 @@ def kept_by_shape(report):
     ids=["resnet", "unet", "ours", "3D"],
 )
 def test_fake_and_real_agree(build, shape, autocast):
-    """Saved bytes exactly, the peak within 3 %: ours work in pieces on real tensors."""
+    """Saved bytes agree exactly and the peak within 3 %, because our ops work in pieces on real tensors."""
     optimizer = torch.optim.AdamW
     real = profile(build(), torch.randn(shape), optimizer=optimizer, autocast=autocast)
     fake = estimate(build, shape, optimizer=optimizer, autocast=autocast)
@@ -53,10 +56,10 @@ def test_3d_unets_in_half_precision_and_why_the_small_one_keeps_more():
     assert small.saved / MEBIBYTE == pytest.approx(4620, rel=0.01)
     text = " ".join(str(compare(large, small)).split())
     assert "small keeps 539.4 MiB more than large, with 64 % fewer parameters" in text
-    # 192 channels joined at full size in place of 128
+    # A joined map of 192 channels at full size takes the place of one of 128 channels.
     assert "320×150×26" in text
     assert "concatenation" in text
-    # and alone
+    # The same model is also estimated by itself.
     assert "320×150×26 are 73% of what is kept; the parameters weigh 27.6 MiB" in small.summary()
 
 

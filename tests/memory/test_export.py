@@ -22,7 +22,7 @@ def report():
 
 
 def replayed(report, until=None):
-    """(bytes at the end, most bytes), by adding up the events."""
+    """Adds up the events to (bytes at the end, most bytes)."""
     current = peak = 0
     for number in report.events[:until]:
         nbytes = report.storages[number if number >= 0 else ~number].nbytes

@@ -1,4 +1,4 @@
-"""The meter against byte counts known by hand."""
+"""Compares the meter with byte counts that were computed by hand."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from fusedseg.memory import SavedBytes, allocator_peak, measure
 
 CHANNELS = 8
 SHAPE = (2, CHANNELS, 16, 16)
-# bytes of one activation tensor, and of the mean and rstd that one BatchNorm keeps
+# Bytes of one activation tensor, and of the mean and rstd that one BatchNorm keeps.
 ACTIVATION = 2 * CHANNELS * 16 * 16 * 4
 STATS = 2 * CHANNELS * 4
 
@@ -50,7 +50,7 @@ def test_peak_of_a_chain_is_two_tensors():
     "op", [lambda x: x.relu_(), lambda x: x.view(-1), lambda x: x.detach()], ids=["inplace", "view", "detach"]
 )
 def test_what_aliases_the_input_is_not_an_allocation(op):
-    # the mode sees the input's storage come out of the op, and must not take it for a new one
+    # The op returns the input's storage, and the mode must not count it as new.
     assert measure(op, torch.randn(SHAPE)).held == 0
 
 
@@ -97,7 +97,7 @@ def test_a_dropped_branch_no_longer_counts():
 
 
 def test_a_saved_output_is_freed_with_its_graph():
-    # hooks that return an output itself keep its graph alive for ever when backward never runs
+    # A hook that returns the output itself keeps the graph alive forever if backward never runs.
     with SavedBytes():
         z = torch.randn(SHAPE, requires_grad=True).exp()
     storage = weakref.ref(z.untyped_storage())
@@ -129,7 +129,7 @@ def test_hooks_do_not_change_the_gradient():
 
 
 def test_allocator_peak_of_a_chain_is_two_tensors():
-    # large enough to dwarf the scalars that the profiler sees as well
+    # The tensors are much larger than the scalars that the profiler also counts.
     x = torch.randn(512, 512)
     peak = allocator_peak(lambda: x.add(1).add(1).add(1))
     assert 2 * x.nbytes <= peak < 2 * x.nbytes + 1024

@@ -18,7 +18,7 @@ UNETS = {"plain": partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), "ours": p
 
 
 def chain(norm_act):
-    """Two blocks of two convolutions."""
+    """Makes two blocks of two convolutions."""
     pairs = [(3, 16), (16, 16), (16, 16), (16, 4)]
     layers = [nn.Sequential(nn.Conv2d(*channels, 3, padding=1), norm_act(channels[1])) for channels in pairs]
     return nn.Sequential(*(nn.Sequential(*layers[i : i + 2]) for i in (0, 2)))
@@ -46,7 +46,7 @@ def test_budgets_that_are_none(text):
 
 
 def test_the_largest_batch_is_the_largest():
-    """Straight, convex, with a step, and flat."""
+    """The search finds the largest batch on curves that are straight, convex, stepped or flat."""
     for total in (lambda n: 100 + 7 * n, lambda n: 50 + n * n, lambda n: 10 * n + (500 if n > 40 else 0)):
         found = largest(total, 1000)
         assert total(found) <= 1000 < total(found + 1)
@@ -54,7 +54,7 @@ def test_the_largest_batch_is_the_largest():
     assert largest(lambda n: 500 * n + 400, 1000) == 1
     assert largest(lambda n: 7, 1000) == 2**20
 
-    # a line that bends was walked along one batch at a time, for hours
+    # The search once walked along a bent curve one batch at a time, for hours.
     asked = []
 
     def bent(n, total):
@@ -86,7 +86,7 @@ step_alone = partial(plan, optimizer=None)
 
 @pytest.fixture(scope="module")
 def found():
-    """The largest batches, which take a dozen steps for each combination."""
+    """The largest batches; finding them takes a dozen steps for each combination."""
     return step_alone(PLAIN, SHAPE, "64MiB", convert=convert, reserve=0.25)
 
 
@@ -107,8 +107,10 @@ def test_largest_batches_fit_and_one_more_does_not(found):
 
 
 def test_the_plan_names_the_useful_choices(found):
-    """It answered with the largest batch of all, checkpoints and their arithmetic included, where a batch nearly as
-    large needed none."""
+    """The plan once named only the largest batch, with checkpoints and their cost.
+
+    A batch that was nearly as large needed no checkpoints.
+    """
     by_label = {option.label: option for option in found.options}
     first, *more = found.choices
     assert found.cheapest is first
@@ -129,7 +131,8 @@ def option(label, batch, recomputed=0.0, total=1):
 
 
 def test_what_gains_nothing_is_marked():
-    """``fusedseg+checkpoint`` reached the batch of ``fusedseg`` with +35 % arithmetic, and nothing said so."""
+    """``fusedseg+checkpoint`` reached the batch of ``fusedseg`` with 35 % more arithmetic, and the plan did not say
+    so."""
     options = (option("eager", 100), option("fusedseg", 200), option("fusedseg+checkpoint", 200, 0.35))
     found = Plan("Net", options, 10, 10, None)
     lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}
@@ -137,13 +140,13 @@ def test_what_gains_nothing_is_marked():
     assert not any("no gain" in lines[label] for label in ("eager", "fusedseg"))
     assert found.choices == [options[1]]
     assert "More arithmetic buys no larger batch." in str(found)
-    # for a wanted batch, less memory is the gain
+    # If the batch is given, less memory is the gain.
     needs = tuple(option(label, 8, r, total) for label, r, total in (("eager", 0.0, 5), ("checkpoint", 0.3, 5)))
     assert "no gain over eager" in Plan("Net", needs, 10, 10, 8).table()
 
 
 def test_a_model_without_blocks_is_planned_without_checkpoints():
-    """``checkpoint_blocks`` raised, and no way was planned at all."""
+    """``checkpoint_blocks`` raised an error, so no strategy was planned."""
     layers = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))]
     found = plan(nn.Sequential(*layers), SHAPE, "64MiB", convert=lambda model: model)
     assert [option.label for option in found.options] == ["eager", "amp", "fusedseg", "fusedseg+amp"]
@@ -163,9 +166,9 @@ def test_progress_names_what_is_estimated():
 
 def test_the_cheapest_way_to_a_batch():
     needs = {o.label: o.total for o in step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).options}
-    # everything fits: nothing has to change
+    # Everything fits, so nothing has to change.
     assert step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).cheapest.label == "eager"
-    # eager does not: what runs no convolution again is cheaper than checkpoints that would fit as well
+    # Eager mode does not fit.  Checkpoints would fit too, but a strategy without repeated convolutions is cheaper.
     tight = step_alone(PLAIN, SHAPE, max(needs["fusedseg"], needs["checkpoint"]), batch=8, convert=convert, reserve=0.0)
     assert tight.cheapest.label in ("amp", "fusedseg")
     assert {o.label: o.fits for o in tight.options}["checkpoint"]
@@ -216,7 +219,7 @@ def test_checkpoints_change_no_gradient_and_keep_less(make):
 
 
 def test_a_scope_within_the_checkpoints():
-    """Rebuilds what a block would save while it runs again."""
+    """The scope rebuilds the tensors that a block would save while the checkpoint runs it again."""
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -226,7 +229,7 @@ def test_a_scope_within_the_checkpoints():
         reports.append(profile(net, x))
         net(x).square().mean().backward()
         grads.append([p.grad for p in net.parameters()])
-    # copies of a few vectors
+    # Copies of a few vectors are kept in addition.
     assert reports[1].saved <= reports[0].saved + 8192
     assert reports[1].peak < 0.9 * reports[0].peak
     for a, b in zip(*grads, strict=True):

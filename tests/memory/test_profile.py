@@ -1,4 +1,4 @@
-"""``profile``: rows, who keeps what, what was alive at the peak; and the model left as it was."""
+"""``profile``: its rows, the keepers of tensors, the tensors alive at the peak, and a model that is not changed."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
 MEBIBYTE = 2**20
-# bytes of one activation of ``block``
+# Bytes of one activation of ``block``.
 ACTIVATION = 2 * 8 * 16 * 16 * 4
 X = (2, 3, 16, 16)
 
@@ -28,7 +28,7 @@ def rows_of(report, name, hook_type="fwd"):
 
 
 def test_resnet18_rows_are_those_known():
-    """Full size, on tensors without values; MiB as docs/design.md has them."""
+    """The rows have the MiB of docs/design.md, at full size on tensors without values."""
     report = estimate(ResNet18, (128, 3, 224, 224))
     forward = [row for row in report.rows if row.hook_type == "fwd" and row.layer_type not in ("Sequential",)]
     found = [(row.layer_type, round(row.mem_all_diff / MEBIBYTE, 1)) for row in forward]
@@ -36,7 +36,7 @@ def test_resnet18_rows_are_those_known():
     assert found[:4] == stem
     conv_bn = [("Conv2d", 98.0), ("BatchNorm2d", 98.0)]
     assert found[4:9] == [*conv_bn, ("ReLU", 0.0), *conv_bn]
-    # the second ReLU of the block writes over the sum, which was written over bn2's output
+    # The block's second ReLU writes over the sum, which was written over bn2's output.
     assert found[9] == ("ReLU", 0.0)
     assert report.saved / MEBIBYTE == pytest.approx(2708, rel=0.001)
     assert report.peak / MEBIBYTE == pytest.approx(2668, rel=0.01)
@@ -64,7 +64,7 @@ def test_rows_follow_the_calls_and_backward_comes_in_reverse():
         assert row.mem_all_diff == row.mem_all - before.mem_all
         assert row.mem_cached_diff == row.mem_cached - before.mem_cached
         assert row.mem_cached >= row.mem_all
-    # kept activations are gone when their module's backward is over: the first convolution has nothing left
+    # Kept activations are freed after their module's backward, so nothing is left for the first convolution.
     parameters = sum(p.nbytes for p in block().parameters())
     assert report.rows[-1].mem_all <= report.resident + parameters + 64
 
@@ -75,7 +75,7 @@ def test_who_keeps_what():
     assert sum(report.saved_by("op").values()) == report.saved
     assert report.saved_by("kind")["pool indices"] == ACTIVATION // 4 * 2
     assert report.saved_by("dtype")["int64"] == ACTIVATION // 4 * 2
-    # the convolution's output by the norm alone; the ReLU's by the ReLU and the pool
+    # Only the norm keeps the convolution's output; the ReLU and the pool keep the ReLU's output.
     of_norm = {"1": ACTIVATION + 64, "2": ACTIVATION / 2}
     kept = report.saved_by("module")
     assert {name: kept[name] for name in of_norm} == of_norm
@@ -95,7 +95,7 @@ def test_what_is_alive_at_the_peak_adds_up():
 
 
 class Shared(nn.Module):
-    """One module called twice, another one nested, an argument of several tensors, an output of several."""
+    """One module is called twice, one is nested, one argument has several tensors, and so has an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_shared_modules_nested_calls_and_several_inputs_and_outputs():
     assert len(rows_of(report, "conv", "bwd")) == 2
     nested = [row.name for row in report.rows if row.name.startswith("outer")]
     assert nested[:3] == ["outer", "outer.0", "outer.0.0"]
-    # the input a, the ReLU's output, exp's result
+    # Kept are the input a, the ReLU's output and exp's result.
     assert report.saved == 3 * a.nbytes
     assert b.grad is None
 
@@ -148,7 +148,7 @@ def test_autocast_halves_what_is_kept_and_its_weights_are_told_apart():
     full, half = profile(block(), x), profile(block(), x, autocast=torch.bfloat16)
     kinds = half.saved_by("kind")
     assert kinds["activation"] < 0.6 * full.saved_by("kind")["activation"]
-    # of both convolutions; backward has no use for those of their biases
+    # These belong to both convolutions; backward does not need their biases.
     weights = sum(p.numel() for name, p in block().named_parameters() if name in ("0.weight", "4.weight"))
     assert kinds["weight copies"] == 2 * weights
     assert not torch.is_autocast_enabled("cpu")
@@ -184,7 +184,7 @@ def test_the_model_is_left_as_it_was():
     values = [grad.clone() for grad in grads]
     state = {name: value.clone() for name, value in net.state_dict().items()}
     random = torch.random.get_rng_state()
-    # twice, so that nothing is left of the first
+    # The profile runs twice, to show that the first run leaves nothing behind.
     for _ in range(2):
         profile(net, x, loss=lambda out, target: (out - target).square().mean(), targets=torch.zeros(2, 4, 8, 8))
     assert torch.equal(torch.random.get_rng_state(), random)
@@ -241,7 +241,7 @@ def test_a_model_that_catches_what_a_module_raises():
 
 
 def test_fused_modules_run_as_without_hooks():
-    # with hooks of their own on its children ConvABN calls them, and forms concatenations
+    # If its children have hooks, ConvABN calls the children, and forms concatenations.
     net, x = UNet(3, 4, widths=(4, 8)), torch.randn(1, 3, 16, 16)
     assert profile(net, x).saved == measure(net, x).saved
 

@@ -1,4 +1,4 @@
-"""Where no gradient reaches a module, its parameters have none, as with stock modules.
+"""If no gradient reaches a module, its parameters have no gradient, as with stock modules.
 
 Zeros would count as a gradient: momentum and weight decay would move the parameters.
 """
@@ -11,7 +11,7 @@ import fusedseg
 
 
 class Cut(torch.autograd.Function):
-    """Passes values on, but no gradient."""
+    """Passes values on and stops gradients."""
 
     @staticmethod
     def forward(ctx, x):

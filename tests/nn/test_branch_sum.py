@@ -1,4 +1,4 @@
-"""``BranchSum`` beside ``torch.stack(...).sum(0)``."""
+"""Compares ``BranchSum`` with ``torch.stack(...).sum(0)``."""
 
 import copy
 
@@ -35,7 +35,7 @@ SHARED = nn.Sequential(nn.Conv2d(3, 3, 1, **DOUBLE), nn.Sigmoid())
 BRANCHES = {
     "one": [nn.Conv2d(3, 3, 1, **DOUBLE)],
     "two": [nn.Conv2d(3, 4, 3, **DOUBLE), nn.Conv2d(3, 4, 3, **DOUBLE)],
-    # the outputs of these are what autograd keeps
+    # Autograd keeps the outputs of these layers.
     "kept outputs": [nn.Sigmoid(), nn.ReLU(), nn.Tanh(), nn.Softmax(1)],
     "the input itself": [nn.Identity()] * 4,
     "views": [Call(lambda x: x.flip(2).flip(2)), Call(lambda x: x.view_as(x)), Call(lambda x: x[:]), nn.Identity()],
@@ -66,11 +66,11 @@ def test_gradcheck_twice():
 
 
 def test_nothing_is_stacked_and_every_output_let_go():
-    """The peak of many branches is that of three: the sum, one branch's output, and what is made next."""
+    """Many branches have the peak of three tensors: the sum, one branch's output, and the next tensor."""
     x = torch.randn(2, 4, 32, 32)
 
     def peak(k):
-        # convolutions keep x and their weights, and no output
+        # Convolutions keep x and their weights, and not their output.
         module = BranchSum(nn.Conv2d(4, 4, 1, bias=False) for _ in range(k))
         parameters = sum(p.nbytes for p in module.parameters())
         footprint = measure(module, x)

@@ -1,4 +1,4 @@
-"""The module beside a convolution, nn.BatchNorm and its activation: same function, same state, same habits."""
+"""Compares the module with a convolution, nn.BatchNorm and an activation: function, state and behaviour."""
 
 import copy
 import pickle
@@ -18,12 +18,12 @@ NORM = ("eps", "momentum", "affine", "track_running_stats")
 
 
 def renamed(state):
-    """A state dict of ``Sequential(conv, bn, activation)`` as ours."""
+    """Renames the keys of a state dict of ``Sequential(conv, bn, activation)`` to our module's keys."""
     return {name.replace("0.", "conv.", 1).replace("1.", "norm.", 1): t for name, t in state.items()}
 
 
 def pair(dims=2, dtype=torch.float64, **options):
-    """The stock modules and ours with the same, non-trivial state."""
+    """Makes the stock modules and our module with the same, non-trivial state."""
     options = {"kernel_size": 3, "padding": 1} | options
     of_norm = {name: options.pop(name) for name in NORM if name in options}
     stock = nn.Sequential(
@@ -41,11 +41,11 @@ def pair(dims=2, dtype=torch.float64, **options):
 
 
 def step(net, x, optimizer=None, checkpoint=None):
-    """The output and all gradients."""
+    """Returns the output and all gradients."""
     leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     net.zero_grad()
     z = net(leaf) if checkpoint is None else checkpoint(net, leaf)
-    # not a plain sum, whose gradient batch norm maps to zero
+    # The loss is not a plain sum, because batch norm maps a constant gradient to zero.
     (z * z.detach().cos()).sum().backward()
     grads = [p.grad for p in net.parameters() if p.requires_grad]
     if optimizer is not None:
@@ -96,7 +96,7 @@ def test_training_and_eval_as_stock(dims, options):
 
 
 def test_training_with_an_optimizer_follows_stock():
-    """Also where the convolution's bias decays: its gradient is exactly zero in ours, and rounding in the stock's."""
+    """Covers the decay of the convolution's bias: its gradient is exactly zero here, and rounding in stock modules."""
     stock, ours = pair()
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) for net in (stock, ours)]
     for _ in range(5):
@@ -275,7 +275,7 @@ def test_device_and_dtype_arguments():
 
 
 def test_meta_tensors():
-    """Asking whether autocast is on for them used to raise."""
+    """The module once asked whether autocast is on for meta tensors, which raised an error."""
     module = ConvABN2d(4, 6, 3, device="meta")
     z = module(torch.empty(2, 4, 8, 8, device="meta"))
     z.sum().backward()

@@ -1,4 +1,4 @@
-"""The module under what surrounds it: hooks, torch.compile, checkpointing, autocast, memory formats, fake tensors."""
+"""The module with hooks, torch.compile, checkpointing, autocast, memory formats and fake tensors."""
 
 import copy
 
@@ -53,7 +53,7 @@ def replaced_norm(ours, seen):
     [hook_on_conv, pre_hook_on_norm, backward_hook_on_conv, backward_pre_hook_on_conv, replaced_conv, replaced_norm],
 )
 def test_falls_back_where_children_want_to_be_called(change):
-    """Backward hooks of the convolution used to be an error: its output is a view then, which the norm cannot take."""
+    """Backward hooks of the convolution once raised an error: they make its output a view, which the norm refuses."""
     stock, ours = pair()
     seen = []
     change(ours, seen)
@@ -103,7 +103,7 @@ SLOW = pytest.mark.slow
     ids=str,
 )
 def test_compile_fullgraph_follows_eager(compiler, fmt):
-    """Several steps, with channels that become kept in between and a state dict loaded; then eval."""
+    """Several steps run, with channels that become kept and a state dict that is loaded in between; then eval mode."""
     torch._dynamo.reset()
     eager = blocks(memory_format=fmt)
     copied = copy.deepcopy(eager)
@@ -155,7 +155,7 @@ def test_compile_with_triton(monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_empty_batch(compiled):
-    """As stock: no statistics move.  Under torch.compile running_var used to become NaN."""
+    """Statistics do not move, as in stock modules.  Under torch.compile running_var once became NaN."""
     torch._dynamo.reset()
     stock, ours = pair()
     run = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
@@ -166,7 +166,8 @@ def test_empty_batch(compiled):
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_checkpoint_as_stock_without(use_reentrant):
-    """Recomputation does not move the statistics a second time, as it does the stock's."""
+    """The results are those of stock modules without a checkpoint, in which recomputation moves the statistics
+    twice."""
     stock, ours = pair()
     wrapped = lambda net, x: checkpoint(net, x, use_reentrant=use_reentrant)  # noqa: E731 -- one argument of two calls
     x = data()
@@ -179,7 +180,7 @@ def test_autocast_as_stock(training):
     stock, ours = pair(dtype=torch.float32)
     stock.train(training)
     ours.train(training)
-    # a norm's weight near 0 compares nothing but rounding
+    # With a norm's weight near 0 the test would compare only rounding.
     for norm in (stock[1], ours.norm):
         nn.init.constant_(norm.weight, -0.7)
     x = data(dtype=torch.float32).requires_grad_()
@@ -190,7 +191,7 @@ def test_autocast_as_stock(training):
         z.float().square().sum().backward()
         results.append(z)
     assert results[1].dtype == results[0].dtype == torch.bfloat16
-    # both round y and z to bf16, u = 2**-8 of values up to 4, in another order
+    # Both round y and z to bf16 in different orders: u = 2**-8, and values are up to 4.
     torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
     assert {p.grad.dtype for p in ours.parameters()} == {torch.float32}
     assert ours.norm.running_mean.dtype == torch.float32
@@ -213,7 +214,7 @@ def test_channels_last_as_stock(dims, fmt, of):
 
 @pytest.mark.parametrize(("dims", "fmt"), [(2, "contiguous"), (3, "contiguous"), (3, "channels_last")])
 def test_memory_of_large_networks(dims, fmt):
-    """At true sizes, on fake tensors: one tensor for each layer and the input, where stock modules keep two each."""
+    """At full size, on fake tensors, each layer keeps one tensor besides the input; stock modules keep two for each."""
     C, layers = 32, 3
     shape = (4, C, 512, 512) if dims == 2 else (1, C, 64, 128, 128)
     memory_format = torch.contiguous_format
@@ -228,8 +229,8 @@ def test_memory_of_large_networks(dims, fmt):
         net = nn.Sequential(*(ours(C, C, 3, padding=1) for _ in range(layers)))
         stock = [nn.Sequential(conv(C, C, 3, padding=1), bn(C), nn.LeakyReLU(inplace=True)) for _ in range(layers)]
         mine, theirs = measure(net, x), measure(nn.Sequential(*stock), x)
-    # rstd and the like are below a thousandth
+    # rstd and other vectors are less than a thousandth.
     assert mine.saved / x.nbytes == pytest.approx(1 + layers, rel=1e-3)
     assert theirs.saved / x.nbytes == pytest.approx(1 + 2 * layers, rel=1e-3)
-    # where most is alive, in the last layer's backward, the aten path of channels_last has one tensor more
+    # The peak is in the last layer's backward, where the aten path of channels_last has one tensor more.
     assert mine.peak < theirs.peak - x.nbytes * (0.9 if fmt == "channels_last" else layers - 1)

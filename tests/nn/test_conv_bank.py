@@ -1,4 +1,4 @@
-"""Banks beside the stack of their branches: same function, same gradients, at one convolution's bytes."""
+"""Compares a bank with the stack of its branches: the function and gradients agree, at one convolution's bytes."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def stacked(bank, x):
-    """The branches one by one, each a stock convolution."""
+    """Computes the branches one by one, each with a stock convolution."""
     outputs = [branch(x) for branch in bank.branches]
     return torch.stack(outputs).sum(0) if bank.combine == "sum" else torch.cat(outputs, 1)
 
@@ -27,7 +27,7 @@ def assert_same(bank, x, reference=stacked):
     for f in (bank, lambda x: reference(bank, x)):
         leaf = x.clone().requires_grad_()
         y = f(leaf)
-        # not a plain sum, whose gradient is the same everywhere
+        # The loss is not a plain sum, because its gradient would be the same everywhere.
         dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
         results.append((y, torch.autograd.grad(y, (leaf, *bank.parameters()), dy)))
     torch.testing.assert_close(results[0], results[1])
@@ -97,7 +97,7 @@ def test_gradcheck_twice(combine):
 
 
 class Convolutions(TorchDispatchMode):
-    """Counts the convolutions, forward and backward."""
+    """Counts the convolutions in forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ def test_saved_bytes_do_not_depend_on_the_number_of_branches(dims):
         footprint = measure(bank, x)
         assert footprint.saved == x.nbytes + (k > 1) * kernel
         parameters = sum(p.nbytes for p in bank.parameters())
-        # dy as (N, K, *), dx and its like
+        # Alive are dy as (N, K, *), dx and a tensor of the size of dx.
         assert footprint.peak <= 3 * x.nbytes + parameters + 6 * kernel
         if k < 64:
             rival = measure(lambda x, bank=bank: stacked(bank, x), x, owned=bank.parameters())
@@ -135,7 +135,7 @@ def test_saved_bytes_do_not_depend_on_the_number_of_branches(dims):
 
 
 def test_a_stack_inside_a_network_grows_where_a_bank_does_not():
-    """The growing layer of section 8: its activations in every branch are what costs."""
+    """A stack keeps an activation for every branch, so its bytes grow with the branches; a bank's bytes do not."""
 
     def network(k):
         return nn.Sequential(ConvBank2d(3, 8, 3, padding=1, branches=k), InPlaceABN(8), ConvBank2d(8, 8, 3, branches=k))
@@ -146,7 +146,7 @@ def test_a_stack_inside_a_network_grows_where_a_bank_does_not():
 
 
 def test_half_precision_adds_up_in_fp32():
-    """In fp16 the sum of 1 and 64 times 2**-12 would stay 1."""
+    """If the sum were in fp16, adding 2**-12 to 1 would leave 1, also after 64 additions."""
     bank = ConvBank2d(1, 1, 1, branches=65, bias=True).half()
     with torch.no_grad():
         for i, branch in enumerate(bank.branches):
@@ -165,7 +165,7 @@ def test_autocast(device, combine):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = bank(x)
     assert y.dtype == torch.bfloat16
-    # 75 products of two rounded factors each
+    # The result adds 75 products of two rounded factors.
     torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
     y.float().square().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in bank.parameters())
@@ -174,7 +174,7 @@ def test_autocast(device, combine):
 @pytest.mark.parametrize("combine", ["sum", "cat"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_channels_last(device, combine, groups):
-    """In fp32: torch leaves that format in float64 on GPUs."""
+    """The test uses fp32, because torch on GPUs does not keep channels_last in float64."""
     bank = ConvBank2d(4, 6, 3, padding=1, groups=groups, branches=[3, 5], combine=combine, device=device)
     x = torch.randn(2, 4, 6, 5, device=device)
     expected = bank(x)
@@ -244,7 +244,7 @@ def test_initial_values():
     ids=["SGD", "Adam"],
 )
 def test_optimizer_state_survives_growth(make):
-    """A bank that grew branches with a rate of zero goes the way of one that did not grow."""
+    """A bank that grew branches with a learning rate of zero trains like a bank that did not grow."""
     small = ConvBank2d(2, 3, 3, branches=2, **DOUBLE)
     grown = copy.deepcopy(small)
     optimizers = [make(small.parameters()), make(grown.parameters())]

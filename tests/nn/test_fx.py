@@ -1,4 +1,4 @@
-"""``torch.fx.symbolic_trace`` of converted models, and of networks of this package's modules (issue 15, item 15)."""
+"""``torch.fx.symbolic_trace`` of converted models, and of networks of this package's modules."""
 
 import copy
 
@@ -96,7 +96,7 @@ def test_networks_of_these_modules(name, training, image):
 def test_converted_models(name, training, image):
     model = CONVERTED[name]().double()
     stock = copy.deepcopy(model)
-    # a converted model within another one as well
+    # A converted model inside another model can be traced as well.
     fusedseg.convert(model[0] if name == "inner" else model, example_inputs=image)
     graph = fx.symbolic_trace(copy.deepcopy(model).train(training))
     assert not [node for node in graph.graph.nodes if "batch_norm" in str(node.target)]

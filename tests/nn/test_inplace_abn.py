@@ -1,4 +1,4 @@
-"""The module beside nn.BatchNorm and its activation: same function, same state, same habits."""
+"""Compares the module with nn.BatchNorm and an activation: function, state and behaviour."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 def pair(C=4, dims=2, dtype=torch.float64, **options):
-    """A stock norm with its activation, and ours with the same, non-trivial state."""
+    """Makes a stock norm with its activation, and our module with the same, non-trivial state."""
     stock = nn.Sequential(BATCH_NORMS[dims](C, dtype=dtype, **options), nn.LeakyReLU(0.01))
     ours = InPlaceABN(C, dtype=dtype, **options)
     with torch.no_grad():
@@ -59,7 +59,8 @@ def test_training_and_eval_as_stock(backend, device, dims, shape, options):
 @pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 4, 96, 130)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("cls", [InPlaceABN, fusedseg.BatchNormAct])
 def test_batches_are_counted(backend, device, cls, shape):
-    """By the kernel that moves the running statistics, where there is one: autograd sees that too."""
+    """The kernel that moves the running statistics, if there is one, also counts the batches; autograd sees the
+    change."""
     module = cls(4, dtype=torch.float64).to(device)
     count, x = module.num_batches_tracked, torch.randn(shape, dtype=torch.float64, device=device)
     for n in (1, 2):
@@ -80,7 +81,7 @@ def test_batches_that_no_kernel_can_count(backend, device):
 
 
 def test_parametrized_weight(device):
-    """It is no entry of ``_parameters`` any more, which the module reads first."""
+    """A parametrized weight is no longer in ``_parameters``, which the module reads first."""
 
     class Doubled(nn.Module):
         def forward(self, weight):
@@ -180,7 +181,7 @@ def test_sync_batchnorm_conversion_is_refused():
 
 
 def test_zero_weight_trains_as_stock(backend, device):
-    """The zero-initialised weight of a residual block: dweight alone leads away from it, and needs xhat."""
+    """A residual block's weight starts at zero.  Only dweight moves it away from zero, and dweight needs xhat."""
     torch.manual_seed(1)
     stock = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.01), nn.Conv2d(4, 1, 1)).to(device)
     nn.init.zeros_(stock[1].weight)
@@ -214,7 +215,7 @@ def test_parameters_changed_between_calls_are_seen():
         assert (module._kept.kept.count if module._kept.kept else 0) == count
 
 
-# The graph of either backend holds the same op, so that one format on Triton shows the other.
+# The graphs of both backends hold the same op, so one memory format on Triton is enough.
 COMPILED = [
     pytest.param("aten", torch.contiguous_format, id="aten-contiguous"),
     pytest.param("aten", torch.channels_last, id="aten-channels_last"),
@@ -226,7 +227,7 @@ COMPILED = [
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("backend", "fmt"), COMPILED, indirect=["backend"])
 def test_compile_fullgraph_follows_eager(backend, device, compiler, fmt):
-    """Several steps, with channels that become kept in between and a state dict loaded."""
+    """Several steps run, with channels that become kept and a state dict that is loaded in between."""
     eager = nn.Sequential(nn.Conv2d(2, 4, 3), InPlaceABN(4), nn.Conv2d(4, 3, 1), InPlaceABN(3, activation="elu",
                           activation_param=1.0)).to(device, torch.float64, memory_format=fmt)  # fmt: skip
     batches = torch.randn(4, 2, 2, 8, 8, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""InPlaceInstanceNormAct and InPlaceGroupNormAct beside the stock modules, and residuals: same function, same state."""
+"""Compares InPlaceInstanceNormAct, InPlaceGroupNormAct and residuals with stock modules: function and state."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ by_dims = pytest.mark.parametrize("dims", [1, 2, 3])
 
 
 def pair(kind, dims=2, dtype=torch.float64, **options):
-    """A stock norm, and ours with the same state, of 4 channels; the activation is leaky_relu."""
+    """Makes a stock norm of 4 channels, and our module with the same state; the activation is leaky_relu."""
     if kind == "batch":
         stock, ours = nn.BatchNorm2d(4, dtype=dtype, **options), InPlaceABN(4, dtype=dtype, **options)
     elif kind == "instance":
@@ -109,7 +109,7 @@ def test_copies_are_independent(kind, clone):
 
 
 def test_old_checkpoints_are_refused_as_by_stock():
-    """Running statistics in a state dict of before 0.4.0, for a module that does not track them."""
+    """A state dict from before PyTorch 0.4.0 has running statistics; a module that does not track them refuses it."""
     state = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
     texts = []
     for module in (nn.InstanceNorm2d(4), InPlaceInstanceNormAct(4)):
@@ -130,7 +130,7 @@ def test_other_channels_are_warned_about_where_nothing_depends_on_them(device):
 
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])
 def test_autocast(backend, device, kind):
-    """The norm's input is bf16, the residual fp32."""
+    """The norm's input is bf16 and the residual is fp32."""
     norms = {"batch": InPlaceABN(4), "instance": InPlaceInstanceNormAct(4, affine=True)}
     conv, norm = nn.Conv2d(3, 4, 3).to(device), (norms | {"group": InPlaceGroupNormAct(2, 4)})[kind].to(device)
     x, r = torch.randn(2, 3, 8, 8, device=device), torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
@@ -141,7 +141,7 @@ def test_autocast(backend, device, kind):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in (*norm.parameters(), r))
 
 
-# The graph of either backend holds the same op, so that one norm on Triton shows the others.
+# The graphs of both backends hold the same op, so one norm on Triton is enough.
 COMPILED = [("aten", kind) for kind in ("batch", "instance", "group")] + [("triton", "batch")]
 COMPILED += [pytest.param("triton", kind, marks=pytest.mark.slow) for kind in ("instance", "group")]
 
@@ -149,7 +149,7 @@ COMPILED += [pytest.param("triton", kind, marks=pytest.mark.slow) for kind in ("
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("backend", "kind"), COMPILED, indirect=["backend"])
 def test_compile_fullgraph_follows_eager(backend, device, compiler, kind):
-    """Residual blocks over several steps, from a weight of 0, with a state dict loaded in between."""
+    """Residual blocks train for several steps from a weight of 0, and a state dict is loaded in between."""
     torch._dynamo.reset()
 
     class Block(nn.Module):
@@ -168,7 +168,8 @@ def test_compile_fullgraph_follows_eager(backend, device, compiler, kind):
 
 
 class ResidualNet(nn.Module):
-    """conv, then norm + residual + activation twice; the norm's weight starts at 0, as residual blocks often do."""
+    """A convolution, then twice norm + residual + activation.  Weights of norms start at 0, as often in residual
+    blocks."""
 
     def __init__(self, kind, fused):
         super().__init__()
@@ -217,7 +218,7 @@ def test_a_residual_network_keeps_one_tensor_a_convolution(backend, device):
             nn.init.ones_(norm.weight)
     stock, ours = (measure(net, x).saved for net in nets)
     tensor = 2 * 4 * 16 * 16 * 4
-    # the input, what each convolution reads, and mean and 1 / sqrt(var + eps) of each channel of each sample
+    # Kept are the input, the input of each convolution, and mean and 1 / sqrt(var + eps) of each channel of a sample.
     assert ours <= x.nbytes + 3 * tensor + 2 * 2 * 4 * 8
     assert stock >= x.nbytes + 5 * tensor
 
@@ -288,7 +289,7 @@ def test_refused(attempt, error, text):
     ids=repr,
 )
 def test_from_and_to_norm(cls, stock):
-    """The same function, parameters and buffers; every in-place norm has both methods, as every exact one has."""
+    """``from_norm`` and ``to_norm`` keep the function, parameters and buffers; every norm has both methods."""
     ours = cls.from_norm(stock.eval(), "elu", 0.5)
     x = torch.randn(2, 4, 5, 3)
     torch.testing.assert_close(ours(x.clone()), nn.functional.elu(stock(x), 0.5))

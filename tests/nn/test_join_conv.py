@@ -1,4 +1,4 @@
-"""JoinConv2d and JoinConv3d against stock convolutions of the concatenation."""
+"""Compares JoinConv2d and JoinConv3d with stock convolutions of the concatenation."""
 
 import pytest
 import torch

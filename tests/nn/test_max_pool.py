@@ -1,4 +1,4 @@
-"""The modules beside nn.MaxPool2d and nn.MaxPool3d."""
+"""Compares the modules with nn.MaxPool2d and nn.MaxPool3d."""
 
 import copy
 

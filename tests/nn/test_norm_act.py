@@ -1,4 +1,4 @@
-"""The modules beside the stock norm and activation: same function, same state, same habits."""
+"""Compares the modules with the stock norm and activation: function, state and behaviour."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ SHAPES = [(1, (5, 4)), (1, (3, 4, 7)), (2, (2, 4, 5, 3)), (3, (2, 4, 3, 2, 2))]
 
 
 def fill(*modules):
-    """The same non-trivial state for all."""
+    """Gives all modules the same, non-trivial state."""
     state = {name: torch.rand_like(t) + 0.5 for name, t in modules[0].state_dict().items() if t.is_floating_point()}
     for module in modules:
         module.load_state_dict(module.state_dict() | state, strict=True)
@@ -193,7 +193,7 @@ def test_sync_batchnorm_conversion_is_refused():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_zero_initialised_residual_block_follows_stock(dtype, tolerance):
-    """The last weight of every residual branch is zero: dweight alone leads away from it."""
+    """The last weight of every residual branch starts at zero, and only dweight moves it away from zero."""
 
     class Block(nn.Module):
         def __init__(self, fused):
@@ -274,7 +274,7 @@ def test_refused(attempt, error, text):
 
 @pytest.mark.parametrize("make", [InstanceNormAct, fusedseg.InPlaceInstanceNormAct])
 def test_running_statistics_of_one_channel_move_once(make):
-    """Those of a batch of two moved twice: every sample wrote to the same number."""
+    """The running statistics moved twice for a batch of two samples, because every sample wrote to the same number."""
     x = torch.randn(2, 1, 6, 6)
     stock, ours = nn.InstanceNorm2d(1, track_running_stats=True), make(1, track_running_stats=True)
     stock(x.clone())

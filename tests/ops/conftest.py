@@ -1,4 +1,4 @@
-"""What tests of several ops share."""
+"""Fixtures that the tests of several ops share."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 
 @pytest.fixture
 def twin(monkeypatch):
-    """In place of other processes: what is gathered are one's own values, twice.  Shapes of what was gathered."""
-    # here, since triton must not be imported before the tests' own conftest has configured it
+    """Imitates a second process that has the same values; returns the list of the shapes that were gathered."""
+    # The import stands here, because triton must not be imported before tests/conftest.py has configured it.
     from fusedseg.ops.norm import sync
 
     calls = []

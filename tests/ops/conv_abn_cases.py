@@ -1,4 +1,4 @@
-"""Convolutions that the tests of ``functional.conv_abn`` run, and the stock ops that they stand for."""
+"""Convolutions that the tests of ``functional.conv_abn`` run, and the stock ops that the fused op replaces."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Case(NamedTuple):
-    """Shapes of x and conv_weight, and what convolutions take beside them."""
+    """Shapes of x and conv_weight, and the other arguments of a convolution."""
 
     x: tuple[int, ...]
     w: tuple[int, ...]
     options: dict[str, Any]
 
 
-# small enough for the interpreter and for numerical derivatives, each with something to get wrong
+# The cases are small enough for the interpreter and for numerical derivatives; each has a property to get wrong.
 CASES = {
     "2d": Case((2, 3, 5, 4), (4, 3, 3, 3), {"padding": 1}),
     "1x1": Case((2, 3, 3, 4), (4, 3, 1, 1), {}),
@@ -44,7 +44,7 @@ def formatted(t, fmt):
 
 
 class Inputs(NamedTuple):
-    """In the order of ``conv_abn`` without the running statistics."""
+    """The tensor arguments of ``conv_abn`` in its order, without the running statistics."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -57,15 +57,15 @@ class Inputs(NamedTuple):
         return [t for t in self if t is not None]
 
     def replaced(self, tensors) -> "Inputs":
-        """The same with others in place of ``given``."""
+        """Returns a copy that holds ``tensors`` in place of ``given``."""
         others = iter(tensors)
         return Inputs(*(None if t is None else next(others) for t in self))
 
 
 def inputs(case, dtype, device, fmt="contiguous", conv_bias=True, affine=True, kept=True, params=None) -> Inputs:
-    """Leaves; the output of the convolution has a variance of about 1, and weights have both signs.
+    """Makes leaves; the output of the convolution has a variance of about 1, and weights have both signs.
 
-    ``kept``: the last weight is 0.  ``params``: the dtype of weight and bias.
+    ``kept`` sets the last weight to 0.  ``params`` is the dtype of weight and bias.
     """
     K = case.w[0]
     x = torch.randn(case.x, dtype=torch.float64) + 0.5
@@ -96,8 +96,10 @@ def running(case, dtype, device):
 
 
 def stock(case, given, statistics, training, activation="leaky_relu", param=0.01, momentum=0.1, stored=None):
-    """What ``conv_abn`` stands for.  ``stored``: the dtype in which the convolution's output is stored; rounding to it
-    has a derivative of 1."""
+    """Computes the stock ops that ``conv_abn`` replaces.
+
+    ``stored`` is the dtype in which the convolution's output is stored; rounding to it has a derivative of 1.
+    """
     x, w, conv_bias, weight, bias = given
     y = CONV[x.dim()](x, w, conv_bias, **case.options)
     if stored is not None:

@@ -1,4 +1,4 @@
-"""What tests of norm_act share: the activations, and a call of the stock functions beside one of ours."""
+"""Shared by the tests of norm_act: the activations, and a function that calls the stock functions and norm_act."""
 
 import torch
 from torch.nn import functional as F
@@ -8,7 +8,7 @@ from fusedseg.functional import norm_act
 from tests.reference import PARAMS, stock_activation
 from tests.tools.tensors import channels_last
 
-# name: activation, activation_param, the stock function; prelu's slopes are those of 3 channels
+# name: activation, activation_param, the stock function; prelu has slopes for 3 channels
 SLOPES = (0.25, -0.1, 1.5)
 ACTIVATIONS = {
     name: (*(row.selected_by or (name, PARAMS.get(name))), stock_activation(name, PARAMS.get(name)))
@@ -38,7 +38,8 @@ def stock_norm(norm, x, running, weight, bias, training, eps=1e-5):
 
 
 def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
-    """(output, gradients of all that is given, running statistics after it) of the stock functions and of ours."""
+    """Yields (output, gradients of all given tensors, running statistics after the call), first of the stock
+    functions."""
     activation, param, stock = ACTIVATIONS[name]
     running = [torch.linspace(s, 1.2, x.shape[1], dtype=x.dtype, device=x.device) for s in (-0.5, 0.5)]
     gradient = torch.randn_like(x)
@@ -55,7 +56,7 @@ def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
             y = stock_norm(norm, xs, buffers, w, b, training, eps)
             y = y if r is None else y + r
             z = stock(y) if slope is None else F.prelu(y, slope)
-            # the stock instance norm of one sample, which copies x, takes a gradient of channels_last for another
+            # The stock instance norm of one sample copies x, and misreads a gradient that is in channels_last.
             dz = dz.contiguous() if norm == "instance" else dz
         grads = torch.autograd.grad(z, [t for t in leaves if t is not None], dz)
         yield z, *grads, *(v for v in buffers if v is not None)
@@ -65,7 +66,7 @@ def inputs(shape=(3, 6, 8, 8), dtype=torch.float32, fmt="contiguous", residual=T
     x = torch.randn(shape, dtype=dtype, device=device) * 2 + 0.5
     x = channels_last(x) if fmt == "channels_last" else x
     C = shape[1]
-    # of both signs, and zero
+    # The weights have both signs, and one is zero.
     weight = torch.linspace(-1, 1.5, C, dtype=dtype, device=device)
     return (
         x,

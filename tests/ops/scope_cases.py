@@ -1,4 +1,4 @@
-"""Programs that run without and with the scope, for the tests of the scope."""
+"""Functions that run a program without and with the recompute scope."""
 
 from contextlib import nullcontext
 
@@ -8,7 +8,7 @@ from fusedseg import recompute
 
 
 def both(program):
-    """``program(scope)`` returns tensors; it is run from the same random state without and with the scope."""
+    """Runs ``program(scope)``, which returns tensors, from the same random state without and with the scope."""
     results = []
     for scope in (nullcontext, recompute):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Weights under autocast: no copy of them is kept, and gradients are those of kept copies."""
+"""Weights under autocast: no cast copy is kept, and gradients are the same as with kept copies."""
 
 from contextlib import nullcontext
 
@@ -33,12 +33,12 @@ def autocast():
 
 
 def scope(layer):
-    """Ours need none."""
+    """The scope for stock layers; our layers need no scope."""
     return fusedseg.recompute() if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)) else nullcontext()
 
 
 def run(layer, x, scoped=True, calls=1):
-    """Bytes that are kept, and the output."""
+    """Returns the kept bytes and the output."""
     with SavedBytes(layer.parameters()) as saved, autocast(), scope(layer) if scoped else nullcontext():
         for _ in range(calls):
             x = layer(x)
@@ -57,7 +57,7 @@ def assert_equal(got, expected):
 
 def test_no_copy_is_kept(layer, x, monkeypatch):
     nbytes, out = run(layer, x)
-    # x, z and vectors
+    # Only x, z and vectors are kept.
     assert nbytes <= 2 * x.numel() * 2 + 1024
     got = gradients(layer, out)
     for module in (join_conv, conv_abn):
@@ -84,7 +84,8 @@ def test_two_calls_of_a_region_share_a_copy(layer, x):
 
 
 def test_a_copy_older_than_its_weight_is_kept(x):
-    """A region of autocast holds on to its copies, whatever becomes of the weights: those were what was convolved."""
+    """A weight changes within a region of autocast: the region uses its old copy, so backward needs the old copy
+    too."""
     results = []
     for scoped in (True, False):
         torch.manual_seed(0)
@@ -102,7 +103,7 @@ def test_a_copy_older_than_its_weight_is_kept(x):
 
 
 def test_a_cast_of_the_callers_is_data_like_any_other(x):
-    """It may be older than the weight."""
+    """A copy that the caller has cast may be older than the weight, so it is not rebuilt from the weight."""
     weight = torch.randn(32, 32, 3, 3, requires_grad=True)
     half = weight.bfloat16()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The op on both convolutions: values, gradients, running statistics, strides and what each setting reaches."""
+"""The op on both convolutions: values, gradients, running statistics, strides and the effect of settings."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even k
 
 @pytest.fixture
 def dtype_of(backend):
-    """Triton's convolution takes no float64."""
+    """The dtype of a test: Triton's convolution does not take float64."""
     return torch.float64 if backend == "aten" else torch.float32
 
 
@@ -35,10 +35,10 @@ def check_gradcheck(case, device, training, fmt="contiguous", activation="leaky_
         arguments = given.replaced(tensors)
         return fused(case, arguments, statistics, training, "aten", activation=activation, activation_param=param)
 
-    # along random directions: numerical derivatives of every element take minutes
+    # The fast mode tests random directions, because numerical derivatives of every element take minutes.
     assert torch.autograd.gradcheck(ours, given.given, fast_mode=True)
     if case is SMALL:
-        # dz expanded from a scalar
+        # The sum gives a dz that is expanded from a scalar.
         assert torch.autograd.gradcheck(lambda *t: ours(*t).sum() * 2, given.given, fast_mode=True)
     z, expected = (
         ours(*given.given),
@@ -78,7 +78,7 @@ def test_gradcheck_activations(device, activation, param, affine, training):
     ],
 )
 def test_values_and_running_statistics(backend, device, dtype_of, name, fmt):
-    """Of both backends; running_mean takes the convolution's bias along."""
+    """Both backends compute the stock values; running_mean includes the convolution's bias."""
     case = CASES[name]
     for training in (True, False):
         given, statistics = inputs(case, dtype_of, device, fmt), running(case, dtype_of, device)
@@ -109,8 +109,11 @@ def test_values_and_running_statistics(backend, device, dtype_of, name, fmt):
     ],
 )
 def test_gradients(backend, device, dtype, case, fmt):
-    """Against float64, in which y is rounded as it is stored: the sign of a y that rounding moves across zero differs
-    from the sign it had, on any implementation that stores y, and each costs the whole of its gradient."""
+    """The gradients agree with float64, in which y is rounded to the stored dtype.
+
+    Every implementation that stores y can round a value across zero.  Such a value takes the other branch of the
+    activation, and its gradient is wrong by its whole size.
+    """
     case = CASES[case]
     for training in (True, False):
         given = inputs(case, dtype, device, fmt, params=torch.float32)
@@ -120,7 +123,7 @@ def test_gradients(backend, device, dtype, case, fmt):
         grads = torch.autograd.grad(z, given, dz)
 
         exact = Inputs(*(t.detach().double().requires_grad_() for t in given))
-        # in training y is stored without the bias
+        # In training y is stored without the bias.
         used = exact._replace(conv_bias=None) if training else exact
         expected = stock(case, used, [s.double() for s in statistics], training, stored=dtype)
         expected = torch.autograd.grad(expected, exact, dz.double(), materialize_grads=True)
@@ -130,7 +133,7 @@ def test_gradients(backend, device, dtype, case, fmt):
 
 
 class Names(TorchDispatchMode):
-    """The aten ops that run."""
+    """Records the names of the aten ops that run."""
 
     def __init__(self):
         super().__init__()
@@ -147,12 +150,15 @@ class Names(TorchDispatchMode):
     ids=["fp32", "fp64", "half would be rounded twice", "the weight is larger than the output"],
 )
 def test_inference_normalises_the_smaller(dtype, size, folded):
-    """The vendor's convolution: a copy of the weight is scaled, and no pass over the output but the activation's."""
+    """Inference with the vendor's convolution scales a copy of the weight if the weight is smaller than the output.
+
+    Only the activation then passes over the output.
+    """
     torch.manual_seed(0)
     x, w = torch.randn(1, 8, size, size, dtype=dtype), torch.randn(8, 8, 3, 3, dtype=dtype)
     vectors = torch.randn(4, 8, dtype=dtype)
     weight, bias, mean, conv_bias = vectors
-    # a channel that is off
+    # A weight of 0 turns one channel off.
     weight[3] = 0
     var = torch.rand(8, dtype=dtype) + 0.5
     with Names() as names, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The op's dealings with autograd, memory, dtypes and formats, on both convolutions."""
+"""How the op behaves with autograd, memory, dtypes and formats, on both convolutions."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ STATES = pytest.mark.parametrize("training", [True, False], ids=["training", "ev
 
 @pytest.fixture
 def dtype(backend):
-    """Triton's convolution takes no float64."""
+    """The dtype of a test: Triton's convolution does not take float64."""
     return torch.float64 if backend == "aten" else torch.float32
 
 
@@ -32,7 +32,7 @@ def fused(given, backend, training=True, statistics=(None, None), case=SMALL, **
 
 
 def test_bias_of_the_convolution_in_training(backend, device, dtype):
-    """Its gradient is zero, not small; the running mean moves with it, and the output does not."""
+    """The gradient of the bias is exactly zero; the bias moves the running mean and does not change the output."""
     given = inputs(SMALL, dtype, device)
     unbiased = given._replace(conv_bias=None)
     mean, mean_unbiased = (running(SMALL, dtype, device) for _ in range(2))
@@ -47,7 +47,7 @@ def test_bias_of_the_convolution_in_training(backend, device, dtype):
 @STATES
 @pytest.mark.parametrize("frozen", ["x", "w", "weight and bias", "all but conv_bias"])
 def test_gradients_of_the_others_where_some_are_frozen(backend, device, dtype, frozen, training):
-    """ "all but conv_bias": frozen BN and weights with a bias that trains is how a detector is fine-tuned."""
+    """The case "all but conv_bias" is how a detector is fine-tuned: norms and weights are frozen, the bias trains."""
     everything = inputs(SMALL, dtype, device)
     names = {"conv_bias"} if frozen.startswith("all") else set(everything._fields) - set(frozen.split(" and "))
     statistics = running(SMALL, dtype, device)
@@ -69,14 +69,14 @@ def test_gradients_of_the_others_where_some_are_frozen(backend, device, dtype, f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @FORMATS
 def test_saved_bytes(backend, device, dtype, fmt):
-    """One activation tensor for each layer, and the input: eager keeps two for each."""
+    """The layers keep the input and one activation tensor each; eager mode keeps two tensors for each layer."""
     C, layers = 4, 3
     memory_format = getattr(torch, fmt if fmt == "channels_last" else "contiguous_format")
     blocks = [fusedseg.ConvABN2d(C, C, 3, padding=1, dtype=dtype, conv_backend=backend) for _ in range(layers)]
     net = nn.Sequential(*blocks).to(device, memory_format=memory_format)
     x = torch.randn(2, C, 8, 8, dtype=dtype, device=device).contiguous(memory_format=memory_format)
     saved = measure(net, x).saved
-    # beside them 1 / sqrt(var + eps) in fp32, a row of two
+    # The rest is 1 / sqrt(var + eps) in fp32: one row, or a row of a tensor of two rows.
     assert saved - x.nbytes * (1 + layers) in (layers * 4 * C, layers * 8 * C)
 
 
@@ -92,7 +92,7 @@ def test_kept_channels_grow_memory_by_just_those(backend, device, dtype):
 
 @FORMATS
 def test_variance_of_large_mean(backend, device, fmt):
-    """E[y^2] - E[y]^2 in fp32 gives 0 here; measured against the values as they are stored."""
+    """E[y^2] - E[y]^2 in fp32 would give 0 here.  The expected variance is the variance of the stored values."""
     x = formatted((torch.randn(4, 2, 32, 32, dtype=torch.float64) * 0.1 + 300).float(), fmt).to(device)
     w = torch.eye(2, device=device).view(2, 2, 1, 1)
     statistics = torch.zeros(2, device=device), torch.zeros(2, device=device)
@@ -143,7 +143,7 @@ def test_opcheck(backend, device, dtype, which, fmt):
     torch.library.opcheck(op.conv_abn_op, functional_arguments(given, case, statistics, backend, slots, int(kept)))
 
 
-# what has more than one description where a size is 1
+# If a size is 1, a tensor fits more than one memory format.
 AMBIGUOUS = {
     "plain": ((2, 3, 5, 4), (4, 3, 3, 3)),
     "one input channel": ((2, 1, 5, 4), (4, 1, 3, 3)),
@@ -181,7 +181,7 @@ def test_strides_are_those_of_the_fake(backend, device, x, w, fmt, w_fmt):
 
 @pytest.mark.parametrize("x_strides", ["permuted", "sliced", "expanded"])
 def test_other_strides(backend, device, dtype, x_strides):
-    """Neither contiguous nor channels_last; and x is left alone."""
+    """An x that is neither contiguous nor channels_last gives the right result and is not changed."""
     base = torch.randn(5, 3, 4, 4, dtype=dtype, device=device)
     x = {"permuted": base.permute(3, 1, 0, 2), "sliced": base[::2, :, 1:], "expanded": base[:, :1].expand(-1, 3, 4, 4)}
     given = inputs(SMALL, dtype, device)._replace(x=x[x_strides].detach())
@@ -207,7 +207,7 @@ def test_other_strides(backend, device, dtype, x_strides):
 def test_tf32_setting_reaches_the_kernel(monkeypatch, device, setting, value, expected):
     launcher = pytest.importorskip("fusedseg.kernels.conv_abn")
     monkeypatch.setattr(fusedseg, "backend", "triton")
-    # once, or as often as a measurement takes
+    # The kernel runs once, or several times if the two convolutions are measured.
     seen = set()
     launch = launcher.conv_abn_fwd
     monkeypatch.setattr(launcher, "conv_abn_fwd", lambda *args: seen.add((args[0].dtype, args[-1])) or launch(*args))
@@ -215,7 +215,7 @@ def test_tf32_setting_reaches_the_kernel(monkeypatch, device, setting, value, ex
         for x_dtype in (torch.float32, torch.float16):
             given = inputs(SMALL, x_dtype, device)
             fused(given, "triton")
-    # TF32 is of fp32 alone
+    # The TF32 setting applies only to fp32.
     assert seen == {(torch.float32, expected), (torch.float16, False)}
 
 
@@ -228,7 +228,7 @@ def test_autocast(backend, device, half):
     direct, same = inputs(SMALL, torch.float32, device), running(SMALL, torch.float32, device)
     cast = direct._replace(**{n: getattr(given, n).detach().to(half) for n in ("x", "w", "conv_bias")})
     assert torch.equal(z, fused(cast, backend, statistics=same))
-    # the bias is not rounded twice: both moved by the same half
+    # The bias is rounded to half precision only once, so both running means move by the same value.
     torch.testing.assert_close(statistics, same, rtol=0, atol=0)
     grads = torch.autograd.grad(z.float().square().sum(), given)
     assert {g.dtype for g in grads} == {torch.float32}
@@ -264,7 +264,7 @@ def test_gradient_shared_with_another_branch_is_not_written(backend, device, dty
     other = torch.randn_like(z).requires_grad_()
     dz = torch.randn_like(z)
     before = dz.clone()
-    # the addition hands the very same gradient tensor to both
+    # The addition passes the same gradient tensor to both inputs.
     (z + other).backward(dz)
     assert torch.equal(dz, before)
     assert torch.equal(other.grad, before)
@@ -291,7 +291,8 @@ def test_fake_tensors(backend):
 
 @STATES
 def test_empty_batch(backend, device, dtype, training):
-    """Moves no running statistics, as stock: the bias of the convolution used to move the mean."""
+    """An empty batch does not move running statistics, as in stock modules.  The convolution's bias once moved the
+    mean."""
     case = Case((0, 3, 5, 4), (4, 3, 3, 3), {"padding": 1})
     given, statistics = inputs(case, dtype, device), running(case, dtype, device)
     z = fused(given, backend, training, statistics, case)

@@ -1,4 +1,4 @@
-"""What the op refuses: the text, and that nothing has happened by then."""
+"""Calls that the op refuses: the text of the error, and that no tensor has changed before the error."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fusedseg.ops.conv import conv_abn as op
 
 
 def call(x=(2, 6, 5, 5), w=(4, 6, 3, 3), conv_bias=None, running_mean=None, running_var=None, training=True, **options):
-    """Shapes or tensors."""
+    """Calls the op; an argument is a tensor, or the shape of a tensor to make."""
     x, w = (torch.randn(t) if isinstance(t, tuple) else t for t in (x, w))
     return conv_abn(x, w, conv_bias, running_mean, running_var, training=training, **options)
 
@@ -18,7 +18,7 @@ def ones(*shape, **options):
     return lambda: torch.ones(*shape, **options)
 
 
-# arguments (made in the test where they are tensors), the error and its text
+# Arguments (the test makes the tensors), the error and its text.
 REFUSED = {
     "channel mismatch": (
         {"x": (2, 5, 5, 5)},
@@ -142,7 +142,7 @@ REFUSED = {
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """Neither convolution starts."""
+    """Fails the test if one of the two convolutions starts."""
 
     def launched(*args):
         raise AssertionError("a convolution was launched")
@@ -182,6 +182,6 @@ def test_triton_where_it_cannot_serve(monkeypatch, nothing_runs, name, dtype, te
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=lambda d: str(d)[6:])
 def test_autocast_does_not_turn_other_dtypes_into_numbers(nothing_runs, dtype):
-    """Stock convolutions refuse them under autocast, too; a cast would have dropped imaginary parts."""
+    """Stock convolutions refuse such dtypes under autocast too; a cast would drop imaginary parts."""
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"x must be float16, .* got torch"):
         call(torch.ones(2, 6, 5, 5, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Which convolution "auto" takes: the rule and the measurement."""
+"""Which convolution the backend "auto" takes: the rule and the measurement."""
 
 import contextlib
 import math
@@ -28,14 +28,14 @@ def no_records():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """What serves tensors on a GPU serves those on the CPU."""
+    """Lets tensors on the CPU take the path of tensors on a GPU."""
     monkeypatch.setattr(conv_choice, "unfit", lambda x, positions: "")
     monkeypatch.setattr(conv_choice._backend, "use_triton", lambda x: True)
 
 
 @pytest.fixture
 def gpu_tensors(monkeypatch):
-    """Tensors that say they are on a GPU, on which everything takes a second."""
+    """Makes tensors on the CPU report a GPU on which every call takes a second."""
     monkeypatch.setattr(conv_choice, "cuda_seconds", lambda run: run() is None or 1.0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -47,7 +47,7 @@ def geometry(dims=2, stride=1, padding=0, dilation=1, groups=1):
 
 
 def convolution(C=32, K=32, kernel=3, size=16, dims=2, dtype=torch.bfloat16, channels_last=True, **options):
-    """x, w and the geometry; of no values."""
+    """x, w and the geometry; the tensors have no values."""
     groups = options.get("groups", 1)
     x = torch.empty(2, C, *(size,) * dims, dtype=dtype)
     if channels_last:
@@ -98,7 +98,7 @@ def test_rule_for_strides_of_neither_layout():
 
 
 class Clock:
-    """Runs what it times, and says that it took ``seconds[name]``, and ten times as long when warming up."""
+    """Runs the function that it times, and reports ``seconds[name]``, or ten times that for a warm-up run."""
 
     def __init__(self, outputs, seconds):
         self.outputs, self.seconds, self.ran = outputs, seconds, []
@@ -110,7 +110,7 @@ class Clock:
     def __call__(self, run):
         run()
         name = self.ran[-1]
-        # the first run of each was for its result
+        # The first run of each convolution was for its result.
         return self.seconds[name] * (10 if self.ran.count(name) - 1 <= WARMUP else 1)
 
 
@@ -129,7 +129,7 @@ def test_measure_takes_triton_where_it_is_faster_by_a_margin(triton, expected):
     record = measure(torch.bfloat16, timer.forward, timer)
     assert record == Record(triton, 1.0, 0.0, True)
     assert record.choice == expected
-    # in turn, so that a clock that drifts is fair to both
+    # The convolutions run in turn, so that a drifting clock is fair to both.
     assert timer.ran == ["aten", "triton"] + ["triton", "aten"] * (WARMUP + ROUNDS)
 
 
@@ -155,7 +155,7 @@ def test_measure_compares_results(dtype, error, agree):
 
 
 def test_measure_of_zeros():
-    """A norm of weight 0, or a first call with zeros: 0 / 0 was no agreement, and kept Triton out for good."""
+    """If all outputs were zero, 0 / 0 counted as a disagreement, and Triton was never chosen again."""
     timer = Clock({"aten": torch.zeros(9), "triton": torch.zeros(9)}, {"triton": 0.1, "aten": 1.0})
     assert measure(torch.bfloat16, timer.forward, timer) == Record(0.1, 1.0, 0.0, True)
     timer.outputs["triton"] = torch.ones(9)
@@ -163,7 +163,7 @@ def test_measure_of_zeros():
 
 
 def test_a_batch_without_a_finite_result_is_not_remembered(on_a_gpu, gpu_tensors, monkeypatch):
-    """A first call that overflowed kept Triton out for good, and was an error with "triton"."""
+    """If the first call overflowed, Triton was never chosen again, and the backend "triton" raised an error."""
     names = []
 
     def overflown(name):
@@ -172,10 +172,10 @@ def test_a_batch_without_a_finite_result_is_not_remembered(on_a_gpu, gpu_tensors
 
     assert chosen(forward=overflown) == "aten"
     assert chosen("triton", forward=overflown) == "triton"
-    # every such batch used to be timed in full
+    # Every batch without a finite result was once timed in full.
     assert names == ["aten", "aten"]
     assert not conv_choice._records
-    # NaN in Triton's alone is a disagreement
+    # NaN only in Triton's result is a disagreement.
     assert chosen(forward=lambda name: torch.ones(2) / (0 if name == "triton" else 1) * 0) == "aten"
     assert [record.agree for record in conv_choice._records.values()] == [False]
 
@@ -187,7 +187,7 @@ def chosen(conv_backend="auto", forward=None, training=True, **of):
 
 
 def remember(record, **of):
-    """As if it had been measured."""
+    """Stores a choice as if it had been measured."""
     x, w, g = convolution(**of)
     positions = g.output_shape(x.shape, w.shape).numel() // w.shape[0]
     key = key_of(x, layout_of(x), w, g, True, positions)
@@ -235,7 +235,7 @@ def test_fake_tensors_take_aten(on_a_gpu):
 
 
 def test_measured_once_for_each_kind(on_a_gpu, gpu_tensors, monkeypatch):
-    """Kinds as ``Key`` tells them apart; sizes are of one kind to a power of two positions."""
+    """``Key`` tells kinds apart; sizes within the same power of two of positions are one kind."""
     seen = []
 
     def forward(name):
@@ -265,7 +265,7 @@ def test_measured_once_for_each_kind(on_a_gpu, gpu_tensors, monkeypatch):
 
 
 def test_what_the_vendor_may_do_is_measured_anew(on_a_gpu, gpu_tensors):
-    """Its time depends on whether it tries its algorithms, and in fp32 on TF32."""
+    """The vendor's time depends on whether it tries its algorithms, and in fp32 on TF32."""
 
     def measured(**of):
         before = len(conv_choice._records)
@@ -283,7 +283,7 @@ def test_what_the_vendor_may_do_is_measured_anew(on_a_gpu, gpu_tensors):
 
 
 def test_times_are_of_the_device_of_x(on_a_gpu, gpu_tensors, monkeypatch):
-    """Events were recorded on the current device: for a tensor on another one they timed nothing."""
+    """Events were recorded on the current device: they timed nothing if the tensor was on another device."""
     inside = []
 
     @contextlib.contextmanager
@@ -305,7 +305,7 @@ def test_times_are_of_the_device_of_x(on_a_gpu, gpu_tensors, monkeypatch):
 
 
 def test_kernels_are_timed_without_the_latency_of_their_launches(monkeypatch):
-    """Of small tensors the time between events was that of Python, which the device does not wait for in training."""
+    """For small tensors the time between events was Python's time, for which the device does not wait in training."""
     done = []
 
     class Event:
@@ -329,13 +329,13 @@ def test_kernels_are_timed_without_the_latency_of_their_launches(monkeypatch):
 
 
 def test_measuring_peaks_by_one_more_output(device):
-    """It compared copies in float32: seven times what a forward in half precision leaves."""
+    """The measurement compared copies in float32, which took seven times the output of a forward in half precision."""
     z = torch.randn(2**20, device=device).bfloat16()
 
     def step():
         measure(torch.bfloat16, lambda name: z + 0, lambda run: run() is None or 1.0)
 
-    # a CPU's norm casts a copy, as large as two outputs
+    # The norm on a CPU makes a cast copy that is as large as two outputs.
     outputs = 4 if device.type == "cpu" else 2
     assert allocator_peak(step, device) <= (outputs + 0.1) * z.nbytes
 

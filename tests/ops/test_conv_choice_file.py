@@ -1,4 +1,4 @@
-"""The file that keeps which convolution was found faster."""
+"""The file that stores which convolution was faster."""
 
 import json
 
@@ -8,7 +8,7 @@ from fusedseg.functional import load_conv_choices, save_conv_choices
 from fusedseg.ops.conv import choice as conv_choice
 from tests.ops.test_conv_choice import FASTER, SLOWER, WRONG, chosen, no_records, on_a_gpu, remember
 
-# fixtures
+# These names are fixtures.
 __all__ = ["no_records", "on_a_gpu"]
 
 
@@ -21,7 +21,7 @@ def test_save_and_load(tmp_path, on_a_gpu):
     assert load_conv_choices(str(path)) == 3
     assert conv_choice._records == keys
     assert chosen() == "triton"
-    # what a file holds replaces what was measured
+    # The choices in a file replace the measured choices.
     remember(SLOWER)
     load_conv_choices(path)
     assert chosen() == "triton"
@@ -43,7 +43,7 @@ def test_load_of_a_file_that_is_missing(tmp_path):
 
 
 def saved(tmp_path, change):
-    """A file of one record, changed."""
+    """Writes a file of one record, and changes the record."""
     remember(FASTER)
     path = tmp_path / "choices.json"
     save_conv_choices(path)
@@ -86,7 +86,7 @@ def test_load_of_another_file(tmp_path, text):
     "change",
     [
         lambda content: content["versions"].update(torch="1.0"),
-        # fields may differ from version to version: this used to be an error
+        # Fields may differ from version to version; such a file once raised an error.
         lambda content: (content["versions"].update(fusedseg="0.0"), content["choices"][0].update(convolution={})),
     ],
     ids=["torch", "fields of another fusedseg"],
@@ -99,7 +99,7 @@ def test_load_from_other_versions_takes_nothing(tmp_path, change):
 
 
 def test_without_triton_choices_can_be_saved(tmp_path, monkeypatch):
-    """On another system than Linux there is no triton to have a version: this used to raise PackageNotFoundError."""
+    """Only Linux has triton, so its version may be missing; saving choices then raised PackageNotFoundError."""
     version = conv_choice.importlib.metadata.version
 
     def no_triton(name):

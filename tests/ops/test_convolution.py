@@ -1,4 +1,4 @@
-"""The vendor's convolution, and oneDNN's where torch on a CPU would convolve one small volume by a loop."""
+"""The vendor's convolution; on a CPU, oneDNN convolves a single small volume, for which torch would use a loop."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fusedseg.ops.conv.convolution import Geometry, convolve, convolve_backward
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 PLAIN = Geometry((1,) * 3, (1,) * 3, (1,) * 3, 1)
-# shapes of x and w, geometry
+# Shapes of x and w, and the geometry.
 VOLUMES = {
     "3x3x3": ((1, 8, 6, 9, 7), (5, 8, 3, 3, 3), PLAIN),
     "pointwise": ((1, 8, 6, 9, 7), (5, 8, 1, 1, 1), PLAIN._replace(padding=(0,) * 3)),
@@ -51,8 +51,11 @@ def test_values_and_gradients_of_volumes(case, memory_format):
 
 
 class Calls:
-    """Stands for ``torch.ops.aten`` in the module: the names of its convolutions as they are called, and the layouts of
-    the inputs in backward.  A dispatch mode would see no tensor of oneDNN's, which the module keeps from modes."""
+    """Replaces ``torch.ops.aten`` in the module and records the called convolutions and the layouts of backward's
+    inputs.
+
+    A dispatch mode would not see oneDNN's tensors, because the module hides them from modes.
+    """
 
     def __init__(self):
         self.seen = []
@@ -69,7 +72,7 @@ class Calls:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize("case", VOLUMES)
 def test_one_small_volume_is_not_convolved_by_a_loop(case, monkeypatch):
-    """It made a step of a 3D U-Net three times as slow."""
+    """torch's loop made a step of a 3D U-Net three times as slow."""
     x, w, bias, dy = data(*VOLUMES[case])
     calls = Calls()
     monkeypatch.setattr(convolution, "aten", calls)

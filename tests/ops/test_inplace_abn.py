@@ -1,4 +1,4 @@
-"""The op on both backends: its dealings with memory, formats and autograd, and what it keeps."""
+"""The op on both backends: how it behaves with memory, formats and autograd, and what it keeps."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_gradient_shared_with_another_branch_is_not_written(backend, device):
     other = torch.randn(2, 3, 4, 5, device=device, requires_grad=True)
     dz = torch.randn(2, 3, 4, 5, device=device)
     before = dz.clone()
-    # the addition hands the very same gradient tensor to both
+    # The addition passes the same gradient tensor to both inputs.
     (inplace_abn(x * 1, None, None, training=True) + other).backward(dz)
     assert torch.equal(dz, before)
     assert torch.equal(other.grad, before)
@@ -70,7 +70,7 @@ def test_view_of_a_result(backend, device, view):
 
 
 def test_variance_of_large_mean(backend, device):
-    """E[x^2] - E[x]^2 in fp32 gives 0 here."""
+    """The formula E[x^2] - E[x]^2 in fp32 would give 0 here."""
     x = torch.randn(4, 2, 64, 64, dtype=torch.float64) * 0.1 + 300
     x32 = x.float().to(device)
     var = x32.double().var((0, 2, 3))
@@ -94,7 +94,7 @@ def test_bit_identical(backend, device, fmt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_saved_bytes(backend, device, dtype, fmt):
-    """One activation tensor for each convolution and its norm and activation, where eager keeps two."""
+    """A convolution with its norm and activation keeps one activation tensor, where eager mode keeps two."""
     C, layers = 4, 3
 
     def net(norm_act):
@@ -104,7 +104,7 @@ def test_saved_bytes(backend, device, dtype, fmt):
     x = torch.randn(2, C, 16, 16, dtype=dtype, device=device).contiguous(memory_format=fmt)
     eager = measure(net(lambda: nn.Sequential(nn.BatchNorm2d(C), nn.LeakyReLU(0.01, inplace=True))), x).saved
     ours = measure(net(lambda: fusedseg.InPlaceABN(C)), x).saved
-    # statistics: mean and rstd in fp32 (our rstd is a row of both)
+    # The statistics are mean and rstd in fp32; our rstd is a row of a tensor that holds both.
     per_channel = 2 * 4 * C
     assert ours <= x.nbytes * (1 + layers) + layers * per_channel
     assert eager >= x.nbytes * (1 + 2 * layers)
@@ -134,7 +134,7 @@ def test_empty_batch(backend, device):
         assert torch.equal(a, b), name
 
 
-# Each format and each kind of kept channels, in pairs.
+# Pairs that contain each format and each kind of kept channels.
 KEPT_AND_FORMAT = [pytest.param("contiguous", False, id="contiguous-none kept"),
                    pytest.param("channels_last", True, id="channels_last-one kept")]  # fmt: skip
 

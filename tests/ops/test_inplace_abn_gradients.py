@@ -11,9 +11,9 @@ from tests.ops.test_inplace_abn import stock
 from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error
 from tests.tools.tensors import channels_last
 
-# each with a parameter
+# Each activation with its parameter.
 ACTIVATIONS = [(name, PARAMS.get(name, 0.0)) for name in INVERTIBLE]
-# small enough for the interpreter, each with something to get wrong
+# The shapes are small enough for the interpreter; each has a property to get wrong.
 SHAPES = {
     "N x C": (6, 3),
     "1d": (2, 3, 7),
@@ -27,7 +27,7 @@ SHAPES = {
 
 @pytest.fixture(params=["whole", "by sums", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path in one piece by one call, as small tensors are done, in one piece by sums, and in many pieces."""
+    """The aten path runs in one piece by one call (as for small tensors), in one piece by sums, or in many pieces."""
     if request.param == "by sums":
         monkeypatch.setattr(aten_output, "FEW", 0)
     if request.param == "chunked":
@@ -54,10 +54,10 @@ def check_gradients(backend, device, shape, fmt, activation, param, training, af
         return inplace_abn(x * 1, mean.clone(), var.clone(), *wb, training=training, activation=activation,
                            activation_param=param)  # fmt: skip
 
-    # numerical derivatives of every element where that is quick, along random directions in the interpreter
+    # Aten tests numerical derivatives of every element; the interpreter is slow and tests random directions.
     quick = backend == "aten"
     assert torch.autograd.gradcheck(fused, (x, *parameters), fast_mode=not quick)
-    # dz expanded from a scalar
+    # The sum gives a dz that is expanded from a scalar.
     assert torch.autograd.gradcheck(lambda *a: fused(*a).sum() * 2, (x, *parameters), fast_mode=not quick)
     wb = parameters or [None, None]
     expected = stock(x, mean.clone(), var.clone(), *wb, training, activation, param)
@@ -101,7 +101,7 @@ WEIGHTS, BIASES = (1.0, -1.0, 0.05, 1e-4, 0.0), (0.0, 0.5, -0.5, 3.0, -3.0)
 
 
 def gradient_errors(backend, device, dtype, activation="leaky_relu", fmt="contiguous"):
-    """{(weight, bias): (error of dx, of dweight, the same of eager)}, each over 4 channels of 1,024 values."""
+    """{(weight, bias): (our errors of dx and dweight, eager's errors)}, each over 4 channels of 1,024 values."""
     copies, C = 4, 4 * len(WEIGHTS) * len(BIASES)
     w64 = torch.tensor(WEIGHTS, dtype=torch.float64).repeat_interleave(len(BIASES) * copies)
     b64 = torch.tensor(BIASES, dtype=torch.float64).repeat_interleave(copies).repeat(len(WEIGHTS))
@@ -138,8 +138,10 @@ def test_gradients_for_every_weight(backend, device, dtype, fmt):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.3])
 def test_saturated_elu_has_gradients(backend, device, dtype, alpha):
-    """z = -alpha was inverted to -infinity on aten, since the clamp before the logarithm rounded to -1: NaN for all of
-    the channel's gradients."""
+    """The clamp before the logarithm rounded to -1 on aten, so that z = -alpha was inverted to -infinity.
+
+    All gradients of the channel were NaN.
+    """
     x = torch.tensor([-100.0, -20.0, -9.0, -1.0, 2.0, 30.0], dtype=dtype, device=device).view(1, 1, -1)
     leaf = x.clone().requires_grad_()
     parameters = [t.to(device, leaf.dtype).requires_grad_() for t in (torch.tensor([2.5]), torch.tensor([0.25]))]
@@ -150,5 +152,5 @@ def test_saturated_elu_has_gradients(backend, device, dtype, alpha):
     y = torch.nn.functional.batch_norm(exact[0], *(t.double() for t in statistics), *exact[1:])
     expected = torch.autograd.grad(torch.nn.functional.elu(y, alpha).sum(), exact)
     for mine, theirs in zip(gradients, expected, strict=True):
-        # what saturates has a gradient of 0 beside exp(y): the rounding of z is all that is left of it
+        # Saturated values have a gradient of 0 instead of exp(y), because only the rounding of z is left of them.
         assert relative_error(mine, theirs) <= 2 * GRADIENT_TOLERANCE[dtype]

@@ -1,4 +1,4 @@
-"""What the op refuses, and the text that says so."""
+"""Calls that the op refuses, and the texts of the errors."""
 
 import pytest
 import torch

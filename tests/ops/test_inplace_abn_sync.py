@@ -1,4 +1,4 @@
-"""The synchronised op of both implementations, in one process whose twin is imagined: both have the same values."""
+"""The synchronised op on both backends, in one process.  A stand-in imitates a second process with the same values."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ ACT = parse_invertible("test", "leaky_relu", 0.2)
 def parameters(C, dtype, device):
     torch.manual_seed(0)
     weight, bias = torch.rand(C) + 0.5, torch.rand(C) - 0.5
-    # negative, and kept
+    # One weight is negative, and one channel is kept.
     weight[0], weight[1] = -weight[0], 0
     return [t.to(device, dtype).requires_grad_() for t in (weight, bias)]
 
 
 def step(x, dz, norm, residual):
-    """z, gradients and running statistics; ``norm`` is called with x, parameters and statistics."""
+    """Returns z, gradients and running statistics; ``norm`` is called with x, parameters and statistics."""
     weight, bias = parameters(x.shape[1], x.dtype if x.dtype == torch.float64 else torch.float32, x.device)
     statistics = torch.zeros_like(weight.detach()), torch.ones_like(weight.detach())
     leaves = [x.clone().requires_grad_(), weight, bias]
@@ -60,13 +60,13 @@ def test_as_over_both(backend, twin, device, shape, dtype, channels_last, with_r
         return op.normalise(Passed(x, weight, bias, residual, None, mean, var), Spec("output", ACT, 1e-5, 0.1), kept)
 
     z, grads, moved = step(x, dz, ours, residual)
-    # one all-gather forward, one backward
+    # Forward and backward take one all-gather each.
     assert twin == [(3, shape[1]), (2, shape[1])]
     both = [None if t is None else torch.cat([t, t]).double() for t in (x, dz, residual)]
     expected, exact, statistics = step(both[0], both[1], stock, both[2])
     half = shape[0]
     assert relative_error(z, expected[:half]) <= FORWARD_TOLERANCE[dtype]
-    # parameters' gradients are those of one process, half of both
+    # The parameters' gradients belong to one process, which is half of the sum over both.
     exact = [exact[0][:half], exact[1] / 2, exact[2] / 2, *(d[:half] for d in exact[3:])]
     for mine, theirs in zip(grads, exact, strict=True):
         assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]

@@ -1,4 +1,4 @@
-"""Statistics of samples and residuals, on both backends: values, gradients, what is kept, what is refused."""
+"""Statistics of samples, and residuals, on both backends: values, gradients, kept bytes and refused calls."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
 from tests.tools.tensors import channels_last
 
 ACTIVATIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, p: y}
-# name -> number of groups of 4 channels (None: the batch)
+# Name -> number of groups of 4 channels; None takes the statistics of the batch.
 STATISTICS = {"batch": None, "instance": 4, "groups of 2": 2, "one group": 1}
 SHAPES = {"1d": (2, 4, 7), "2d": (3, 4, 2, 5), "3d": (2, 4, 3, 2, 3), "one sample": (1, 4, 3, 3)}
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
@@ -22,7 +22,7 @@ by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 
 
 def fused(x, groups, weight, bias, residual=None, **options):
-    """``x`` is overwritten."""
+    """Calls the op, which overwrites ``x``."""
     if groups is None:
         return inplace_abn(x, None, None, weight, bias, True, residual=residual, **options)
     if groups == x.shape[1]:
@@ -41,7 +41,7 @@ def stock(x, groups, weight, bias, residual=None, activation="leaky_relu", activ
 
 
 def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
-    """Leaves: x, residual, weight, bias.  A weight of 0 is a kept channel."""
+    """Makes the leaves x, residual, weight and bias.  A channel with weight 0 is kept."""
     x, r = torch.randn(2, *shape, dtype=dtype, device=device)
     if fmt == "channels_last":
         x, r = channels_last(x), channels_last(r)
@@ -55,7 +55,7 @@ def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
 
 @pytest.fixture(params=["whole", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path in one piece, as small tensors are done, and in many, as large ones are."""
+    """The aten path runs in one piece, as for small tensors, or in many pieces, as for large tensors."""
     if request.param == "chunked":
         monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
         monkeypatch.setattr(aten_chunks, "WHOLE", 1)
@@ -63,7 +63,7 @@ def chunking(request, monkeypatch):
 
 
 def check(groups, leaves, numerically=False, fast=False, **options):
-    """Values and gradients beside the stock functions, and numerical derivatives."""
+    """Compares values and gradients with the stock functions and with numerical derivatives."""
     given = [t for t in leaves if t is not None]
 
     def call(f, *tensors):
@@ -91,7 +91,7 @@ def test_as_stock(backend, device, groups, fmt, shape):
 @by_statistics
 @by_format
 def test_gradcheck(backend, device, groups, fmt):
-    # numerical derivatives of every element where that is quick, along random directions in the interpreter
+    # Aten tests numerical derivatives of every element; the interpreter is slow and tests random directions.
     check(groups, inputs((2, 4, 3), fmt, device), numerically=True, fast=backend == "triton")
 
 
@@ -154,13 +154,13 @@ def test_in_place_without_layout_copies(backend, device, fmt):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 def test_gradients_for_every_weight(backend, device, groups, dtype, with_residual):
-    """Each weight beside each bias in 4 channels of its own, of 1,024 values: a group or two, or channels alone."""
+    """Each pair of a weight and a bias has 4 channels of 1,024 values: one group, two groups or single channels."""
     pairs = [(w, b) for w in (1.0, -1.0, 0.05, 1e-4, 0.0) for b in (0.0, 0.5, -3.0)]
     C = 4 * len(pairs)
     count = None if groups is None else groups * len(pairs)
     weight, bias = torch.tensor(pairs).repeat_interleave(4, 0).T.contiguous()
     x, dz = (torch.randn(4, C, 16, 16) * 2 + 0.5).to(dtype), torch.randn(4, C, 16, 16).to(dtype)
-    # of the size that the list of kept channels assumes
+    # The residual has the size that the choice of kept channels assumes.
     r = torch.randn(4, C, 16, 16).to(dtype) if with_residual else None
     exact = gradients(dz, x, weight, bias, r, groups=count)
     found = []
@@ -189,7 +189,7 @@ def test_running_statistics_of_samples(backend, device):
 
 @by_statistics
 def test_saved_bytes(backend, device, groups):
-    """The output and the residual; not the input."""
+    """The op keeps the output and the residual, and not the input."""
     x, r, weight, bias = inputs((2, 4, 8, 8), "contiguous", device, dtype=torch.float32)
     weight.data.fill_(1.0)
     y, saved = x * 1, []
@@ -218,7 +218,7 @@ def test_empty_batch(backend, device, groups):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-# Each format and each kind of kept channels, in pairs.
+# Pairs that contain each format and each kind of kept channels.
 KEPT_AND_FORMAT = [pytest.param("contiguous", False, id="contiguous-none kept"),
                    pytest.param("channels_last", True, id="channels_last-one kept")]  # fmt: skip
 

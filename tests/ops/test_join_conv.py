@@ -1,4 +1,4 @@
-"""Convolutions of sources: what is never formed gives the same numbers, and is not kept."""
+"""Convolutions of several sources: the concatenation is neither formed nor kept, and the numbers are the same."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fusedseg.ops.conv import sources as module
 from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 
 CONV = {2: F.conv2d, 3: F.conv3d}
-# (mode, align_corners) by number of dimensions
+# (mode, align_corners) for each number of dimensions.
 MODES = {
     2: [("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bicubic", True)],
     3: [("nearest", None), ("nearest-exact", None), ("area", None), ("trilinear", False), ("trilinear", True)],
@@ -20,13 +20,13 @@ CASES = [(dims, *mode) for dims, modes in MODES.items() for mode in modes]
 
 @pytest.fixture(params=["formed", "apart"])
 def joined(request, monkeypatch):
-    """As small sources are joined; and as large ones are, each by itself, wide enlarged ones in ranges of channels."""
+    """Joins sources as small ones, or as large ones: one after another, wide enlarged sources in ranges of channels."""
     if request.param == "apart":
         monkeypatch.setattr(module, "FORMED_BYTES", 0)
 
 
 def tensors(dims, dtype=torch.float64):
-    """Three sources of 3, 5 and 1 channels, the second to be enlarged; weight and bias of 2 output channels."""
+    """Three sources of 3, 5 and 1 channels, of which the second is enlarged; weight and bias of 2 output channels."""
     size = (7, 6, 5)[:dims]
     a, c = (torch.randn(2, C, *size, dtype=dtype, requires_grad=True) for C in (3, 1))
     b = torch.randn(2, 5, *(4, 3, 3)[:dims], dtype=dtype, requires_grad=True)
@@ -198,11 +198,11 @@ def test_errors(call, error, message):
 
 @pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 def test_one_small_volume_is_convolved_as_stock(rows):
-    """Another implementation than torch's choice: see ``convolve``."""
+    """``convolve`` takes another implementation than torch here, which must give the stock values."""
     x, w, bias = torch.randn(1, 4, 5, 6, 7), torch.randn(6, 2, 3, 3, 3), torch.randn(6)
     x = x.contiguous(memory_format=torch.channels_last_3d) if rows else x
     geometry = Geometry((1, 2, 1), (1, 0, 2), (1, 1, 2), 2)
     found = convolve(x, w, bias, geometry)
-    # fp32 sums of 54 products
+    # The results are fp32 sums of 54 products.
     torch.testing.assert_close(found, torch.conv3d(x, w, bias, *geometry), rtol=1e-5, atol=1e-4)
     assert found.is_contiguous(memory_format=output_format(x, w))

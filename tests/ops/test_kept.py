@@ -1,4 +1,4 @@
-"""Which channels are kept, and when a module learns of it."""
+"""Which channels are kept, and when a module updates its list of kept channels."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LEAKY = Activation("leaky_relu", 0.01)
         (torch.bfloat16, 0.1, 0.7, False),
         (torch.bfloat16, 0.1, 0.9, True),
         (torch.bfloat16, 1e-30, 0.0, False),
-        # below fp16's normal range once the slope has taken its part
+        # The slope moves this value below fp16's normal range.
         (torch.float16, 1e-3, 0.0, False),
         (torch.float16, 1e-4, 0.0, True),
         (torch.float64, 1.0, 4096.0, False),
@@ -41,7 +41,7 @@ def test_threshold(dtype, weight, bias, is_kept):
 
 
 def test_threshold_of_an_elu_that_makes_small_values_smaller():
-    """Near 0, elu multiplies negative values by alpha.  Its channels were kept as if alpha were 1."""
+    """Near 0, elu multiplies negative values by alpha.  The choice of kept channels assumed an alpha of 1."""
     weight, bias = torch.tensor([1.0, 2e-5]), torch.zeros(2)
     assert find(weight, bias, Activation("elu", 1.0), torch.float16) is None
     assert find(weight, bias, Activation("elu", 0.01), torch.float16).slots.tolist() == [-1, 0]
@@ -50,10 +50,10 @@ def test_threshold_of_an_elu_that_makes_small_values_smaller():
 def test_gradients_of_an_elu_that_makes_small_values_smaller():
     torch.manual_seed(0)
     x = torch.randn(4, 2, 8, 8).half()
-    # a gradient like xhat, most of which dx takes off; so large that dx is no subnormal number
+    # This gradient is similar to xhat, so dx subtracts most of it.  It is so large that dx is not a subnormal number.
     dz = 256 * (x + 0.5)
     exact, half = (dx_of_elu(x, dz, dtype).transpose(0, 1).flatten(1) for dtype in (torch.float64, torch.float16))
-    # fp16's bound in docs/design.md; it was 0.12 in the second channel
+    # This is fp16's bound in docs/design.md; the error of the second channel was 0.12.
     assert ((half - exact).norm(dim=1) < 2e-3 * exact.norm(dim=1)).all()
 
 
@@ -91,7 +91,7 @@ def test_channels_of_a_range():
 
 
 class Arrival:
-    """Stands in for the event behind an asynchronous copy."""
+    """Replaces the event that marks the end of an asynchronous copy."""
 
     def __init__(self):
         self.here = False
@@ -101,7 +101,7 @@ class Arrival:
 
 
 def test_list_lags_behind_an_optimizer_only(monkeypatch):
-    """The policy on a GPU, with the copy under our control."""
+    """The rule for GPUs, with a copy that ends when the test says so."""
     arrivals = []
 
     def request(self, weight, bias, act, dtype, residual):
@@ -131,7 +131,7 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
     arrivals[0].here = True
     assert count() == 1
     assert len(arrivals) == 1
-    # whoever else changes the parameters is seen at once
+    # A change of the parameters without an optimizer is seen at once.
     nn.init.zeros_(weight)
     assert count() == 3
     optimizer_step()
@@ -142,8 +142,10 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
 
 
 def test_a_step_on_fake_tensors_refreshes_real_modules(monkeypatch):
-    """Once anything was compiled, an optimizer's step looks at all modules: under a fake mode it failed at the real
-    ones, whose values the mode hides."""
+    """An optimizer's step under a fake mode failed at real modules, whose values the mode hides.
+
+    Once anything was compiled, an optimizer's step looks at all modules.
+    """
     monkeypatch.setattr(kept, "_compiled", False)
     kept.serve_compiled_code()
     layer = fusedseg.InPlaceABN(3)

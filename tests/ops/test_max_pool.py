@@ -1,4 +1,4 @@
-"""The op on both backends: values, gradients of first and second order, what it keeps, and what it refuses."""
+"""The op on both backends: values, gradients of first and second order, kept bytes and refused calls."""
 
 import math
 
@@ -15,7 +15,7 @@ from fusedseg.ops.recompute.watch import Watch
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
-# shape, then kernel, stride, padding, dilation, ceil_mode
+# The shape, then kernel, stride, padding, dilation and ceil_mode.
 CASES = {
     "halving": ((2, 3, 8, 6), 2, None, 0, 1, False),
     "odd-ceil": ((2, 3, 5, 7), 2, 2, 0, 1, True),
@@ -34,7 +34,7 @@ FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "cha
 
 @pytest.fixture(params=["whole", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path in one piece, and in many."""
+    """The aten path runs in one piece, or in many pieces."""
     if request.param == "chunked":
         monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
         monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)
@@ -42,7 +42,7 @@ def chunking(request, monkeypatch):
 
 
 def special(shape):
-    """Ties, zeros of both signs, NaN and infinities; and a channel of nothing but -inf."""
+    """Returns values with ties, zeros of both signs, NaN and infinities; one channel contains only -inf."""
     values = torch.tensor([0.0, -0.0, 1.0, -math.inf, math.inf, math.nan])
     x = values[torch.randint(0, 6, shape)]
     x[:, 0] = -math.inf
@@ -64,7 +64,7 @@ def compare(x, case, rows):
     assert z.movedim(1, -1).is_contiguous() if rows else z.is_contiguous()
     (found,) = torch.autograd.grad(z, ours, dz)
     assert found.stride() == ours.stride()
-    # sums of half precision differ in their order
+    # Sums in half precision depend on their order.
     torch.testing.assert_close(found, dx, **({"rtol": 3e-2, "atol": 3e-2} if x.itemsize == 2 else {}))
     with torch.no_grad():
         assert torch.equal(max_pool(ours, *arguments).nan_to_num(7), expected.nan_to_num(7))
@@ -88,7 +88,7 @@ def test_as_stock_in_chunks(chunking, case, rows):
 @FORMATS
 def test_gradcheck_and_gradients_of_gradients(backend, device, rows):
     for shape in ((1, 2, 5, 6), (1, 2, 3, 4, 3)):
-        # apart by more than the step of the numerical gradient
+        # The values differ by more than the step of the numerical gradient.
         x = torch.randperm(math.prod(shape), device=device).double().view(shape)
         x = (channels_last(x) if rows else x).requires_grad_()
         f = lambda x: max_pool(x, 3, 2, 1) * 1.5  # noqa: E731
@@ -175,7 +175,7 @@ def test_refused():
 
 
 def test_a_window_that_steps_over_x_is_refused():
-    """The stock op returns -inf there, and an index outside x, where its backward writes."""
+    """For such a window the stock op returns -inf and an index outside x, and its backward writes to that index."""
     x = torch.randn(1, 1, 3, 3)
     assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
     refused(ValueError, r"x \(1, 1, 3, 3\) lies between the positions of a window", 2, 1, 1, 4, x=x)

@@ -1,4 +1,4 @@
-"""norm_act beside the stock norm, residual and activation: the same bits on aten, and gradients."""
+"""Compares norm_act with the stock norm, residual and activation: the same bits on aten, and gradients."""
 
 import pytest
 import torch
@@ -17,15 +17,18 @@ from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs, s
     ids=["fp32", "fp32-channels_last", "fp64"],
 )
 def test_same_bits_as_stock(norm, name, dtype, fmt):
-    """Where the stock function calls the same aten ops: not InstanceNorm in channels_last, which it copies, nor its
-    running statistics, of which it sums the parameters' gradients sample by sample."""
+    """The bits are the same where the stock function calls the same aten ops.
+
+    Two cases of InstanceNorm agree only to rounding: in channels_last, where stock copies the input, and with running
+    statistics, where stock sums the parameters' gradients sample by sample.
+    """
     for training, residual in ((True, True), (True, False), (False, True)):
         stock, ours = both(norm, name, *inputs(dtype=dtype, fmt=fmt, residual=residual), training=training)
         assert ours[0].stride() == inputs(fmt=fmt)[0].stride()
         for expected, found in zip(stock, ours, strict=True):
             if norm == "instance" and (fmt == "channels_last" or not training):
                 tolerance = 1e-6 if dtype == torch.float32 else 1e-14
-                # of a sum, that of its terms
+                # The error of a sum grows with the size of its terms.
                 torch.testing.assert_close(
                     found, expected, rtol=tolerance, atol=(100 if found.dim() == 1 else 10) * tolerance
                 )
@@ -35,7 +38,7 @@ def test_same_bits_as_stock(norm, name, dtype, fmt):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Large tensors are done a part at a time; here all are, in parts of two planes of (8, 8) in fp64."""
+    """Large tensors are computed in parts; here every tensor is, in parts of two planes of (8, 8) in fp64."""
     monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
     monkeypatch.setattr(aten_input, "PART_BYTES", 1024)
 
@@ -44,7 +47,7 @@ def parts(monkeypatch):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_in_parts(norm, name):
-    """Kernels round the ends of their vectors otherwise, and parts have other ends."""
+    """Parts agree only to rounding, because kernels round the ends of vectors differently and parts have more ends."""
     for training, residual, samples in ((True, True, 3), (True, False, 1), (False, True, 2)):
         arguments = inputs((samples, 6, 8, 8), torch.float64, residual=residual)
         stock, ours = both(norm, name, *arguments, training=training)
@@ -85,9 +88,9 @@ def test_gradcheck(norm, name):
                         residual=residual, slope=slope)  # fmt: skip
 
     if norm == "group":
-        # of one channel a group, of which the gradient of x is not small
+        # A group has one channel; the scale keeps the gradient of x from being small.
         given[0].data *= torch.linspace(0.5, 2, given[0].numel()).view_as(given[0])
-    # numerical derivatives of every element for one of them
+    # One activation is tested with numerical derivatives of every element.
     assert torch.autograd.gradcheck(fused, given, fast_mode=name != "silu")
 
 
@@ -97,9 +100,9 @@ TAILS = torch.tensor([-0.0, 0.0, 1e-42, -1e-42, 1e-30, -1e-30, 3.0, -3.0, 6.0, 7
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_kinks_and_tails(name):
-    """y is x: zeros of both signs, kinks, subnormal and infinite values, NaN."""
+    """y equals x, which holds zeros of both signs, kinks, subnormal and infinite values, and NaN."""
     activation, param, stock = ACTIVATIONS[name]
-    # beside 1 nothing, but PyTorch 2.11 takes no 0
+    # This eps does not change a variance of 1; PyTorch 2.11 refuses 0.
     eps = 1e-30
     x = TAILS.repeat(3).view(1, 3, -1)
     slope = slope_of(name, x)
@@ -110,7 +113,7 @@ def test_kinks_and_tails(name):
             z = norm_act(leaf, torch.zeros(3), torch.ones(3), eps=eps, activation=activation, activation_param=param,
                          slope=slope)  # fmt: skip
         else:
-            # as the norm leaves it: minus zero becomes zero
+            # The stock norm turns minus zero into zero, so it runs here too.
             y = F.batch_norm(leaf, torch.zeros(3), torch.ones(3), eps=eps)
             z = stock(y) if slope is None else F.prelu(y, slope)
         results.append((z, *torch.autograd.grad(z, leaf, torch.linspace(1, 2, x.numel()).view_as(x))))
@@ -123,7 +126,7 @@ def test_kinks_and_tails(name):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("parameters", ["fp32", "half", "none"])
 def test_half_precision(norm, dtype, parameters):
-    """Statistics and parameters in fp32 whatever the parameters are: as near to float64 as eager is in that dtype."""
+    """Half precision is as near to float64 as eager mode: statistics and parameters are computed in fp32."""
     x, weight, bias, _ = (t if t is None else t.to(dtype) for t in inputs(dtype=torch.float64, residual=False))
     affine = (None, None) if parameters == "none" else (weight.double(), bias.double())
     exact = next(iter(both(norm, "silu", x.double(), *affine, None)))

@@ -1,4 +1,4 @@
-"""What norm_act keeps and holds, what it leaves alone, and what the framework asks of an op."""
+"""The memory of norm_act, the tensors that it must not change, and the requirements of PyTorch for an op."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ def test_keeps_the_input_and_the_residual_alone(norm):
 
 
 def test_saved_bytes_of_a_network():
-    """Without the scope a following convolution keeps the output too: as many bytes as the stock modules."""
+    """Without the scope the next convolution also keeps the output, so the bytes equal those of stock modules."""
     x = torch.randn(2, 4, 16, 16)
     stock = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1))
 
@@ -48,14 +48,14 @@ def test_saved_bytes_of_a_network():
         def forward(self, x):
             return self.b(norm_act(self.a(x), None, None, training=True, activation="relu"))
 
-    # statistics: two values a channel; stock has the parameters of its norm besides
+    # Statistics are two values per channel; stock also keeps the parameters of its norm.
     assert measure(Ours(), x).saved <= measure(stock, x).saved + 2 * 4 * 4
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [(2, 64, 32, 64), (1, 64, 64, 64)], ids=["samples", "one sample"])
 def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
-    """Parts are small: here a sixteenth of the tensor, of which three or four are alive."""
+    """Backward works in small parts, here a sixteenth of the tensor each; three or four parts are alive at a time."""
     x = torch.randn(shape, requires_grad=True)
     z = norm_act(x, None, None, training=True, activation="silu", norm=norm, num_groups=32 if norm == "group" else None)
     dz = torch.randn_like(z)
@@ -76,7 +76,7 @@ def test_gradient_shared_with_another_branch_is_not_written(norm):
         before = dz.clone()
         z = norm_act(x, None, None, training=True, activation=activation, activation_param=param, norm=norm,
                      num_groups=groups, residual=residual, slope=slope_of(name, x))  # fmt: skip
-        # the addition hands the very same gradient tensor to both
+        # The addition passes the same gradient tensor to both inputs.
         (z + other).backward(dz)
         assert torch.equal(dz, before)
         assert torch.equal(other.grad, before)
@@ -136,7 +136,7 @@ def test_double_backward():
 
 
 def test_backward_twice_and_between_other_calls():
-    """The running statistics of an eval call may move before its backward comes."""
+    """The running statistics of an eval call may move before its backward runs."""
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     running = torch.zeros(3), torch.ones(3)
     loss = norm_act(x, *running, activation="relu").square().sum()
@@ -156,7 +156,7 @@ def test_input_modified_by_the_user_raises():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
-    """One tensor for each convolution; gradients to the last bit."""
+    """The network keeps one tensor for each convolution, and the gradients have the same bits."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -178,7 +178,8 @@ def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
         results.append((saved.nbytes, torch.autograd.grad(z.square().mean(), list(net.parameters()))))
     (without, expected), (within, found) = results
     assert all(map(torch.equal, found, expected))
-    # the input, a tensor for each convolution, and the statistics; without the scope, the outputs but the last
+    # Kept are the input, a tensor for each convolution, and the statistics; without the scope also all outputs except
+    # the last one.
     assert within <= 5 * x.nbytes + 1024
     assert without >= 8 * x.nbytes
 

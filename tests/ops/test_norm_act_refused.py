@@ -1,4 +1,4 @@
-"""What norm_act refuses, and how it says so."""
+"""Calls that norm_act refuses, and the texts of the errors."""
 
 import pytest
 import torch

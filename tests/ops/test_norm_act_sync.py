@@ -1,4 +1,4 @@
-"""The exact twin's synchronised op of both implementations, in one process whose twin has the same values."""
+"""The synchronised norm_act on both backends, in one process.  A stand-in imitates a second, equal process."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ EPS = 1e-5
 
 
 def step(x, dz, residual, act, norm):
-    """z, gradients and running statistics; ``norm`` is called with x, parameters and statistics."""
+    """Returns z, gradients and running statistics; ``norm`` is called with x, parameters and statistics."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     C = x.shape[1]
     vectors = [torch.linspace(*ends, C, dtype=wide, device=x.device) for ends in ((-1, 1.5), (-0.5, 0.5), (0.1, 0.4))]
@@ -28,7 +28,7 @@ def step(x, dz, residual, act, norm):
 
 
 def both(act):
-    """Ours; and the op over the batches of both."""
+    """Returns two functions: the synchronised op, and the local op over the joint batch of both processes."""
 
     def ours(*passed):
         return op.normalise(Passed(*passed), Spec("input", act, EPS, 0.1, process_group="group"))
@@ -59,14 +59,14 @@ def test_as_over_both(backend, twin, device, case):
     residual = r if with_residual else None
     ours, joint = both(act)
     z, grads, moved = step(x, dz, residual, act, ours)
-    # one all-gather forward, one backward
+    # Forward and backward take one all-gather each.
     assert twin == [(3, shape[1]), (2, shape[1])]
     assert z.stride() == x.stride()
     pair = [None if t is None else torch.cat([t, t]).double() for t in (x, dz, residual)]
     expected, exact, statistics = step(*pair, act, joint)
     half = shape[0]
     assert relative_error(z, expected[:half]) <= FORWARD_TOLERANCE[dtype]
-    # parameters' gradients are those of one process, half of both
+    # The parameters' gradients belong to one process, which is half of the sum over both.
     exact = [d[:half] if d.dim() > 1 else d / 2 for d in exact]
     for mine, theirs in zip(grads, exact, strict=True):
         assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
@@ -77,9 +77,9 @@ def test_as_over_both(backend, twin, device, case):
 @pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 def test_mean_far_from_zero(backend, rows):
-    """Gradients in fp32 of values around 1000 are those around 0."""
+    """In fp32, values around 1000 give the same gradients as values around 0."""
     x, dz = torch.randn(2, 2, 3, 8, 8)
-    # no rounding where they are moved
+    # The values are moved without rounding.
     x = (x * 64).round() / 64
     x, dz = (channels_last(t) if rows else t for t in (x, dz))
     act = Activation("identity", 0.0)
@@ -91,7 +91,7 @@ def test_mean_far_from_zero(backend, rows):
 
 @pytest.mark.usefixtures("twin")
 def test_in_the_recompute_scope():
-    """Whoever saves the output keeps a recipe, which gives the same bits."""
+    """An op that saves the output keeps a recipe instead, and the recipe gives the same bits."""
     act = Activation("relu", 0.0)
     ours, _ = both(act)
 

@@ -1,4 +1,4 @@
-"""norm_act on Triton's kernels beside the stock functions."""
+"""Compares norm_act on Triton's kernels with the stock functions."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def triton(monkeypatch, device):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 def test_on_triton(norm, name, fmt, device):
-    """In float64, to a few roundings; the slope of prelu is aten's."""
+    """In float64 the results agree to a few roundings; prelu runs on aten because of its learned slope."""
     for training, residual, affine in ((True, True, True), (False, False, True), (True, False, False)):
         x, weight, bias, r = inputs((2, 6, 4, 5), torch.float64, fmt, residual, device)
         parameters = (weight, bias) if affine else (None, None)
@@ -39,7 +39,7 @@ def test_on_triton(norm, name, fmt, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_accuracy_on_triton(norm, dtype, device):
-    """With any weight, zero too: xhat comes from x, and nothing is rounded on the way but what is stored."""
+    """The results are accurate for any weight, also 0: xhat comes from x, and only stored values are rounded."""
     x, dz = torch.randn(2, 3, 6, 9, 8, dtype=torch.float64) * 2
     x, dz = x.to(dtype), (dz + x / 4).to(dtype)
     weight = torch.tensor([1.0, -1.0, 0.05, 1e-4, 0.0, 2.0], requires_grad=True, device=device)
@@ -60,7 +60,7 @@ def test_accuracy_on_triton(norm, dtype, device):
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("norm", NORMS)
 def test_rebuilt_on_triton(norm, device):
-    """A recipe gives the bits of the forward pass."""
+    """A recipe gives the same bits as the forward pass."""
     for training in (True, False):
         if norm == "group" and not training:
             continue

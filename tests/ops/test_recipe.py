@@ -1,4 +1,4 @@
-"""Offers, and what is saved in their place: an op of our own that keeps its input, under the scope."""
+"""Recipes that the scope saves in place of tensors.  The tests define an op of their own that keeps its input."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ BYTES = 2 * 4 * 8 * 8 * 4
 
 
 class Scaled(torch.autograd.Function):
-    """silu(x * weight[c]), keeps x."""
+    """silu(x * weight[c]); it keeps x for backward."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -51,7 +51,7 @@ def made():
 
 
 def gradients(fn, made):
-    """Of the parameters; and the bytes that were saved."""
+    """Returns the gradients of the parameters, and the saved bytes."""
     conv, weight, x = made
     with SavedBytes([*conv.parameters(), weight]) as saved:
         out = fn(conv, weight, x)
@@ -60,12 +60,12 @@ def gradients(fn, made):
 
 
 def same(fn, made, bytes_fewer):
-    """Gradients with and without the scope are identical, and so many tensors fewer are saved."""
+    """Asserts that the scope leaves the gradients identical, and saves the given number of tensors fewer."""
     plain, kept_plain = gradients(fn, made)
     inside, kept = gradients(recompute()(fn), made)
     for got, expected in zip(inside, plain, strict=True):
         assert torch.equal(got, expected)
-    # the copies of the weight
+    # The scope keeps copies of the weight.
     assert abs(kept_plain - kept - bytes_fewer) <= 4 * 16
 
 
@@ -124,7 +124,7 @@ def test_stock_functions_take_it_on(made):
 
 
 def test_reused_memory_is_not_mistaken(made):
-    """The allocator hands out the same address at once."""
+    """The allocator returns the address of a freed tensor at once; the scope must not mistake the new tensor for it."""
 
     def fn(conv, w, x):
         z = scaled(conv(x), w)
@@ -139,7 +139,7 @@ def test_reused_memory_is_not_mistaken(made):
 
 def test_what_the_graph_no_longer_keeps_is_no_source(made):
     def fn(conv, w, x):
-        # the graph that keeps the input of `scaled` is gone
+        # The graph that keeps the input of `scaled` is freed here.
         z = scaled(conv(x), w).detach()
         return conv(z) * w.sum()
 
@@ -147,7 +147,7 @@ def test_what_the_graph_no_longer_keeps_is_no_source(made):
 
 
 def test_an_optimizer_may_change_the_weight_before_backward(made):
-    """By a path that does not pass the op: eager keeps the data, and does not mind."""
+    """Eager mode keeps the data, so a change of the weight does not matter on a path without the op."""
 
     def fn(conv, w, x):
         z = scaled(conv(x), w)
@@ -193,7 +193,7 @@ def test_nothing_is_left_behind(made):
         out.sum().backward(retain_graph=True)
         out.sum().backward()
         assert memory[1]() is None
-        # a graph that never runs backward
+        # This graph never runs backward.
         with recompute():
             out = conv(scaled(conv(x), weight))
         memory = weakref.ref(out.untyped_storage())
@@ -224,7 +224,7 @@ def test_rebuilt_once_for_neighbours(made):
 
 @pytest.mark.parametrize("part", [lambda w: w[1], lambda w: w[:, 0]], ids=["offset", "strided"])
 def test_small_inputs_that_are_parts_of_larger_memory(made, part):
-    """Regression: their copies were looked for at the offset and strides of the part."""
+    """Regression: the copy of a small input was read with the offset and strides of the part of the larger memory."""
     conv, _, x = made
     weight = part(torch.rand(4, 4) + 0.5)
     found = []

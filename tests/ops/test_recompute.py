@@ -1,4 +1,4 @@
-"""The scope around whole models: nesting, threads, checkpoint, compile, other hooks, and what it leaves behind."""
+"""The scope around whole models: nesting, threads, checkpoint, compile, other hooks, and state after the scope."""
 
 import gc
 import threading
@@ -138,7 +138,7 @@ def test_an_in_place_call_that_raises(x):
         z = F.batch_norm(conv(x), None, None, training=True)
         with pytest.raises(RuntimeError):
             z.add_(torch.ones(5))
-        # the sum would have had this version
+        # This change gives z the version that the failed sum would have given it.
         z.mul_(2)
         out = conv(z)
     got = torch.autograd.grad(out.square().mean(), conv.weight)
@@ -155,7 +155,7 @@ def test_only_the_thread_that_entered_it(net, x):
 
 
 def test_threads_each_with_a_scope_of_the_same_function():
-    """As nn.DataParallel calls a module whose forward has the scope."""
+    """nn.DataParallel calls a module whose forward has the scope in this way."""
     nets, x = [Net() for _ in range(4)], torch.randn(SHAPE)
     for net in nets[1:]:
         net.load_state_dict(nets[0].state_dict())
@@ -201,7 +201,7 @@ def test_checkpoint_around(net, x, expected, reentrant):
         return checkpoint(recompute()(net), x, use_reentrant=reentrant)
 
     assert_same(gradients(around, net, x), expected)
-    # the input
+    # Only the input is kept.
     assert saved(around, net, x) <= x.nbytes
 
 
@@ -263,11 +263,11 @@ def test_random_numbers_are_those_of_eager(x):
 
 
 def test_memory_changed_by_data_is_not_mistaken(x):
-    """No version counts it."""
+    """PyTorch's version counter does not count a change through ``.data``."""
     conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
 
     def fn(x):
-        # silu saves its input, so that nobody has saved z yet
+        # silu saves its input, so no op has saved z yet.
         z = F.silu(norm(conv(x)))
         z.data.mul_(2)
         return conv(z)
@@ -290,7 +290,7 @@ def test_a_view_changed_in_place_does_not_stand_for_its_base(x):
 
 
 def test_a_source_that_is_overwritten_inside_is_copied_first(x):
-    """cat keeps nothing, so its inputs may be overwritten after it."""
+    """cat keeps nothing, so a program may overwrite its inputs afterwards."""
     up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
 
     def fn(x):
@@ -308,7 +308,7 @@ def test_a_source_that_is_overwritten_inside_is_copied_first(x):
     ids=["batch", "instance", "group"],
 )
 def test_a_source_that_a_module_of_ours_overwrites_is_copied_first(make, x):
-    """Whatever it overwrites it with: a kernel is no function that the scope could see."""
+    """The scope cannot see the kernel that overwrites the source, so the module announces the change."""
     up, last, norm = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1), make(4)
 
     def fn(x):
@@ -346,9 +346,9 @@ def test_a_long_residual_stream_keeps_a_tensor_now_and_then():
         conv.register_forward_hook(lambda *_: calls.append(1))
     fn = lambda x: residual_stream(convs, norms, x)  # noqa: E731
     assert_same(gradients(recompute()(fn), both, x), gradients(fn, both, x))
-    # no convolution is computed again
+    # No convolution is computed again in backward.
     assert len(calls) == 2 * depth
-    # the output of each convolution, and every fifth of the stream
+    # The scope keeps the output of each convolution, and every fifth tensor of the residual stream.
     assert depth * BYTES <= saved(recompute()(fn), both, x) <= 1.35 * depth * BYTES
 
 
@@ -367,7 +367,7 @@ def test_memory_is_freed(net, x):
                 out.sum().backward()
             del y, z, out
         assert [ref() for ref in held] == [None] * 6
-        # with the graph there still, nothing that was rebuilt is
+        # The graph is still alive, but no rebuilt tensor is.
         out = recompute()(net)(x).sum()
         before = len([o for o in gc.get_objects() if type(o) is torch.Tensor])
         out.backward(retain_graph=True)
@@ -408,7 +408,7 @@ def test_scope_in_a_compiled_function(net, x, expected):
 
 
 def test_function_transforms_refuse_the_scope(x):
-    """As they refuse all saved-tensor hooks; without gradients it is nothing to them."""
+    """torch.func refuses the scope as it refuses all saved-tensor hooks; without gradients the scope has no effect."""
     with pytest.raises(RuntimeError, match="saved tensor hooks"), recompute():
         torch.func.grad(lambda x: x.relu().sum())(x)
     with recompute():

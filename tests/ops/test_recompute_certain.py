@@ -102,7 +102,8 @@ def test_write_through_data_after_an_inplace_change():
 @pytest.mark.parametrize("how", ["data", "numpy", "detach_numpy", "dlpack", "storage", "data_before"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_write_that_no_version_shows(how, changed):
-    """Sources that eager would not have kept, written to by another name of their memory."""
+    """The program writes to sources through another name of their memory; eager mode would not have kept the
+    sources."""
 
     def program(scope):
         c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
@@ -151,14 +152,15 @@ def refilled(fill, dtype, made):
     "fill", [lambda t: t.float().div(255), lambda t: F.pad(t.float(), (1,) * 4), lambda t: t.to(torch.float32) * 2]
 )
 def test_memory_of_the_caller_is_refilled_before_backward(fill, made):
-    """The input of a data loader was refilled, and the convolution's input was rebuilt from it."""
+    """A data loader refilled its input, and the convolution's input was rebuilt from the new values."""
     assert_same(refilled(fill, np.uint8, made))
     if made is torch.from_numpy:
         assert_same(refilled(fill, np.float16, made))
 
 
 def test_input_buffer_of_the_caller_is_refilled_before_backward():
-    """As with the static input of a captured graph; the version shows it, and backward raised."""
+    """Backward raised an error, because the version showed the refill.  Captured graphs refill a static input like
+    this."""
 
     def program(scope):
         c, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8).half()
@@ -172,7 +174,7 @@ def test_input_buffer_of_the_caller_is_refilled_before_backward():
 
 
 def test_weight_cast_outside_of_the_scope_is_changed_in_the_autocast_region():
-    """Autocast's cache keeps the weight of before, which eager computes with."""
+    """Eager mode computes with the old weight from autocast's cache; the scope cast the changed weight."""
 
     def program(scope):
         conv = nn.Conv2d(3, 3, 3, padding=1)
@@ -221,7 +223,7 @@ def test_weight_cast_by_another_function_is_changed_in_the_autocast_region():
 
 
 def test_weight_is_changed_after_the_scope_within_hooks_that_do_not_copy():
-    """Eager's hooks have the cast copy; here the weight is kept, and its change is told."""
+    """Eager mode's hooks keep the cast copy.  The scope keeps the weight, and raises an error after its change."""
     conv = nn.Conv2d(3, 4, 1)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with hooks, torch.autocast("cpu", torch.bfloat16), recompute():
@@ -233,7 +235,7 @@ def test_weight_is_changed_after_the_scope_within_hooks_that_do_not_copy():
 
 
 def test_view_made_without_grad_mode_is_saved():
-    """The scope asked whether it is a leaf, which autograd forbids after a change of its base."""
+    """The scope read the view's ``is_leaf``, which autograd forbids after a change of the view's base."""
 
     def program(scope):
         p, w = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
@@ -243,7 +245,7 @@ def test_view_made_without_grad_mode_is_saved():
         t[:, :2].mul_(0.5)
         with scope():
             out = torch.utils.checkpoint.checkpoint(lambda v, p: p * w, view, p, use_reentrant=False)
-        # backward raises in eager mode too
+        # Backward raises in eager mode too.
         return [out.detach()]
 
     assert_same(program)
@@ -251,7 +253,7 @@ def test_view_made_without_grad_mode_is_saved():
 
 @pytest.mark.parametrize("change", [torch.Tensor.mul_, torch.Tensor.add_, torch.Tensor.div_])
 def test_change_in_place_by_a_tensor_of_more_precision(change):
-    """The changed tensor was rebuilt in the dtype of the other one."""
+    """The changed tensor was rebuilt in the dtype of the more precise tensor."""
 
     def program(scope):
         x = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -265,7 +267,7 @@ def test_change_in_place_by_a_tensor_of_more_precision(change):
 
 
 def test_change_of_an_inference_tensor_raises_as_ever():
-    """The scope raised the same error before the function ran, so that the tensor kept its values."""
+    """The scope raised the error before the function ran; in eager mode the function changes the values first."""
 
     def program(scope):
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What works in eager mode works inside the recompute scope: regressions.  Each test names what failed."""
+"""Regressions: programs that work in eager mode and failed inside the recompute scope.  Each test names its bug."""
 
 import copy
 import io
@@ -191,7 +191,7 @@ def test_batched_gradients_of_a_converted_model(mode):
 
 
 def test_source_is_changed_by_a_scripted_function():
-    """The write was not seen, and backward raised where eager mode does not."""
+    """The scope did not see the write, and backward raised an error that eager mode does not raise."""
 
     @torch.jit.script
     def double_(x):
@@ -248,7 +248,7 @@ def test_embedding_scales_its_weight():
 
 
 class Tracker(TorchDispatchMode):
-    """Asks each tensor for its memory, as trackers do."""
+    """Asks each tensor for its memory, as memory trackers do."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -259,7 +259,7 @@ class Tracker(TorchDispatchMode):
 
 
 def test_a_tracker_does_not_change_what_is_kept():
-    """That a dispatch mode asks for the memory of a tensor exposes nothing."""
+    """A dispatch mode may ask for the memory of a tensor; that does not make the memory visible to the program."""
     model, x = net(), torch.randn(2, 3, 8, 8)
 
     def kept():
@@ -276,7 +276,7 @@ def test_a_tracker_does_not_change_what_is_kept():
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_modes_of_others_see_tensors_with_memory(batch):
-    """They met opaque oneDNN tensors in the backward of a convolution of one small volume."""
+    """Other modes received opaque oneDNN tensors in the backward of a convolution of one small volume."""
     model = nn.Sequential(fusedseg.ConvABN3d(2, 4, 3, padding=1), fusedseg.JoinConv3d(4, 3, 3, padding=1))
     x = torch.randn(batch, 2, 6, 6, 6, requires_grad=True)
     model(x).square().sum().backward()
@@ -290,7 +290,7 @@ def test_modes_of_others_see_tensors_with_memory(batch):
 
 
 def test_a_checkpointed_function_that_catches_errors():
-    """The exception by which a checkpoint stops to compute again came earlier, inside the ``try``."""
+    """The exception that ends a checkpoint's recomputation was raised too early, inside the function's ``try``."""
     conv, norm, instead = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 1)
 
     def attempt(x):
@@ -309,7 +309,7 @@ def test_a_checkpointed_function_that_catches_errors():
 
 
 def test_statistics_that_a_checkpointed_function_moves():
-    """Twice, since the function runs twice; the second run ended before the move."""
+    """The statistics must move twice, because the function runs twice; the second run ended before the move."""
     norm, moved = nn.InstanceNorm2d(3, affine=True, track_running_stats=True), []
     for fn in (lambda x: torch.sigmoid(norm(x)), recompute()(lambda x: torch.sigmoid(norm(x)))):
         norm.reset_running_stats()

@@ -28,7 +28,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norm_of_another_layout(layout, norm, dtype):
-    """Batch norm of memory with gaps is computed in another order than its twin in eval mode: the last bit differed."""
+    """The last bit differed: batch norm in training adds memory with gaps in another order than in eval mode."""
 
     def program(scope):
         x = torch.randn(2, 6, 6, 6, dtype=dtype, requires_grad=True)
@@ -44,7 +44,7 @@ def test_norm_of_another_layout(layout, norm, dtype):
 
 
 def test_instance_norm_of_another_layout_is_changed_in_the_scope():
-    """Its input was kept in place of the copy that aten keeps, and backward raised after a change of the input."""
+    """The scope kept the norm's input where aten keeps a copy, so backward raised an error after the input changed."""
 
     def program(scope):
         conv = nn.Conv2d(3, 4, 1)
@@ -79,7 +79,7 @@ def test_dropout_without_a_batch(drop, shape):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("view", [lambda x: x.view_as(x), lambda x: x * 1, lambda x: x.as_strided(x.shape, x.stride())])
 def test_pool_lays_out_what_the_stock_function_does(dims, batch, view):
-    """A view of one image in channels_last has a stride by which aten takes it for contiguous."""
+    """Aten takes a channels_last view of one image for contiguous because of its strides; the pool must do the same."""
     pool = getattr(F, f"max_pool{dims}d")
     last = torch.channels_last if dims == 2 else torch.channels_last_3d
 
@@ -111,7 +111,7 @@ def test_gradient_of_a_pool_with_one_position_lies_as_its_input():
 
 
 def test_pool_that_no_gradient_reaches():
-    """Its input got a gradient of zeros, where eager mode gives none."""
+    """The pool's input got a gradient of zeros, where eager mode gives no gradient."""
 
     class Cut(torch.autograd.Function):
         @staticmethod

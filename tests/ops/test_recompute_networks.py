@@ -25,7 +25,8 @@ def nnunet(channels: int) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """A network, its input at full size and at one for values, and what it may keep of eager's bytes."""
+    """A network, a full-size input for bytes, a small input for values, and the limit of kept bytes relative to
+    eager."""
 
     make: Callable[..., nn.Module]
     shapes: list[tuple[int, ...]]
@@ -69,7 +70,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def sizes():
-    """Each network in fp32, and two of them in fp16; the others, whose bytes halve alike, with ``-m slow``."""
+    """Each network in fp32, and two networks in fp16.  ``-m slow`` adds the other networks in fp16."""
     for name, case in CASES.items():
         for of, dtype in DTYPES.items():
             seldom = of == "fp16" and name not in ("U-Net", "ResNet-18")
@@ -78,7 +79,7 @@ def sizes():
 
 @pytest.mark.parametrize(("case", "dtype"), [*sizes()])
 def test_bytes(case, dtype):
-    """At full size, on tensors without values."""
+    """The kept bytes at full size, on tensors without values."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -90,7 +91,7 @@ def test_bytes(case, dtype):
         torch.set_default_dtype(before)
     print(f"\neager: {eager}; ours: {ours}; {ours.saved / eager.saved:.3f}, {ours.peak / eager.peak:.3f}")
     assert ours.saved <= case.most * eager.saved
-    # what is rebuilt lives besides for a moment
+    # Rebuilt tensors are alive for a moment in addition.
     assert ours.peak <= 0.8 * eager.peak
 
 
@@ -98,7 +99,7 @@ def test_bytes(case, dtype):
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(case, precision):
-    """Equal to the last bit; so are the output and the running statistics."""
+    """Gradients, output and running statistics are equal to the last bit."""
     net = case.make(**case.small)
     images = [torch.randn(shape) for shape in case.small_shapes]
     state = {name: value.clone() for name, value in net.state_dict().items()}
@@ -114,14 +115,14 @@ def test_gradients(case, precision):
 
 
 def calls(step: Callable[[], object]) -> int:
-    """The function calls of a step, those of built-in functions included."""
+    """Counts the function calls of a step, including calls of built-in functions."""
     profile = cProfile.Profile()
     profile.runcall(step)
     return sum(entry.callcount for entry in profile.getstats())
 
 
 def test_calls_of_a_step():
-    """Where a GPU's kernels are short, these calls are the time of a step."""
+    """If the kernels on a GPU are short, these calls determine the time of a step."""
     net, x = ResNet50(10, 4), torch.randn(4, 3, 32, 32)
     steps = [lambda fn=fn: fn(x).sum().backward() for fn in (net, recompute()(net))]
     for step in steps:

@@ -1,4 +1,4 @@
-"""Gradients written over the output: the same numbers, less memory, and never over what somebody can see."""
+"""Gradients are written over the output: the numbers are the same, and no tensor that the user sees is overwritten."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from fusedseg.unet import UNet
 @pytest.fixture(autouse=True)
 def reuse(monkeypatch):
     monkeypatch.setattr(fusedseg, "reuse_output", True)
-    # large tensors are done in chunks, which is where a CPU can write over the output
+    # On a CPU, only large tensors, which are computed in chunks, can have gradients written over the output.
     monkeypatch.setattr(aten_chunks, "WHOLE", 0)
 
 
@@ -41,7 +41,7 @@ def test_same_gradients(backend, memory_format, training, monkeypatch):
 
 
 def test_it_happens(backend, memory_format):
-    """dx of the norm lies where its output did."""
+    """dx of the norm lies in the memory of the norm's output."""
     seen: list[int] = []
     x = torch.randn(2, 3, 9, 8, requires_grad=True).to(memory_format=memory_format)
     y = x * 1
@@ -80,12 +80,12 @@ def test_what_is_held_is_left_alone(hold):
 def test_a_second_backward_is_right_or_raises():
     norm = fusedseg.InPlaceABN(3)
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    # sum keeps nothing: the output is overwritten, and the second backward is told
+    # sum keeps nothing: the output is overwritten, and the second backward raises an error.
     total = norm(x * 1).sum()
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
-    # square keeps the output: it is left alone
+    # square keeps the output, so the output is not overwritten.
     total = norm(x * 1).square().sum()
     first = torch.autograd.grad(total, x, retain_graph=True)
     second = torch.autograd.grad(total, x)

@@ -1,4 +1,4 @@
-"""Function by function: what is left of the saved bytes between two convolutions, and that gradients do not change."""
+"""For each function between two convolutions: the bytes that the scope saves, and gradients that do not change."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +15,7 @@ from fusedseg.memory import SavedBytes
 
 SHAPE = (2, 8, 16, 16)
 BYTES = 2 * 8 * 16 * 16 * 4
-# vectors of one value per channel, sample or group: mean, rstd, and copies of parameters
+# Bytes of vectors with one value per channel, sample or group: mean, rstd, and copies of parameters.
 VECTORS = 64 * 12
 
 NORMS = {
@@ -45,12 +45,12 @@ ACTIVATIONS |= {
 }
 
 
-# save a copy of what they overwrite
+# These functions save a copy of the tensor that they overwrite.
 COPIES = [f"{name} in place" for name in ("silu", "mish", "hardswish", "relu6", "hardtanh", "hardsigmoid")]
 
 
 def step(fn, x, convs, scoped):
-    """Bytes saved by forward; output and gradients."""
+    """Returns the bytes saved by forward, the output and the gradients."""
     torch.manual_seed(0)
     params = [p for conv in convs for p in conv.parameters()]
     with SavedBytes(params) as saved:
@@ -60,7 +60,8 @@ def step(fn, x, convs, scoped):
 
 
 def kept(fn, x, *convs):
-    """Bytes kept under the scope; asserts that results are those of eager, which keeps at least as much."""
+    """Returns the bytes kept under the scope; asserts eager mode's results, and that eager mode keeps at least as
+    much."""
     eager, expected = step(fn, x, convs, False)
     ours, got = step(fn, x, convs, True)
     for a, b in zip(got, expected, strict=True):
@@ -81,7 +82,7 @@ def x(request):
 
 @pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_norm_and_activation(act, x):
-    """The input and the convolution's output are kept, and no more."""
+    """Only the input and the convolution's output are kept."""
     first, last = convs(8, 8, 8)
     norm = nn.BatchNorm2d(8)
     assert kept(lambda x: last(act(norm(first(x)))), x, first, last) <= 2 * BYTES + VECTORS
@@ -96,9 +97,9 @@ def test_every_norm(make, x):
 
 @pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_activation_alone(act, x):
-    """Its input or its result is kept, whichever it saves itself; an in-place one that needs its input keeps two."""
+    """An activation keeps its input or its result; an in-place activation that needs its input keeps both."""
     first, last = convs(8, 8, 8)
-    # relu and sigmoid save their results, and what multiplies saves both
+    # relu and sigmoid save their results, and a multiplication saves both factors.
     limit = 3 if act in [ACTIVATIONS[name] for name in (*COPIES, "relu times itself")] else 2
     assert kept(lambda x: last(act(first(x))), x, first, last) <= limit * BYTES + VECTORS
 
@@ -118,7 +119,7 @@ def test_running_statistics_move_once(norm, x):
 @pytest.mark.parametrize("frozen", ["norm", "first convolution", "weight", "both"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_norms_of_which_part_is_frozen(kind, frozen, x):
-    """What the norm saves then is another selection of its parameters and statistics, or nothing."""
+    """If a part is frozen, the norm saves fewer of its parameters and statistics, or nothing."""
     first, last = convs(8, 8, 8)
     norm = kind(8, affine=True)
     norm.requires_grad_(frozen not in ("norm", "both"))
@@ -138,7 +139,7 @@ def test_norms_of_which_part_is_frozen(kind, frozen, x):
 @pytest.mark.parametrize("parameters", ["as x", "fp32", "none"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_norms_of_other_precisions(kind, parameters, dtype, x):
-    """Statistics that are rounded themselves are not what the output was computed from."""
+    """The norm computes its output from exact statistics, so a recipe must not use rounded ones."""
     first, last = (conv.to(dtype) for conv in convs(8, 8, 8))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     norm = kind(8, affine=parameters != "none", dtype=wide if parameters == "fp32" else dtype)
@@ -151,7 +152,8 @@ def test_norms_of_other_precisions(kind, parameters, dtype, x):
 
 
 def test_a_norm_whose_weight_changes_before_backward(x):
-    """As an optimizer changes it; the norm's own backward needs no weight where only what comes after is trained."""
+    """An optimizer changes the weight; if only later layers are trained, the norm's backward does not need the
+    weight."""
     first, last = convs(8, 8, 8)
     norm = nn.BatchNorm2d(8).requires_grad_(False)
     first.requires_grad_(False)
@@ -173,8 +175,8 @@ def norm_relu(t):
     return F.relu_(normed(t))
 
 
-# what is read by the last of three convolutions, from the outputs of the first two; and units of BYTES kept beside the
-# input and those two outputs
+# A join makes the input of the last of three convolutions from the outputs of the first two.  The number is the bytes
+# kept in addition to the input and the two outputs, in units of BYTES.
 JOINS = {
     "cat": (16, lambda a, b: torch.cat([norm_relu(a), norm_relu(b)], 1), 0),
     "cat with a raw output": (16, lambda a, b: torch.cat([norm_relu(a), b], dim=1), 0),
@@ -194,11 +196,11 @@ JOINS = {
     "pad": (8, lambda a, b: F.pad(norm_relu(a), (1, 1, 1, 1)) + F.pad(norm_relu(b), (2, 0, 0, 2), mode="reflect"), 0),
     "interpolate": (8, lambda a, b: F.interpolate(norm_relu(a), scale_factor=2) + F.interpolate(norm_relu(b), 32), 0),
     "bilinear": (8, lambda a, b: F.interpolate(norm_relu(a) + norm_relu(b), scale_factor=1.5, mode="bilinear"), 0),
-    # a byte for each of a quarter of the elements, and all others
+    # A pool keeps one byte for each output: two pools keep a quarter and a quarter of the elements.
     "max_pool": (8, lambda a, b: F.max_pool2d(a, 2) + F.max_pool2d(b, 3, 2, 1), 2 / 16),
     "MaxPool2d of ours": (8, lambda a, b: fusedseg.MaxPool2d(2)(a) + fusedseg.MaxPool2d(3, 2, 1)(b), 2 / 16),
     "avg_pool": (8, lambda a, b: F.avg_pool2d(a, 2) + F.adaptive_avg_pool2d(b, 8), 0),
-    # rather than to rebuild four times as much for it, the result
+    # The result is kept if rebuilding it needs a recomputed input of four times its size.
     "max_pool of an activation": (8, lambda a, b: F.max_pool2d(norm_relu(a), 2) + F.max_pool2d(b, 2), 2 / 16 + 1 / 4),
     "avg_pool of an activation": (8, lambda a, b: F.avg_pool2d(norm_relu(a), 2) + F.avg_pool2d(b, 2), 1 / 4),
     "max_pool, large": (8, lambda a, b: F.max_pool2d(norm_relu(a) + norm_relu(b), 17, 1, 8), 2),
@@ -218,7 +220,7 @@ def test_max_pool_of_one_and_three_dimensions():
     for dims, conv, pool in ((1, nn.Conv1d, F.max_pool1d), (3, nn.Conv3d, F.max_pool3d)):
         x = torch.randn(2, 4, *(16,) * dims)
         first, last = conv(4, 4, 3, padding=1), conv(4, 4, 1)
-        # a byte for each output; the indices of one dimension stay
+        # The pool keeps a byte for each output; a pool of one dimension keeps its indices.
         codes = {1: 9 * x.nbytes / 4 / 2 - x.nbytes / 2, 3: x.nbytes / 4 / 8}[dims]
         assert kept(lambda x, p=pool, f=first, g=last: g(p(norm_relu(f(x)), 2)), x, first, last) <= (
             2 * x.nbytes + VECTORS + codes + x.nbytes
@@ -226,14 +228,14 @@ def test_max_pool_of_one_and_three_dimensions():
 
 
 def test_functions_that_give_back_their_input(x):
-    """No recipe of a tensor that is its own input."""
+    """A function that returns its input gets no recipe, because the tensor would be its own source."""
     first, last = convs(8, 8, 8)
     same = lambda t: F.dropout(t.contiguous().to(torch.float32), 0.0).reshape(SHAPE)  # noqa: E731
     assert kept(lambda x: last(same(norm_relu(first(x)))), x, first, last) <= 2 * BYTES + VECTORS
 
 
 def test_half_precision_under_autocast(x):
-    """Casts are made again in backward as they were made in forward, wherever backward is called."""
+    """Backward repeats the casts of forward, also if it is called outside the region of autocast."""
     first, last = convs(8, 8, 8)
     norm = nn.BatchNorm2d(8)
 

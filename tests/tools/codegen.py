@@ -1,11 +1,11 @@
-"""What a GPU's compiler makes of the kernels, read on a machine without one: registers, spills, widths of accesses.
+"""Compiles kernels for GPUs on a machine without a GPU, and reads registers, spills and widths of accesses.
 
     report = compile_launches(["sm_90"], "tests.kernels.norm_act_launches")
     report["sm_90"][0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
-Kernels are compiled in a process of their own, since this one may have imported them for the interpreter.  The module
-that is named holds CASES (or another dict that is named) of functions that call launchers with CPU tensors.
+Kernels are compiled in separate processes, because the calling process may have imported them for the interpreter.
+The named module holds a dict, CASES by default, of functions that call launchers with CPU tensors.
 """
 
 import importlib
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Architectures that kernels are compiled for, and one of each vendor.
+# All architectures that kernels are compiled for, and one architecture of each vendor.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VENDORS = ("sm_90", "gfx942")
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
 def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", jobs: int = 1) -> dict[str, list[dict]]:
-    """Every launch of every case of ``module``, compiled for each target ("sm_90", "gfx942"), ``jobs`` at a time."""
+    """Compiles every launch of every case of ``module`` for each target ("sm_90", "gfx942"), ``jobs`` at a time."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.tools.codegen", ",".join(targets), module, cases, str(jobs)]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", 
 
 
 def resources(compiled) -> dict[str, int]:
-    """Registers a thread, spilled bytes a thread and shared memory a block."""
+    """Reads registers per thread, spilled bytes per thread and shared memory per block."""
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         counts = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", compiled.asm["amdgcn"])}
@@ -56,27 +56,29 @@ def resources(compiled) -> dict[str, int]:
 
 
 def type_bytes(text: str) -> int:
-    """Size of an LLVM type: ``<4 x i32>``, ``half``, or as intrinsics spell them, ``v4i32``, ``f32``."""
+    """Size of an LLVM type: ``<4 x i32>``, ``half``, or in the spelling of intrinsics, ``v4i32``, ``f32``."""
     count, element = re.fullmatch(r"(?:<(?=\d)|v(?=\d))?(?:(\d+)(?: x |(?=[a-z])))?(\w+)>?", text.strip()).groups()
     return int(count or 1) * (BITS.get(element) or int(element[1:])) // 8
 
 
 NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
-# into shared memory
+# An asynchronous copy reads global memory and writes shared memory.
 ASYNC_COPY = r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x(\w+).*ptr addrspace\(1\) (%[\w.]+)"
 AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]+)"
 
 
 def access(line: str) -> tuple[str, int, str] | None:
-    """("load" or "store", bytes, address) of an LLVM instruction on global memory, None for any other.  An asynchronous
-    copy to shared memory is a load."""
-    # inline assembly, so that a mask can be a predicate
+    """Reads an LLVM instruction on global memory as ("load" or "store", bytes, address); returns None for all others.
+
+    An asynchronous copy to shared memory is a load.
+    """
+    # Triton writes inline assembly here, so that a mask can be a predicate.
     if found := re.search(NVIDIA_ACCESS, line):
         kind, vector, bits, address = found.groups()
         return {"ld": "load", "st": "store"}[kind], int(vector or 1) * int(bits) // 8, address
     if found := re.search(ASYNC_COPY, line):
         return "load", int(found[1], 16), found[2]
-    # buffers below 2 GiB, whose bounds check serves as the mask
+    # AMD's buffer instructions reach 2 GiB; their bounds check serves as the mask.
     if found := re.search(AMD_ACCESS, line):
         return found[1], type_bytes(found[2]), found[3]
     if found := re.search(r"= load (.+?), ptr addrspace\(1\) (%[\w.]+)", line):
@@ -92,7 +94,7 @@ def pointer_origins(lines: list[str], parameters: dict[str, str]) -> dict[str, s
     while True:
         before = sum(map(len, origins.values()))
         for line in lines:
-            # what is loaded is data, no address of the same tensor
+            # A load returns data and not an address in the same tensor.
             if " = " not in line or ((touched := access(line)) and touched[0] == "load"):
                 continue
             result, expression = line.split(" = ", 1)
@@ -103,7 +105,7 @@ def pointer_origins(lines: list[str], parameters: dict[str, str]) -> dict[str, s
 
 
 def accesses(compiled) -> dict[str, dict[str, Counter]]:
-    """Per pointer argument, how many loads and stores of which width (in bytes) the code of one thread holds."""
+    """Counts the loads and stores in the code of one thread, for each pointer argument and width in bytes."""
     body = compiled.asm["llir"].split("\ndefine ", 1)[1].split("\n}", 1)[0].splitlines()
     signature = [(name, kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     parameters = {f"%{i}": name for i, (name, kind) in enumerate(signature) if kind.startswith("*")}
@@ -122,7 +124,7 @@ def accesses(compiled) -> dict[str, dict[str, Counter]]:
 
 
 def matrix_instructions(compiled) -> list[str]:
-    """Those of tensor cores that the code holds: ``wgmma.mma_async``, ``mma.sync``, ``tcgen05.mma``, ``v_mfma``."""
+    """Instructions of tensor cores in the code: ``wgmma.mma_async``, ``mma.sync``, ``tcgen05.mma``, ``v_mfma``."""
     code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     return sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)(?=[._])", code)))
 
@@ -152,7 +154,7 @@ def compile_for(target: str, module: str, cases: str) -> list[dict]:
 
 
 def main(targets: str, module: str, cases: str, jobs: str) -> None:
-    # Imported before the processes part, or each would import PyTorch for itself.
+    # The server imports the module before it forks; otherwise each process would import PyTorch again.
     importlib.import_module(module)
     names = targets.split(",")
     with multiprocessing.get_context("fork").Pool(int(jobs)) as pool:

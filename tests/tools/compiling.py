@@ -1,4 +1,4 @@
-"""A network under ``torch.compile`` beside itself in eager mode."""
+"""Compares a network under ``torch.compile`` with the same network in eager mode."""
 
 import copy
 from collections.abc import Callable
@@ -13,9 +13,9 @@ def check_compiled_follows(
     batches: list[Tensor],
     changes: dict[int, Callable[[nn.Module], None]] | None = None,
 ) -> None:
-    """Outputs, gradients and, in the end, the state of as many SGD steps as there are batches, and of eval mode.
+    """Compares outputs and gradients of one SGD step per batch, the final state, and the output in eval mode.
 
-    ``changes``: what is done to the eager network before a step, and reaches the compiled one by its state dict.
+    ``changes``: functions that change the eager network before a step; the compiled network loads its state dict.
     """
     torch._dynamo.reset()
     copied = copy.deepcopy(eager)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to compute bf16 as GPUs do, and to run a few programs of many."""
+"""Changes to Triton's interpreter: it computes bf16 as GPUs do, or runs only some programs of a launch."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,23 +13,25 @@ Program = tuple[int, int, int]
 
 @contextlib.contextmanager
 def true_bfloat16() -> Iterator[None]:
-    """The interpreter holds bf16 as the integers of its bits.  It cuts fp32 off, and takes an fp64 for an integer:
-    errors twice as large and all of one sign, which no GPU makes; and its dot multiplies those integers.  Inside, both
-    are rounded to nearest even, as a GPU's ``cvt.rn`` does, and the dot multiplies values."""
+    """Inside, bf16 is rounded to nearest even, as a GPU's ``cvt.rn`` does, and ``dot`` multiplies bf16 values.
+
+    Triton's interpreter stores bf16 values as integers that hold their bits.  It truncates fp32 and treats fp64 as an
+    integer: the errors are twice as large as a GPU's and all have one sign.  Its ``dot`` multiplies the integers.
+    """
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounding_cast(self, src, dst_type):
         wide = src.dtype.scalar in (tl.float32, tl.float64)
         if not (wide and dst_type.scalar == tl.bfloat16):
             return cast(self, src, dst_type)
-        # a copy: arrays of the interpreter may be read-only
+        # Arrays of the interpreter may be read-only, so this is a copy.
         value = torch.from_numpy(np.array(src.data, dtype=np.float32))
         return TensorHandle(value.bfloat16().view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
     def widened(operand):
         if operand.dtype.scalar != tl.bfloat16:
             return operand
-        # exact: a bf16 is the upper half of an fp32
+        # This is exact: a bf16 is the upper half of an fp32.
         return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def widening_dot(self, a, b, *args, **kwargs):
@@ -44,7 +46,7 @@ def true_bfloat16() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[None]:
-    """Runs of each launch just the programs that ``choose(kernel's name, grid)`` lists; the others touch no memory."""
+    """Runs only the programs that ``choose(kernel's name, grid)`` lists; the other programs do not touch memory."""
     call, program_id = GridExecutor.__call__, InterpreterBuilder.create_get_program_id
     num_programs = InterpreterBuilder.create_get_num_programs
     grid: Program = (1, 1, 1)

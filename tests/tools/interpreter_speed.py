@@ -1,9 +1,9 @@
 """Triton's interpreter, made several times faster without a change to any value that it computes.
 
-Most of its time goes into Python objects, not into arrays: it builds the type of every block anew, patches
-``triton.language`` again for every launch, and computes a check of integer overflows whose result it discards.  What
-``fast()`` changes are only those parts.  ``tests/tools/test_interpreter.py`` compares the bits of all kernels with
-those of the interpreter as it is.
+The interpreter spends most of its time on Python objects, not on arrays: it builds the type of every block anew,
+patches ``triton.language`` again for every launch, and computes a check of integer overflows whose result it discards.
+``fast()`` changes only these parts.  ``tests/tools/test_interpreter.py`` compares the results of all kernels bit for
+bit with the results of the unchanged interpreter.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# What ``fast`` replaces, as Triton has it.
+# Triton's own versions of the functions that ``fast`` replaces.
 AS_IT_IS = [
     (owner, name, getattr(owner, name))
     for owner, names in (
@@ -32,7 +32,7 @@ AS_IT_IS = [
 
 
 def as_it_is() -> contextlib.ExitStack:
-    """Inside, the interpreter is as slow as Triton's, whatever ``fast`` has changed."""
+    """Inside, the interpreter is Triton's own, without the changes that ``fast`` makes."""
     stack = contextlib.ExitStack()
     for owner, name, value in AS_IT_IS:
         stack.enter_context(mock.patch.object(owner, name, value))
@@ -63,10 +63,12 @@ class _Patches:
         with mock.patch.object(interpreter, "_LangPatchScope", Recording):
             with mock.patch.object(interpreter, "_patch_attr", _patch_attr):
                 scope = patch(both_modules)
-            # Triton 3.6 converts arrays of one element as numpy 2.4 no longer does; later versions read as here.
+            # Triton 3.6 converts arrays of one element in a way that numpy 2.4 forbids; later versions do it as this
+            # line.
             scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.restore()
-        # A module of the language may name an attribute that a class inherits: it is removed again, not restored.
+        # If a class inherits a patched attribute, the patch is removed at the end, because there is no own value to
+        # restore.
         self.originals = [(obj, name, vars(obj).get(name, _MISSING)) for obj, name, _ in self.values]
 
     def apply(self) -> None:
@@ -86,7 +88,7 @@ _MISSING = object()
 
 
 def _patch_attr(obj, name, member, builder, scope) -> None:
-    """As the interpreter's, without a new dictionary of the keywords for each call."""
+    """Replaces the interpreter's ``_patch_attr`` without building a new dictionary of keywords for each call."""
     function = getattr(member, "__wrapped__", member)
     semantic = interpreter.interpreter_semantic
 
@@ -99,8 +101,10 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
 
 @contextlib.contextmanager
 def patched_language() -> Iterator[None]:
-    """The interpreter replaces the functions of ``triton.language`` anew for each launch, and whenever one kernel
-    function calls another.  Inside, a launch does so once, from a list."""
+    """Inside, a launch replaces the functions of ``triton.language`` once, from a list.
+
+    Triton's interpreter replaces them again for each launch, and whenever one kernel function calls another.
+    """
     patch = interpreter._patch_lang
     patches: _Patches | None = None
     patched = False
@@ -128,7 +132,7 @@ def patched_language() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cached_types() -> Iterator[None]:
-    """Types of blocks, and what tensors copy from their types, are built once for each shape."""
+    """Inside, the types of blocks, and the attributes that tensors copy from them, are built once for each shape."""
     blocks: dict[tuple, dict] = {}
     tensors: dict[tuple, dict] = {}
     others: dict[tuple, tl.block_type] = {}
@@ -172,7 +176,7 @@ def cached_types() -> Iterator[None]:
         return dtypes[name]
 
     def same_block(self, other):
-        # Names of pointers do not say in which memory they point.
+        # The name of a pointer type does not contain its address space.
         if isinstance(other, tl.block_type) and not self.element_ty.is_ptr():
             return self.key == other.key
         return block_equal(self, other)
@@ -195,7 +199,8 @@ def cached_types() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_operators() -> Iterator[None]:
-    """Operands that agree in dtype and shape are neither cast nor broadcast, and a type equals itself at a glance."""
+    """Inside, operands of equal dtype and shape are neither cast nor broadcast, and comparing a type with itself is
+    quick."""
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
     computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
     computed: dict[tuple, tl.dtype] = {}
@@ -237,8 +242,10 @@ def quick_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_unused_checks() -> Iterator[None]:
-    """The interpreter computes whether an integer operation overflows, and then asserts it only where kernels are
-    debugged, which they are not here."""
+    """Inside, integer operations are not checked for overflow.
+
+    The interpreter always computes the check, but asserts its result only in debugged kernels; no test has one.
+    """
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     with mock.patch.object(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)):

@@ -1,4 +1,4 @@
-"""Whether cuDNN may round to TF32, set for a while."""
+"""Sets for a while whether cuDNN may round to TF32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,10 @@ import torch
 
 @contextmanager
 def cudnn_set(setting: str, value: Any) -> Iterator[None]:
-    """``setting``: "allow_tf32", the old switch, or "fp32_precision", that of convolutions.  torch refuses to read the
-    one where the other says something else, so both are put back."""
+    """Sets "allow_tf32", the old switch, or "fp32_precision", the new switch of convolutions.
+
+    torch refuses to read one switch while the other contradicts it, so both are restored at the end.
+    """
     cudnn = torch.backends.cudnn
     allowed, parts = cudnn.allow_tf32, (cudnn, cudnn.conv, cudnn.rnn)
     before = [part.fp32_precision for part in parts]

@@ -2,8 +2,8 @@
 
     results = on_ranks(2, job, shapes)      # job(rank, world, shapes) in each; results[rank]
 
-Jobs are functions of modules that can be imported (``tests.training.jobs``).  Processes are forked from a server that
-has imported PyTorch and fusedseg once and run nothing yet.
+Jobs are functions of modules that can be imported (``tests.training.jobs``).  A server process imports PyTorch and
+fusedseg once, runs nothing, and forks the processes.
 """
 
 import datetime
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-# What the server imports, so that no process has to: optimizers import the compiler in their first step.
+# The server imports these modules for all processes.  Optimizers import the compiler in their first step.
 PRELOADED = [
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -25,12 +25,12 @@ PRELOADED = [
     "fusedseg",
     "tests.training.jobs",
 ]
-# seconds in which a collective, or a whole job, ends or fails
+# Seconds after which a collective, or a whole job, counts as failed.
 COLLECTIVE, JOB = 60, 240
 
 
 class RankFailed(RuntimeError):
-    """What the first rank that failed printed."""
+    """Holds the text that the first failed rank printed."""
 
 
 def _main(rank: int, world: int, folder: str, job: Callable, args: tuple) -> None:
@@ -55,7 +55,7 @@ def _main(rank: int, world: int, folder: str, job: Callable, args: tuple) -> Non
 
 
 def on_ranks(world: int, job: Callable, *args: Any) -> list[Any]:
-    """What ``job(rank, world, *args)`` returned on each rank.
+    """Returns the result of ``job(rank, world, *args)`` of each rank.
 
     Raises:
         RankFailed: with the traceback of a rank that failed, or was killed, or took too long.

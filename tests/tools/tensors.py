@@ -1,4 +1,4 @@
-"""Tensors that the tests of several kernels are made of."""
+"""Functions that make tensors for the tests of several kernels."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,10 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def placed(x: Tensor, offset: int | None = None) -> Tensor:
-    """A copy with the strides of x, ``offset`` elements from a multiple of 16 bytes, or as far from one as x is."""
+    """A copy with the strides of x that begins ``offset`` elements after a multiple of 16 bytes.
+
+    ``offset=None`` takes the distance of x from a multiple of 16 bytes.
+    """
     if offset is None:
         offset = x.data_ptr() % 16 // x.element_size()
     memory = torch.empty(x.numel() + offset, dtype=x.dtype, device=x.device)
@@ -20,14 +23,14 @@ def placed(x: Tensor, offset: int | None = None) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, rows: bool) -> Tensor:
-    """Memory that no one has touched yet: pages that the kernels leave alone are never committed."""
+    """Memory that nothing has touched yet: the system never commits the pages that the kernels do not touch."""
     if not rows:
         return torch.empty(*shape, dtype=dtype)
     return torch.empty(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
 
 
 def slots_of(channels: Sequence[int], C: int, device: torch.device) -> tuple[Tensor, int]:
-    """What launchers take for the kept channels: the slot of each, and how many there are."""
+    """The arguments of launchers for kept channels: the slot of each channel, and the number of kept channels."""
     slots = torch.full((C,), -1, dtype=torch.int32, device=device)
     slots[channels] = torch.arange(len(channels), dtype=torch.int32, device=device)
     return slots, len(channels)

@@ -1,4 +1,4 @@
-"""The reader of compiled code, on lines that Triton 3.6 and 3.9 have written."""
+"""Tests the reader of compiled code on lines that Triton 3.6 and 3.9 have written."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The faster interpreter computes the bits of the interpreter as it is, and keeps its errors."""
+"""The faster interpreter computes the same bits as Triton's unchanged interpreter, and raises the same errors."""
 
 import contextlib
 
@@ -26,7 +26,7 @@ def only_in_the_interpreter(device):
 
 
 def both(run):
-    """What ``run`` returns in either interpreter."""
+    """Returns the results of ``run`` in the unchanged and in the faster interpreter."""
     from tests.tools.interpreter_speed import as_it_is
 
     found = []
@@ -84,7 +84,7 @@ def test_pools(dtype, device):
 
 @triton.jit
 def mixed_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    """Scalars, blocks of several ranks and dtypes, promotions, and an integer that wraps."""
+    """Computes with scalars, blocks of several ranks and dtypes, promotions, and an integer that wraps around."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < N, other=-1)
     wide = x.to(tl.int64) * 3 + N
@@ -122,7 +122,7 @@ def adds_pointers_kernel(out_ptr):
 
 @pytest.mark.parametrize("kernel", [adds_unequal_blocks_kernel, odd_block_kernel, adds_pointers_kernel])
 def test_what_is_wrong_is_refused(kernel):
-    """Twice: what is wrong must not be remembered as right."""
+    """Each mistake is made twice, because the interpreter must not remember a wrong call as a right one."""
 
     def text():
         with pytest.raises(InterpreterError) as refused:

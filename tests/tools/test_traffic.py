@@ -1,4 +1,4 @@
-"""The counter of bytes: that it counts, and that it stops what leaves a tensor."""
+"""The counter of bytes counts accesses, and raises an error if an access leaves its tensor."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_only_chosen_programs_run():
 
 
 def test_bfloat16_is_rounded_to_nearest():
-    """The interpreter itself cuts 1.998 (between 1.9921875 and 2) off to 1.9921875."""
+    """Without ``true_bfloat16``, the interpreter truncates 1.998 (between 1.9921875 and 2) to 1.9921875."""
     out = torch.zeros(2, dtype=torch.bfloat16)
     copy_cast_kernel[(1,)](torch.tensor([1.998, -1.998]), out, BLOCK=2)
     assert out.tolist() == [2.0, -2.0]
@@ -81,11 +81,11 @@ def copy_cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def test_a_dot_of_bfloat16_multiplies_values():
-    """The interpreter itself multiplies the integers of their bits."""
+    """Without ``true_bfloat16``, the interpreter multiplies the integers that hold the bits."""
     a, b = torch.randn(2, 16, 16).bfloat16()
     out = torch.ones(16, 16)
     dot_kernel[(1,)](a, b, out, BLOCK=16)
-    # exact products, summed in fp32
+    # The products are exact, and are summed in fp32.
     torch.testing.assert_close(out, 1 + a.float() @ b.float().T, rtol=1e-5, atol=1e-5)
 
 

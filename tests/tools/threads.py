@@ -1,4 +1,4 @@
-"""How many threads torch computes with, for a while."""
+"""Sets for a while how many threads torch computes with."""
 
 import contextlib
 from collections.abc import Iterator

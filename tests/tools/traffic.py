@@ -1,12 +1,13 @@
-"""What Triton kernels load and store, counted in the interpreter by argument; and proof that they stay inside.
+"""Counts the bytes that Triton kernels load and store in the interpreter, by argument, and checks every address.
 
     with traffic() as moved:
         norm_act_fwd(x, ...)
     moved.loaded("norm_stats_kernel", "x_ptr") / x.nbytes      passes over x
-    moved.total / x.nbytes                                                all bytes, in units of x
+    moved.total / x.nbytes                                         all bytes, in units of x
 
-Lanes that are masked off do not count.  An access outside every argument, or one that begins in one argument and ends
-in another, raises before it is made.  So does an atomic operation: results must not depend on the order of programs.
+Lanes that are masked off do not count.  An access outside every argument, or an access that begins in one argument and
+ends in another one, raises an error before it is made.  An atomic operation raises an error too, because results must
+not depend on the order of programs.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 
 class Moved:
-    """Bytes moved, by (kernel, argument).  Arguments that lie at the same address count under the first one's name."""
+    """Bytes moved, by (kernel, argument).  Arguments at the same address count under the name of the first argument."""
 
     def __init__(self) -> None:
         self.loads: Counter[tuple[str, str]] = Counter()
@@ -35,7 +36,7 @@ class Moved:
         )
 
     def loaded(self, kernel: str | None = None, *arguments: str) -> int:
-        """Bytes loaded by a kernel (all, where None) from some of its arguments (all, where none is named)."""
+        """Bytes that a kernel (None: all kernels) loads from the named arguments (no name: all arguments)."""
         return self._sum(self.loads, kernel, arguments)
 
     def stored(self, kernel: str | None = None, *arguments: str) -> int:
@@ -47,7 +48,7 @@ class Moved:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte that the elements of a tensor occupy."""
+    """Addresses of the first byte that the elements of a tensor occupy, and of the byte after the last one."""
     if not tensor.numel():
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -55,7 +56,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Counting:
-    """The launch under way, and the bytes counted so far."""
+    """Holds the launch that is running, and the bytes counted so far."""
 
     def __init__(self) -> None:
         self.moved = Moved()
