@@ -176,7 +176,7 @@ def _read(method: Callable[..., Any]) -> _Source | None:
     source = _Source([], set(), set())
     for test in _tests(node):
         for part in ast.walk(test):
-            if names := _names(part, me):
+            if isinstance(part, ast.Attribute) and (names := _names(part, me)):
                 source.tests.append((names, part.lineno + first - 2))
     for part in ast.walk(node):
         if isinstance(part, ast.Call):

@@ -11,6 +11,8 @@ All functions below take the same objects: ``call`` describes the convolution, `
 after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,8 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
         return norm_op.forward(norm._replace(x=z), spec, layout, kept, z)
     from ...kernels.conv_abn import conv_abn_fwd
 
-    x, x_layout = dense(*sources)
+    (source,) = sources
+    x, x_layout = dense(source)  # type: ignore[arg-type]
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     with device_of(x):
@@ -96,8 +99,8 @@ def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     """Calls ``_forward_with`` with the backend that ``choice.py`` chooses."""
     name = "aten"
     sources, w, _, geometry = call
-    if is_tensor(sources) and choice.is_open(conv_backend, sources[0]):
-        x = sources[0]
+    x: Any = sources[0]
+    if is_tensor(sources) and choice.is_open(conv_backend, x):
         shape = geometry.output_shape(x.shape, w.shape)
         if shape.numel():
             # The measurement must not move the running statistics.
@@ -178,7 +181,7 @@ def conv_abn_op(*flat):
     """
     step = _rebuilt(flat)
     found, (call, norm, *_) = _forward(*step), step
-    mean = found.mean if norm.running_mean is None else norm.running_mean.to(found.second.dtype)
+    mean: Any = found.mean if norm.running_mean is None else norm.running_mean.to(found.second.dtype)
     return found.z, torch.stack([mean, found.second]), call.w.new_empty(0) if found.xhat is None else found.xhat
 
 
@@ -195,7 +198,7 @@ def _flat(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_b
     )  # fmt: skip
 
 
-def _rebuilt(flat: tuple) -> tuple[Convolution, Passed, Spec, Kept | None, str]:
+def _rebuilt(flat: tuple) -> tuple[Any, Passed, Spec, Kept | None, str]:
     """Builds the arguments of ``_forward`` from the result of ``_flat``."""
     x, w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, *act, slots, count, backend = flat
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)

@@ -7,7 +7,7 @@ while its part of the convolution is computed, in forward or backward.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ Source = Tensor | Interpolated
 def parse_sources(op: str, x: Source | Sequence[Source]) -> tuple[Source, ...]:
     """The sources as a tuple.  Raises an error if an element is no source, or if batches or spatial sizes differ."""
     if isinstance(x, (Tensor, Interpolated)):
-        sources: tuple[Source, ...] = (x,)
+        sources: tuple[Any, ...] = (x,)
     else:
         sources = tuple(x) if isinstance(x, (tuple, list)) else (x,)
         if not sources or not all(isinstance(source, (Tensor, Interpolated)) for source in sources):

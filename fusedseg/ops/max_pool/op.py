@@ -124,9 +124,8 @@ class MaxPoolFunction(torch.autograd.Function):
 WINDOW = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode"
 
 
-def _pool(*window) -> Pool:
-    *lists, ceil_mode = window
-    return Pool(*map(tuple, lists), ceil_mode)
+def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
+    return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
 
 
 def _op(x, *flat):
