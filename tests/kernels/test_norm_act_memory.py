@@ -183,7 +183,7 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
     # If the input is kept, the residual is read once.  The first pass writes its gradient, which the second pass reads
     # in
-# place of the residual and dz.
+    # place of the residual and dz.
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input", residual=True).passes, [4, 7, 3])
 
 
