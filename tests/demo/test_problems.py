@@ -64,7 +64,7 @@ def test_batches_come_from_what_is_trained_on_and_repeat_with_the_seed(problem):
     assert all(image.shape[:2] == (problem.size.batch, 1) for image in first.images)
     seen = problem.split.trained(problem.whole).labels
     if first.labels.dim() == 3:
-        # The held-out part consists of whole slices behind the split.
+        # A batch of images consists of whole slices of the trained part.
         assert all(any(torch.equal(one, other) for other in seen) for one in first.labels)
     else:
         assert first.labels.shape[1:] == (volume.PATCH,) * 3

@@ -61,7 +61,7 @@ def integers(w, i, result, sources) -> None:
 
 
 def move(w, i) -> None:
-    """mov also takes a number apart, or puts parts together."""
+    """mov: it also splits a number into parts, or joins parts."""
     result, source = i.operands
     kind = KINDS[i.modifiers[-1]]
     whole = unsigned(kind)
