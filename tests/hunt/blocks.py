@@ -28,7 +28,7 @@ def scope(g: Grower) -> None:
 def modes(g: Grower) -> None:
     """Adds a block in which autograd records less, or in which hooks and modes of other libraries are active."""
     # The hooks keep the layout.  Hooks that return the tensor itself are left out, because autograd then checks no
-    # version, and eager mode computes with whatever a saved tensor holds by then.
+    # version and eager mode computes with the values that a saved tensor holds at that time.
     copying = "torch.autograd.graph.saved_tensors_hooks(lambda t: copy.deepcopy(t.detach()), lambda t: t)"
     headers = ("with torch.no_grad():", "with torch.no_grad():", "with torch.enable_grad():", "with Quiet():",
                "with torch.set_grad_enabled(False):", f"with {copying}:")  # fmt: skip

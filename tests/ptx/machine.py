@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 
 @dataclass
 class Options:
-    """Which checks to make, and an order for warps, lanes and CTAs whose order PTX does not specify."""
+    """Limits of a run, and the order of warps, lanes and CTAs, which PTX does not specify."""
 
     # The number of threads that run in lock step.
     lanes: int = 8192

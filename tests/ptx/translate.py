@@ -197,8 +197,8 @@ def write_block(writer: Writer, entering: set[str], leaving: set[str]) -> list[s
 
 
 def translate(kernel: Kernel) -> list:
-    """Makes the functions of the kernel's blocks.  If a block ends in a conditional branch, its function returns the
-    lanes that take the branch."""
+    """Makes the functions of the kernel's blocks; one that ends in a conditional branch returns the lanes that take
+    it."""
     entering, leaving = liveness(kernel)
     products = {name for block in kernel.blocks for i in block.instructions if i.op == "wgmma"
                 for name in definitions(i)}  # fmt: skip
