@@ -102,8 +102,7 @@ def some(g: Grower, least: int, most: int) -> None:
 
 
 def grow(g: Grower) -> None:
-    """Adds the inputs and the steps; most programs lie in one scope, and some in a region of autocast around the
-    scope."""
+    """Adds the inputs and the steps; most programs lie in one scope, and some scopes in a region of autocast."""
     x = g.leaf(g.shape, g.dtype, grad=g.chance(0.8))
     g.step("input", g.rng.choice((f"{x}.view_as({x})", f"{x} * 1", f"{x}.view_as({x})")))
     if g.rates.mixed:

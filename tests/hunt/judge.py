@@ -46,8 +46,7 @@ def quiet() -> Iterator[None]:
 
 
 def judged(program: Program | Network, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
-    """Judges a program; ``tell`` is called with each phase that starts, because a crash in eager mode is PyTorch's
-    own."""
+    """Judges a program; calls ``tell`` with each phase that starts, because a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
         with quiet():
             tell("eager")

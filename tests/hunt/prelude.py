@@ -278,7 +278,7 @@ def refused(error):
 def difference(expected, got):
     """The first difference between two lists of logs; None if there is none.
 
-    Where autograd refuses a program's backward pass in eager mode, the scope may refuse it or not.
+    If autograd refuses a program's backward pass in eager mode, the scope may refuse it or accept it.
     """
     for theirs, ours in zip(expected, got, strict=True):
         if theirs.error is None and ours.error is not None:

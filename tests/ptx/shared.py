@@ -137,8 +137,7 @@ class Shared:
         self.committed[slice(None) if idx is None else idx] += 1
 
     def wait(self, allowed: int | None, idx, line: int) -> None:
-        """All copies arrive, except those of the last ``allowed`` groups; None also waits for copies without a
-        group."""
+        """All copies arrive, except in the last ``allowed`` groups; None also waits for copies without a group."""
         mine = slice(None) if idx is None else idx
         before = np.full(self.wave.n, -1, np.int32)
         before[mine] = 2**30 if allowed is None else self.committed[mine] - allowed

@@ -197,8 +197,7 @@ def write_block(writer: Writer, entering: set[str], leaving: set[str]) -> list[s
 
 
 def translate(kernel: Kernel) -> list:
-    """Makes the functions of the kernel's blocks; one that ends in a conditional branch returns the lanes that take
-    it."""
+    """Makes a function for each block; if the block ends in a conditional branch, it returns the lanes that branch."""
     entering, leaving = liveness(kernel)
     products = {name for block in kernel.blocks for i in block.instructions if i.op == "wgmma"
                 for name in definitions(i)}  # fmt: skip

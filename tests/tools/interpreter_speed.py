@@ -197,8 +197,7 @@ def cached_types() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_operators() -> Iterator[None]:
-    """Inside, operands of equal dtype and shape are neither cast nor broadcast, and comparing a type with itself is
-    quick."""
+    """Inside, operands of equal dtype and shape are not cast or broadcast, and a type quickly equals itself."""
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
     computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
     computed: dict[tuple, tl.dtype] = {}

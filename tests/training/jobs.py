@@ -153,8 +153,7 @@ def fsdp(rank, world, steps, converted):
 
 
 def resumable(rank, world, folder, steps, dies_at=None):
-    """Trains from the checkpoint, if there is one, and writes it after every step; one process can be killed in a
-    step."""
+    """Trains from the checkpoint, if there is one, and writes it after every step; can kill a process in a step."""
     net = fusedseg.convert_sync(small_net())
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     path, done, losses = Path(folder) / "checkpoint", 0, []
@@ -182,8 +181,7 @@ DEMO_RESOLUTION = 4
 
 
 def demo_losses(rank, world, steps, scan):
-    """Losses of a small network on the demo's images.  ``scan`` holds the images, because reading them takes
-    longest."""
+    """Losses of a small network on the demo's images, which ``scan`` holds because reading them takes longest."""
     from fusedseg.demo import distributed, mni152, slices
     from fusedseg.demo.problem import Size
 

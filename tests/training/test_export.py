@@ -83,8 +83,7 @@ def test_export_holds_stock_ops_alone(name):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_of_any_size(strict):
-    """The program takes the sizes that the stock network's program takes; with PyTorch 2.11 these are even sizes
-    only."""
+    """The program takes all sizes that the stock network's program takes: with PyTorch 2.11 only even sizes."""
     net, images, _ = case("2D")
     sizes = {0: torch.export.Dim("batch", max=64), 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     plain, program = (

@@ -87,8 +87,7 @@ def check(ours, stock, x, dtype, strides, gain=1.0):
         return
     # The terms of a sum may cancel, so the error is also compared with the size of the terms.
     floor = 1e-2 * gain * torch.linalg.vector_norm(dz(expected)).item()
-    # The rounding of a bias moves every xhat of a channel equally, by up to u |bias / weight|, which is at most 10 u
-    # here.
+    # The rounding of a bias moves every xhat of a channel equally, by up to u |bias / weight|, here at most 10 u.
     alike = 5 * torch.finfo(dtype).eps * dz(expected).abs().sum().item()
     for d, exact in zip(mine, gradients, strict=True):
         if exact is not None:
