@@ -1,4 +1,4 @@
-"""What a random program needs to run.  A printed program starts with those definitions of this file that it uses."""
+"""The definitions that random programs need.  A printed program begins with the definitions that it uses."""
 
 import contextlib
 import copy  # noqa: F401
