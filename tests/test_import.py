@@ -64,8 +64,7 @@ def found(tmp_path_factory) -> dict:
 
 
 def test_without_triton(tmp_path):
-    """The import and a training step work.  If the environment asks for the backend "triton", the error names
-    triton."""
+    """The import and a training step work; the error of the backend "triton" says that triton is missing."""
     found = json.loads(python(WITHOUT_TRITON, tmp_path, FUSEDSEG_BACKEND="triton"))
     assert found["backend"] == "triton"
     assert "triton is not installed" in found["error"]

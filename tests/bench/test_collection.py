@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[2]
 
 def run_pytest(*arguments: str) -> str:
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-n", "0", "-p", "no:cacheprovider"]
-    # A process that a worker starts is none itself.
+    # A process that an xdist worker starts must not act as a worker.
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     return run.stdout
 
 
-# Parts of both, which take a third of the time of all: they have the options and fixtures, and a stem in common.
+# A few tests and benches, which take a third of the time of all: they cover options, fixtures and equal file names.
 TESTS = ("tests/ops/test_inplace_abn.py", "tests/bench/test_conv_abn.py")
 BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py")
 

@@ -29,7 +29,7 @@ CASES = {
 }
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# a compiled module is the eager one's code
+# A compiled module runs the code of the eager module.
 UNCOMPILED = [name for name in CONV_CONTENDERS if name not in ("compiled", "aggressive")]
 
 
@@ -65,7 +65,7 @@ def test_the_input_belongs_to_the_layer_before():
     data = make_data(case, CPU)
     z, channels = data["dz"].nbytes, case.out_channels
     kept = {name: count_bytes(job_of(ConvJob, name, case, data), CPU)[0] for name in ("eager", "ours")}
-    # y and z, mean and rstd; z and rstd
+    # Eager mode keeps y, z, mean and rstd; our op keeps z and rstd.
     assert kept == {"eager": 2 * z + 2 * 4 * channels, "ours": z + 4 * channels}
 
 
@@ -85,7 +85,7 @@ def test_kernels_agree(case, monkeypatch):
     assert {name: r.refused for name, r in results.items()} == dict.fromkeys(KERNELS, "")
     assert {"y", "mean", "var"} == set(results[VENDOR_STATS].errors) == set(results[TRITON].errors)
     assert flops == 2 * 16 * 8 * case.kernel ** (len(case.shape) - 2) * torch.Size(case.shape).numel() // 16
-    # nothing is measured but on a GPU
+    # Measurements are made only on a GPU.
     assert choice.name == "aten"
 
 

@@ -1,4 +1,4 @@
-"""The convolution kernel under every variant: right in the interpreter, and compiled without spills."""
+"""The convolution kernel is right in the interpreter under every variant, and compiles without spills."""
 
 import json
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 SMALL = {
     "pointwise": Case((2, 16, 12, 16), 24, 1, "bf16", True),
     "pointwise-deep": Case((2, 72, 12, 16), 24, 1, "bf16"),
-    # rows of two tiles of 128 positions, and of one of 256
+    # Rows of two tiles of 128 positions, or of one tile of 256 positions.
     "images": Case((1, 16, 3, 256), 24, 3, "bf16", True),
     "images-128": Case((1, 16, 2, 256), 128, 3, "bf16", True),
     "volumes": Case((1, 16, 3, 5, 26), 24, 3, "fp16", True),
@@ -35,7 +35,7 @@ def only_in_the_interpreter(device):
 def test_convolutions_are_right_under_every_variant(kind, monkeypatch):
     from fusedseg.kernels import conv
 
-    # several tiles a program
+    # Each program has several tiles.
     monkeypatch.setattr(conv, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(conv, "PROGRAMS_PER_SM", 2)
     case = SMALL[kind]
@@ -74,7 +74,7 @@ def test_variants_compile_for_tensor_cores_without_spills():
     launches = compile_launches(["sm_90"], "bench.gpu.conv_variants", "LAUNCHES")["sm_90"]
     assert len(launches) >= sum(len(cases) for cases in CASES.values())
     print(*(f"{of['registers']:4d} {of['shared']:7d}  {of['case']}" for of in launches), sep="\n")
-    # of 149 registers; under Triton 3.9 two go to memory, once a tile
+    # The kernel needs 149 registers; under Triton 3.9 two of them spill to memory once for each tile.
     allowed = {"8x128x256x256 bf16 nchw, 1x1 to 64 128-registers": 8}
     assert {of["case"]: of["spilled"] for of in launches if of["spilled"] > allowed.get(of["case"], 0)} == {}
     assert {tuple(of["matrix"]) for of in launches} == {("wgmma.mma_async",)}

@@ -1,4 +1,4 @@
-"""Networks of the goals on a GPU, at full size on fake tensors: that each is built, and takes its input."""
+"""Each network of the goals on a GPU can be built and takes its input, at full size on fake tensors."""
 
 import pytest
 import torch

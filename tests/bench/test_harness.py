@@ -1,4 +1,4 @@
-"""The benches' harness: what it refuses, what it counts, and whose times it reports."""
+"""The benches' harness: the results that it refuses, the bytes that it counts, and the times that it reports."""
 
 import pytest
 import torch
@@ -58,9 +58,9 @@ def test_wrong_contenders_are_refused_and_absent_ones_named():
         step >= forward + backward
         for step, forward, backward in zip(eager.step, eager.forward, eager.backward, strict=True)
     )
-    # x and z, mean and rstd; the parameters are not counted
+    # Kept are x, z, mean and rstd; the parameters are not counted.
     assert eager.kept == 2 * data["x"].nbytes + 2 * 4 * 4
-    # x, z, and in backward the gradients of z's activation and of x
+    # Alive are x, z, and in backward the gradients of the activation's input and of x.
     assert eager.peak >= 4 * data["x"].nbytes
 
 
@@ -130,7 +130,7 @@ def test_json_has_bytes_a_second_of_the_fewest_passes():
     ours, copy = (found["contenders"][name] for name in ("ours", "copy"))
     assert {part: ours[part]["gb_per_s"] for part in section.parts} == pytest.approx(dict.fromkeys(section.parts, 1e3))
     assert ours["kept_bytes"] == 7
-    # what it has taken from the device is known on a GPU alone
+    # Only a GPU reports the memory that was reserved on the device.
     assert "reserved_bytes" not in ours
     assert copy == {"forward": {"median_ms": 2, "p20_ms": 2, "p80_ms": 2, "gb_per_s": 1e3}, "errors": {}}
 
@@ -155,7 +155,7 @@ def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
 
 
 def test_the_host_is_timed_over_calls_in_a_row():
-    """All forward passes, then all backward passes: nothing is waited for between them."""
+    """All forward passes run before all backward passes, and the harness does not wait between them."""
     calls = []
 
     class Recording(LayerJob):

@@ -1,4 +1,4 @@
-"""What a run of the benches prints: its progress with an estimate, pytest-benchmark's tables on request, five lines."""
+"""A run of the benches prints its progress with an estimate, five last lines, and on request the usual tables."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Clock:
-    """Stands in for the module ``time`` of the progress."""
+    """Replaces the module ``time`` in the module of the progress."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -44,7 +44,7 @@ def clocked(monkeypatch):
 def test_a_first_run_estimates_by_what_has_run_so_far(clocked):
     progress = Progress(["a", "a", "b", "c", "c"], {})
     assert clocked.run(progress, "a", 20.0) == "[1/3] 0:00, time left not known yet: a"
-    # the other contenders of a case report what the first one has measured
+    # The first contender of a case measures; the other contenders report its measurement.
     assert clocked.run(progress, "a", 1.0) is None
     assert clocked.run(progress, "b", 49.0) == "[2/3] 0:21, about 0:42 left by the cases so far: b"
     assert clocked.run(progress, "c", 1.0) == "[3/3] 1:10, about 0:35 left by the cases so far: c"
@@ -53,7 +53,7 @@ def test_a_first_run_estimates_by_what_has_run_so_far(clocked):
 def test_a_later_run_estimates_by_the_last_one_and_its_own_pace(clocked):
     progress = Progress(["a", "b", "c"], {"a": 10.0, "b": 40.0, "c": 5.0, "gone": 1000.0})
     assert clocked.run(progress, "a", 20.0) == "[1/3] 0:00, about 0:55 left by the last run: a"
-    # a machine that is half as fast today
+    # The machine is half as fast today.
     assert clocked.run(progress, "b", 80.0) == "[2/3] 0:20, about 1:30 left by the last run: b"
 
 
@@ -100,7 +100,7 @@ def test_five_lines(tmp_path):
         slower={"eager": result(1.0, 8, 8), "compiled": Result(missing="no compiler"), "ours": result(2.0, 2, 8)},
         equal={"eager": result(1.00), "ours": result(1.01)},
     )
-    # it counts no kept bytes
+    # This contender does not count kept bytes.
     inference = report.section("b", Section("Inference", parts=("forward",), counts=("peak",)))
     inference.cases["one"] = {"eager": result(1.0, 1, 8), "ours": result(1.0, 9, 8)}
     assert closing_lines(report) == [
@@ -197,7 +197,7 @@ def test_a_run_that_refuses_a_contender_and_a_later_one(bench, tmp_path):
     assert len(cases) == 2
     assert "FAILED bench/test_tiny.py::test_step[wrong-ours]" in lines
     assert "ours disagrees with the float64 reference: z off by" in out
-    # the five lines; no table of pytest-benchmark
+    # The run prints the five lines and no table of pytest-benchmark.
     where = tmp_path / "bench" / "out"
     first = next(i for i, line in enumerate(lines) if line.startswith("step / eager mode's: "))
     eager, compiler, kept, peak, files = lines[first : first + 5]
@@ -211,7 +211,7 @@ def test_a_run_that_refuses_a_contender_and_a_later_one(bench, tmp_path):
     assert " 1 failed, 3 passed" in lines[-1]
     assert "Rounds" not in out
     assert (where / "tiny.json").is_file()
-    # what failed is not remembered, because it may have ended early
+    # The time of a failed bench is not stored, because the bench may have ended early.
     remembered = tmp_path / ".pytest_cache" / "v" / "bench" / "seconds-cpu-run"
     assert list(json.loads(remembered.read_text())) == ["tiny: one"]
 

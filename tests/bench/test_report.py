@@ -1,4 +1,4 @@
-"""What reads the benches' results: goals, tables, comparison, plots and the section in docs/benchmarks.md."""
+"""Goals, tables, comparisons, plots and the section in docs/benchmarks.md are made from the benches' results."""
 
 import json
 
@@ -21,7 +21,7 @@ from bench.harness import Result
 from bench.report import BEGIN, END, changes, main, report_lines, write_into
 from bench.results import Section
 
-# cases that run by default on a GPU, by the stem of their file
+# Cases that run by default on a GPU, by the stem of their file.
 CASES = {
     "inplace_abn": test_inplace_abn.CASES["cuda"],
     "inplace_norm_act": test_inplace_norm_act.CASES["cuda"],
@@ -78,7 +78,7 @@ def norm_run(folder, ours: float = 1.0, eager: float = 10.0, **options) -> None:
 def test_every_goal_is_of_a_case_that_runs():
     for goal in goals.goals():
         assert goal.case in map(str, CASES[goal.stem])
-        # a case with figures of every contender gives the goal's
+        # A case with figures of every contender has a value for the goal.
         case = {"tensor_bytes": 1, "contenders": {name: figures() for name in (*CONTENDERS[goal.stem], "copy")}}
         assert goal.value(case) > 0
 
@@ -93,7 +93,7 @@ def test_goals_are_judged(tmp_path):
     of_case = {v.goal.figure: v for v in goals.judge(load(tmp_path)) if v.goal.case == LARGE}
     judged = {figure: (v.value if v.value is None else round(v.value, 3), v.met) for figure, v in of_case.items()}
     assert judged == {
-        # 3 passes in 1 s beside 2 in 0.62
+        # We move 3 passes in 1 s, and the copy moves 2 passes in 0.62 s.
         "forward: bandwidth on 3 passes / copy's": (0.93, True),
         "forward / eager": (0.1, True),
         "forward / compiled": (0.5, True),
@@ -144,7 +144,7 @@ def test_changes_are_those_beyond_the_spread(tmp_path):
     write(tmp_path / "new", "extra", "a", {"eager": result(1, 1), "ours": result(1, 1)})
     lines = changes(load(tmp_path / "old"), load(tmp_path / "new"))
     rows = [line for line in lines if line.startswith("| inplace_abn")]
-    # eager's 1 % is noise
+    # A difference of 1 % in eager mode is noise.
     assert [row.split(" | ")[2:] for row in rows] == [
         ["ours", "backward, ms", "2000.0000", "1000.0000", "0.500 |"],
         ["ours", "forward, ms", "1000.0000", "500.0000", "0.500 |"],

@@ -1,4 +1,4 @@
-"""Variants of launch constants: applied and undone, refused where they are wrong, and their table; interpreted."""
+"""Variants of launch constants are applied and undone, or refused if they are wrong; their table is printed."""
 
 import json
 from functools import partial
@@ -60,7 +60,7 @@ def test_wrong_variants_are_refused_and_failing_ones_named():
     from fusedseg.kernels import launch
 
     class Judged(KernelJob):
-        """Goes wrong by the constants that it runs under."""
+        """Gives a wrong result that depends on the constants in force."""
 
         def forward(self, prepared):
             if launch.PROGRAMS_PER_SM == 2:
@@ -83,7 +83,7 @@ def test_wrong_variants_are_refused_and_failing_ones_named():
 
 
 def test_table():
-    """Of a case of 1.68 MB: forward counts two passes, backward three, and a copy two."""
+    """The table of a case of 1.68 MB counts two passes for forward, three for backward, and two for a copy."""
     case = CASE._replace(shape=(2, 6, 5, 7000))
     section = VariantSection("title")
     results = {
@@ -98,7 +98,7 @@ def test_table():
     rows = [line.split() for line in lines[4:6]]
     assert rows[0] == ["default", *["0.0080"] * 3, "420", "0.50", "1.000", *["0.0240"] * 3, "210", "0.25", "1.000"]
     assert rows[1] == ["b", *["0.0040"] * 3, "840", "1.00", "0.500", *["0.0120"] * 3, "420", "0.50", "0.500"]
-    # once, for both
+    # The message is printed once for both.
     assert lines.count("b: half the time") == 1
     assert lines[-1] == "b: half the time"
     assert section.wrong("case") == {}

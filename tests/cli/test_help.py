@@ -69,7 +69,7 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
 
 
 class Terminal(io.StringIO):
-    """Stands for stderr.  ``drawn`` is set once the progress line is there."""
+    """Replaces stderr.  ``drawn`` is set when the progress line is drawn."""
 
     def __init__(self, is_terminal):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``fusedseg profile`` and ``plan``, and what all commands that take a model refuse."""
+"""``fusedseg profile`` and ``plan``, and the arguments that all commands for models refuse."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
     assert ours["convolutions"]["recomputed"] == 0 < checkpoint["convolutions"]["recomputed"]
     with files["csv"].open(newline="") as file:
         assert {row["exp"] for row in csv.DictReader(file)} == set(reports)
-    # a second time
+    # The second run finds the files of the first run.
     assert main(argv) == 2
     assert "found.csv exists: choose another path, or pass --overwrite" in capsys.readouterr().err
     assert main([*argv, "--overwrite"]) == 0
@@ -71,7 +71,7 @@ def test_a_preset_is_compared_with_its_plain_twin(capsys, tmp_path):
 
 
 def test_a_preset_of_two_encoders_in_fp32(capsys):
-    # conversion of the dtype, to the one it has, was refused on tensors without values
+    # Converting tensors without values to the dtype that they have raised an error.
     argv = ["profile", "lidar_optical_unet", "--input", "1,5,32,32", "--input", "1,3,32,32"]
     assert main([*argv, "--compare", "eager,fusedseg+amp"]) == 0
     assert "fusedseg+amp" in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_plan_prints_a_table(capsys, tmp_path):
     ids=["in the shape", "beside it", "both"],
 )
 def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(shape, more, capsys):
-    """``plan`` took shapes without the batch alone, and ``profile`` shapes with it alone."""
+    """``plan`` took only shapes without the batch, and ``profile`` took only shapes with the batch."""
     assert main(["plan", BLOCKS, "--input", shape, *more, "--budget", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "Cheapest for batch 16: eager" in out
@@ -128,7 +128,7 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
 
 
 def blocks():
-    """Two blocks of a convolution with BatchNorm and ReLU: what can be converted, and what can be checkpointed."""
+    """Makes two blocks of a convolution with BatchNorm and ReLU, which can be converted and checkpointed."""
 
     def block(channels, out):
         return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
@@ -141,7 +141,7 @@ def linear():
 
 
 def halves():
-    """A U-Net of one level that takes even sizes alone."""
+    """A U-Net of one level that takes only even sizes."""
 
     class Halves(nn.Module):
         def __init__(self):
@@ -164,7 +164,7 @@ HALVES = "tests.cli.test_memory:halves"
     ids=["profile", "plan", "convert"],
 )
 def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
-    """PyTorch logged the traceback of the op that failed: dozens of lines before the one that helps."""
+    """PyTorch logged the traceback of the failed op: dozens of lines before the line that helps."""
     assert main([*argv, "--input", "1,3,33,33"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"fusedseg {argv[0]}: ")
@@ -207,7 +207,7 @@ def test_refusals(argv, message, capsys):
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-    # once, not "fusedseg plan: fusedseg.memory.plan: "
+    # The name appears once, and not as "fusedseg plan: fusedseg.memory.plan: ".
     assert line.startswith(f"fusedseg {argv[0]}: ")
     assert "fusedseg.memory" not in line
 
@@ -239,7 +239,7 @@ def test_an_error_in_the_users_module_names_its_line(tmp_path, monkeypatch, caps
     ids=["letter", "zero", "empty", "batch", "unit", "negative", "reserve", "missing", "choice"],
 )
 def test_what_cannot_be_parsed_is_one_line(argv, message, capsys):
-    """Usage text of several lines stood before the message."""
+    """The error once began with several lines of usage text."""
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     (line,) = capsys.readouterr().err.splitlines()

@@ -149,7 +149,7 @@ def test_a_concatenation_and_leaky_mode(image):
     ids=["batch norm", "instance norm"],
 )
 def test_about_as_many_bytes_are_kept(make, pooled):
-    """The scope keeps what a pool makes of a rebuilt tensor; statistics are a few vectors for each norm."""
+    """The scope keeps the output of a pool of a rebuilt tensor; statistics are a few vectors for each norm."""
     image = torch.randn(2, 3, 64, 64)
     inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
     assert inplace.before == exact.before

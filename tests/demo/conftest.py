@@ -1,4 +1,4 @@
-"""The images are read and resampled once for all tests: that is most of the time of a tiny run."""
+"""Reads and resamples the images once for all tests, because this takes most of the time of a tiny run."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""``fusedseg demo --distributed``: any number of processes train as one does."""
+"""``fusedseg demo --distributed`` trains with any number of processes as with one process."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.training import jobs
 
 
 def test_any_number_of_processes():
-    """Batches of three: one process has two samples, or one, or none."""
+    """A batch has three samples, so a process has two samples, one or none."""
     scan = mni152.load(jobs.DEMO_RESOLUTION, torch.device("cpu"), mni152.SLICES)
     alone, *_ = on_ranks(1, jobs.demo_losses, 3, scan)
     for world in (2, 4):

@@ -1,4 +1,4 @@
-"""What the demos learn: real images, split front and back, without a download."""
+"""The data of the demos: real images without a download, split into front and back."""
 
 import socket
 import subprocess
@@ -40,19 +40,19 @@ def test_images_are_registered_and_labels_complete(problem):
         assert image.isfinite().all()
     for part in (problem.split.trained(whole), problem.split.held_out(whole)):
         counts = torch.bincount(part.labels.flatten(), minlength=len(problem.classes))
-        # active grey matter, the rarest
+        # Active grey matter is the rarest class.
         assert counts.min() > 500, dict(zip(problem.classes, counts.tolist(), strict=True))
 
 
 def test_the_parts_lie_apart(problem):
     seen, held_out = (part(problem.whole) for part in (problem.split.trained, problem.split.held_out))
-    # further than the smoothing of the activation map reaches for the most part, and than any voxel
+    # The gap is larger than any voxel, and than most of the smoothing of the activation map.
     assert held_out.y.min() - seen.y.max() >= 8
     assert torch.equal(problem.held_out.labels.flatten(), held_out.labels.flatten())
 
 
 def test_the_split_does_not_see_the_mirror_symmetry():
-    """The template's halves are nearly each other's image: a split of left and right would leak."""
+    """The template's left and right halves are nearly mirror images, so a split of left and right would leak."""
     t1 = mni152.load(2, CPU).images[0]
     assert torch.corrcoef(torch.stack([t1.flatten(), t1.flip(2).flatten()]))[0, 1] > 0.98
 
@@ -64,7 +64,7 @@ def test_batches_come_from_what_is_trained_on_and_repeat_with_the_seed(problem):
     assert all(image.shape[:2] == (problem.size.batch, 1) for image in first.images)
     seen = problem.split.trained(problem.whole).labels
     if first.labels.dim() == 3:
-        # whole slices: each is one of those behind the split
+        # A batch of images consists of whole slices of the trained part.
         assert all(any(torch.equal(one, other) for other in seen) for one in first.labels)
     else:
         assert first.labels.shape[1:] == (volume.PATCH,) * 3
@@ -77,7 +77,7 @@ def test_both_networks_are_one_function(problem):
     batch = problem.batch(torch.Generator().manual_seed(0))
     images = [image[:1, :, :24, :24] if image.dim() == 4 else image[:1, :, :16, :16, :16] for image in batch.images]
     with torch.no_grad():
-        # of batch norm over few voxels at the bottom, in fp32
+        # The tolerance is for batch norm over the few voxels of the lowest level, in fp32.
         torch.testing.assert_close(ours(*images), plain(*images), rtol=1e-3, atol=1e-3)
 
 
@@ -88,7 +88,7 @@ def test_views_leave_pictures(problem):
 
 
 def test_the_command_line_does_not_load_the_demo():
-    """The extras, and the seconds that nilearn takes to import, are the demo's own.  (torch tries tqdm itself.)"""
+    """Only the demo needs the extras, and the seconds that nilearn takes to import.  (torch itself imports tqdm.)"""
     code = (
         "import sys, fusedseg.__main__ as m\n"
         "assert not {'fusedseg.demo', 'nilearn', 'matplotlib'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""``fusedseg demo``: what it refuses, prints and writes."""
+"""``fusedseg demo``: the arguments that it refuses, the text that it prints, and the files that it writes."""
 
 import dataclasses
 import importlib
@@ -12,7 +12,7 @@ import torch
 from fusedseg.__main__ import DEMOS, main
 from fusedseg.demo import training
 
-# the package's attribute of that name is the function
+# The package's attribute of this name is the function, so the module is imported by its name.
 command = importlib.import_module("fusedseg.demo.run")
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -25,7 +25,7 @@ def extras():
 
 @pytest.fixture
 def tiny(extras, monkeypatch):
-    """The demos with networks of few channels, on samples a few at a time."""
+    """Sets networks of few channels and small batches for the demos."""
     for name in DEMOS:
         module = importlib.import_module(f"fusedseg.demo.{name}")
         size = dataclasses.replace(module.SIZES["cpu"], widths=(2, 4), batch=2, steps=2)
@@ -44,7 +44,7 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
     assert picture.read_bytes().startswith(PNG)
     assert (figures["demo"], figures["steps"], figures["seed"]) == (name, 2, 5)
     eager, ours = figures["networks"]["eager"], figures["networks"]["fusedseg"]
-    # the first step is from the same weights on the same batch; fp32 over few channels
+    # Both first steps have the same weights and the same batch, and differ by fp32 rounding.
     assert ours["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-4)
     assert ours["kept_bytes"] < eager["kept_bytes"]
     for found in (eager, ours):
@@ -133,7 +133,7 @@ def test_an_unknown_demo_is_refused(capsys):
 
 
 def test_settled_statistics_are_those_of_the_final_weights(tiny):
-    """Of one batch over and over they are the batch's own, whatever they were before."""
+    """After many passes over one batch, the statistics are those of this batch, whatever they were before."""
     problem = importlib.import_module("fusedseg.demo.slices").problem(torch.device("cpu"))
     batch = problem.batch(torch.Generator().manual_seed(0))
     networks = training.build(problem, torch.device("cpu"), seed=0)
@@ -142,7 +142,7 @@ def test_settled_statistics_are_those_of_the_final_weights(tiny):
         first = net.incs[0][0]
         seen = first.conv(batch.images[0]).transpose(0, 1).flatten(1)
         norm = next(module for module in first.modules() if hasattr(module, "running_mean"))
-        # fp32 over about ten thousand values
+        # The statistics are computed in fp32 over about ten thousand values.
         torch.testing.assert_close(norm.running_mean, seen.mean(1), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(norm.running_var, seen.var(1), rtol=1e-4, atol=1e-5)
         assert norm.momentum == 0.1
@@ -151,10 +151,10 @@ def test_settled_statistics_are_those_of_the_final_weights(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEMOS)
 def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
-    """At the default steps and seed; rounding alone tells the two apart."""
+    """With the default steps and seed, only rounding distinguishes the overlap of the two networks."""
     assert main(["demo", name, "--out", str(tmp_path)]) == 0
     figures = json.loads((tmp_path / f"{name}.json").read_text())
     assert figures["largest_iou_difference"] <= 0.02
     assert figures["fusedseg / eager"]["kept"] < 0.5
-    # learned, rather than alike in having learned nothing
+    # Both networks must have learned: networks that learn nothing are equal too.
     assert min(figures["networks"]["eager"]["iou"].values()) > 0.4

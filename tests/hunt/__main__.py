@@ -28,12 +28,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--print", type=int, metavar="SEED", help="prints one program, shrunk if it fails, and no more")
     parser.add_argument("--whole", action="store_true", help="with --print: as it was made")
-    # between the crew and its workers
+    # The crew passes this to its workers.
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--eager-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # a smaller program may ask for far larger tensors
+    # A shrunk program may ask for much larger tensors.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     if options.print is not None:
         print(text_of(options.kind, options.print, options.whole))

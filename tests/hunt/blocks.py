@@ -26,9 +26,9 @@ def scope(g: Grower) -> None:
 
 
 def modes(g: Grower) -> None:
-    """Blocks in which autograd records less, or others look on."""
-    # The hooks keep the layout.  Hooks that hand the tensor itself back are none of these: with them autograd checks no
-    # version, and eager mode computes with whatever a saved tensor holds by then.
+    """Adds a block in which autograd records less, or in which hooks and modes of other libraries are active."""
+    # The hooks keep the layout.  Hooks that return the tensor itself are left out, because autograd then checks no
+    # version and eager mode computes with the values that a saved tensor holds at that time.
     copying = "torch.autograd.graph.saved_tensors_hooks(lambda t: copy.deepcopy(t.detach()), lambda t: t)"
     headers = ("with torch.no_grad():", "with torch.no_grad():", "with torch.enable_grad():", "with Quiet():",
                "with torch.set_grad_enabled(False):", f"with {copying}:")  # fmt: skip
@@ -53,10 +53,10 @@ def checkpointed(g: Grower) -> None:
     ))  # fmt: skip
     result = g.stack[-1][-1].body[-1].code.removeprefix("return ")
     if "=True," in options + "," and not g.of(result).requires_grad and not g.chance(0.1):
-        # such a checkpoint raises in backward
+        # Such a checkpoint raises an error in backward.
         options = "use_reentrant=False"
     if g.threaded:
-        # its state of random numbers would be that of the other thread
+        # The checkpoint would save the state of random numbers of the other thread.
         options = "use_reentrant=False, preserve_rng_state=False"
     g.checkpoints = True
     if g.chance(0.15):
@@ -102,7 +102,7 @@ def some(g: Grower, least: int, most: int) -> None:
 
 
 def grow(g: Grower) -> None:
-    """The inputs, and the steps; most programs lie in one scope as a whole, some in a region of autocast around it."""
+    """Adds the inputs and the steps; most programs lie in one scope, and some scopes in a region of autocast."""
     x = g.leaf(g.shape, g.dtype, grad=g.chance(0.8))
     g.step("input", g.rng.choice((f"{x}.view_as({x})", f"{x} * 1", f"{x}.view_as({x})")))
     if g.rates.mixed:
@@ -130,7 +130,7 @@ def body(g: Grower) -> None:
 
 
 def loss(g: Grower) -> None:
-    """Adds the tensors that are there to the loss, where they have a gradient."""
+    """Adds the present tensors that require a gradient to the loss."""
     if "loss" not in g.space:
         g.step("loss", "loss = torch.zeros((), dtype=torch.float64)", outs=0)
     names = [n for n in g.frames[0] if g.of(n).requires_grad]
@@ -146,19 +146,19 @@ def loss(g: Grower) -> None:
 
 
 def finish(g: Grower) -> None:
-    """After the scopes: the rest of the loss, what changes before the backward passes, and those."""
+    """Adds the steps after the scopes: the rest of the loss, changes before the backward passes, and the passes."""
     loss(g)
     top = g.stack[0]
     buffers = [n for n in g.space if n[0] == "b" and n[1:].isdigit()]
     for name in buffers:
-        # autograd would read the new values itself where it keeps the memory
+        # If autograd keeps the memory, it would itself read the new values.
         if not g.keeps(torch.from_numpy(g.space[name])):
             top.append(Step("memory", f"{name}[...] = 0.125"))
     if g.chance(0.3):
         habits.parameter_change(g)
     if g.chance(0.1):
         steps.in_place(g)
-    # not where a checkpoint would run in another mode the second time
+    # A checkpoint would run in another mode the second time, so programs with checkpoints get no such step.
     for module in g.log.modules if not g.checkpoints else ():
         if g.chance(0.2):
             top.append(Step("mode", f"{module}.{g.rng.choice(('train', 'eval'))}()"))

@@ -21,10 +21,10 @@ from tests.hunt.program import Network, Program, nodes
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"programs": grown, "networks": grown_network}
-# a program takes a few hundredths of a second
+# Seconds; a program takes a few hundredths of a second.
 PATIENCE = 120.0
 CHUNK = 500
-# failures that are shrunk, for each cause
+# Number of failures that are shrunk for each cause.
 SHRUNK = 10
 
 
@@ -34,7 +34,7 @@ def made(kind: str, seed: int) -> Program | Network:
 
 
 def work(kind: str, seeds: Iterable[int], file: Path, eager_only: bool = False) -> None:
-    """What a worker does: a line for each phase of each seed, and one for its verdict."""
+    """Runs as a worker: writes a line for each phase of each seed, and a line for its verdict."""
     with file.open("a", buffering=1) as out:
 
         def tell(phase: str) -> None:
@@ -54,16 +54,16 @@ def work(kind: str, seeds: Iterable[int], file: Path, eager_only: bool = False) 
 
 
 class _Enough(Exception):
-    """Eager mode has ended without a crash."""
+    """Raised when eager mode has ended without a crash."""
 
 
 @dataclass
 class Report:
     kind: str
     counts: collections.Counter = field(default_factory=collections.Counter)
-    # cause -> the seeds
+    # Cause -> seeds.
     failures: dict[str, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
-    # seeds whose program ends PyTorch itself
+    # Seeds whose program crashes PyTorch itself.
     crashes: list[int] = field(default_factory=list)
 
     def add(self, seed: int, verdict: Verdict) -> None:
@@ -96,7 +96,7 @@ def _command(*arguments: object) -> list[str]:
 
 
 def printed(kind: str, seed: int) -> str:
-    """The shrunk program of a seed; as it is where a smaller one ends the process."""
+    """The shrunk program of a seed, or the whole program if a smaller one crashes the process."""
     for options in ([], ["--whole"]):
         run = subprocess.run(
             _command("--kind", kind, "--print", seed, *options), cwd=ROOT, capture_output=True, text=True, timeout=600
@@ -107,7 +107,7 @@ def printed(kind: str, seed: int) -> str:
 
 
 def text_of(kind: str, seed: int, whole: bool = False) -> str:
-    """The program of a seed as code, without the steps that its failure does not need; first the kinds of its steps."""
+    """The program of a seed as code, without steps that its failure does not need, after a line of the steps' kinds."""
     program = made(kind, seed)
     if not whole and judged(program).kind == "failure":
         program = shrunk(program)
@@ -134,7 +134,7 @@ class _Worker:
     def over(self) -> bool:
         if self.process.poll() is not None:
             return True
-        # a torch takes long to import where the machine is busy
+        # Importing torch takes long on a busy machine.
         if time.time() - self.file.stat().st_mtime > PATIENCE:
             self.process.kill()
             self.process.wait()
@@ -146,7 +146,7 @@ class _Worker:
 
 
 def _crash(worker: _Worker, last: dict, folder: Path) -> Verdict:
-    """Of a program in whose run the worker died."""
+    """The verdict on a program in whose run the worker died."""
     seed, status = last["seed"], worker.process.returncode
     if last["phase"] == "scope":
         further = _Worker(worker.kind, range(seed, seed + 1), folder, "--eager-only")
@@ -158,7 +158,7 @@ def _crash(worker: _Worker, last: dict, folder: Path) -> Verdict:
 
 
 def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
-    """Runs all seeds, in as many processes at a time."""
+    """Runs all seeds in ``jobs`` processes at a time."""
     report = Report(kind)
     todo: Iterator[range] | list[range]
     todo = [range(a, min(a + CHUNK, seeds.stop)) for a in range(seeds.start, seeds.stop, CHUNK)]

@@ -18,14 +18,14 @@ from tests.hunt import prelude
 from tests.hunt.program import Block, Node, Program, Step
 
 LARGEST = 20_000
-# by name: relu_(, add_(, inplace=True, out=, .data, iadd(, __setitem__
+# Writes are recognised by name: relu_(, add_(, inplace=True, out=, .data, iadd(, __setitem__.
 WRITES = re.compile(
     r"[a-z]_\(|inplace=True|out=|\.data\b|\.i(?:add|sub|mul|truediv)\(|Dirty|\] = |np\.copyto|change\d*\("
 )
 
 
 class Rates:
-    """How often a program does what; drawn once for each program, so that programs differ in kind."""
+    """How often a program takes each kind of step; drawn once for each program, so that programs differ in kind."""
 
     def __init__(self, rng: random.Random) -> None:
         self.mixed = rng.choice((0.0, 0.0, 0.15, 0.4))
@@ -49,7 +49,7 @@ class Grower:
     def __init__(self, seed: int, choose: Callable[["Grower"], Callable[["Grower"], None]], threaded: bool) -> None:
         self.rng, self.choose = random.Random(seed), choose
         self.rates = Rates(self.rng)
-        # the generator of random numbers belongs to all threads
+        # All threads share the generator of random numbers.
         self.threaded = threaded
         self.shape: tuple[int, ...] = self.rng.choice(SHAPES)
         self.dtype = self.rng.choice((torch.float32,) * 8 + (torch.float64, torch.bfloat16))
@@ -57,13 +57,13 @@ class Grower:
         self.space: dict = dict(vars(prelude)) | {"scope": prelude.eager, "log": self.log}
         self.setup: list[Node] = []
         self.stack: list[list[Node]] = [[]]
-        # the names of tensors, by function
+        # The names of tensors, by function.
         self.frames: list[list[str]] = [[]]
         self.numbers = iter(range(1, 100_000))
         self.kept: list[Tensor] = []
         self.scopes, self.entered, self.writes_outside, self.checkpoints = 0, False, False, False
 
-    # what there is
+    # -- the present tensors
 
     def of(self, name: str) -> Tensor:
         return self.space[name]
@@ -72,7 +72,7 @@ class Grower:
         return f"{letter}{next(self.numbers)}"
 
     def pick(self, wanted: Callable[[Tensor], bool] | None = None) -> str | None:
-        """A tensor, more often one of the last."""
+        """Picks a tensor, more often a recent one."""
         names = [n for n in self.frames[-1] if wanted is None or wanted(self.of(n))]
         if not names:
             return None
@@ -88,7 +88,7 @@ class Grower:
         """Whether autograd keeps this memory."""
         return any(_memory(k) == _memory(t) for k in self.kept)
 
-    # what is made
+    # -- new steps
 
     def leaf(self, shape: tuple[int, ...], dtype: torch.dtype, grad: bool = True, scale: float = 1.0) -> str:
         name = self.new("p")
@@ -111,12 +111,12 @@ class Grower:
         self.setup.append(Step(kind, code))
 
     def step(self, kind: str, expression: str, outs: int = 1) -> str | None:
-        """Runs and adds ``t7 = expression``, or ``t7, t8 = …``; without outputs, the statement.
+        """Runs and adds ``t7 = expression``, or ``t7, t8 = …``; without outputs, runs and adds a statement.
 
-        Returns the (last) name, or None where the step raises or gives what no later step could use.
+        Returns the (last) name, or None if the step raises an error or its result is of no use to later steps.
         """
         writes = WRITES.search(expression) is not None
-        # in a checkpoint, autograd does not refuse the write, and eager mode computes with what is there by then
+        # In a checkpoint autograd does not refuse the write, and eager mode computes with the new values.
         refused = len(self.frames) > 1 or not self.chance(self.rates.write_kept)
         if writes and refused and self._written_is_kept(expression):
             return None
@@ -140,13 +140,13 @@ class Grower:
         return names[-1] if names else ""
 
     def _written_is_kept(self, expression: str) -> bool:
-        """Whether autograd keeps the tensor that a step writes to, the first one that it names."""
+        """Whether autograd keeps the tensor that a step writes to, which is the first tensor that it names."""
         match = re.search(r"\b[tp]\d+\b", expression)
         return match is not None and self.keeps(self.of(match.group()))
 
     @contextlib.contextmanager
     def block(self, kind: str, header: str) -> Iterator[None]:
-        """What is added inside stands below the header, ``with …:``, and runs in its context."""
+        """Steps that are added inside stand below the header, ``with …:``, and run in its context."""
         context = eval(header.removeprefix("with ").removesuffix(":"), self.space)
         scoped = header == "with scope():"
         self.stack.append([])
@@ -162,7 +162,7 @@ class Grower:
 
     @contextlib.contextmanager
     def function(self, arguments: list[str]) -> Iterator[str]:
-        """What is added inside is the body of a function of its own, whose last tensor it returns."""
+        """Steps that are added inside are the body of a new function, which returns its last tensor."""
         name = self.new("f")
         self.stack.append([])
         self.frames.append(list(arguments))
@@ -176,10 +176,10 @@ class Grower:
             exec("\n".join(block.lines()), self.space)
             self.stack[-1].append(block)
 
-    # the whole
+    # -- the whole program
 
     def watch(self) -> contextlib.AbstractContextManager:
-        """Notes what autograd keeps."""
+        """Notes the memory that autograd keeps."""
 
         def pack(t: Tensor) -> Tensor:
             with contextlib.suppress(Exception):

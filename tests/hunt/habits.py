@@ -9,7 +9,7 @@ from tests.hunt.steps import scalar, weight_dtype
 def _unkept(g: Grower) -> str | None:
     """A tensor whose memory autograd does not keep: a write that it cannot see changes no gradient.
 
-    After a scope there is none: nothing could tell the scope of a write to what it is to rebuild from.
+    After a scope there is no such tensor: the scope could not notice a write to the sources of its recipes.
     """
     if g.entered and not g.scopes:
         return None
@@ -17,7 +17,7 @@ def _unkept(g: Grower) -> str | None:
 
 
 def hidden_write(g: Grower) -> None:
-    """A change that no version counts."""
+    """A change that no version counter shows."""
     name = _unkept(g)
     if name is None:
         return
@@ -73,7 +73,7 @@ def parameter_change(g: Grower) -> None:
 
 
 def stale_cast(g: Grower) -> None:
-    """A weight that autocast has cast, and that is then changed: the copy in autocast's cache is not."""
+    """A weight that changes after autocast has cast it: the copy in autocast's cache does not change."""
     name = g.pick(lambda t: t.dim() in (2, 4) and t.is_floating_point() and t.shape[1] > 0)
     if name is None or g.scopes or g.dtype not in (*HALF, g.of(name).dtype):
         return
@@ -94,7 +94,7 @@ def stale_cast(g: Grower) -> None:
 
 def hook(g: Grower) -> None:
     if g.log.modules and g.chance(0.2):
-        # modules that lie in the program call it each time
+        # Modules in the program call the hook each time.
         g.step("hook", f"{g.rng.choice(list(g.log.modules))}.register_forward_hook(lambda m, i, out: out * 2)", outs=0)
         return
     name = g.pick(lambda t: t.requires_grad)
@@ -130,7 +130,7 @@ def decorated(g: Grower) -> None:
 
 
 def shared_memory(g: Grower) -> None:
-    """The module of torch, called with arguments by name, and results of one memory under several names."""
+    """Functions of torch with arguments by name, and results that share one memory under several names."""
     name = g.floats()
     if name is None:
         return
@@ -187,7 +187,7 @@ def broadcast_sum(g: Grower) -> None:
             g.step("binary", g.rng.choice((f"{total} * {w}", f"{total}.square()", f"SaveInput.apply({total})")))
 
 
-# without torch.func.grad, on whose entry the scope raises: it is documented
+# torch.func.grad is left out: the scope raises a documented error on its entry.
 ODD = [
     "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})",
     "torch.vmap(lambda v: v.flatten()[:2])({x})",

@@ -11,7 +11,7 @@ import fusedseg
 from tests.hunt.prelude import difference, eager, network_difference, network_results, outcome, refused
 from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
 
-# what the scope says, in a backward pass, where a program writes to a source after the scope has ended: documented
+# The documented error in a backward pass, if a program writes to a source after the scope has ended.
 AFTER_SCOPE = "may be modified inside the scope only"
 
 
@@ -32,21 +32,21 @@ class Verdict(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """What failures have in common: the text without numbers and names."""
+        """The cause that failures share: the text without numbers and names."""
         text = re.sub(r"\b[tpm]\d+(\.\w+)*", "x", self.how)
         return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.splitlines()[0] if text else "")[:140]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Random programs do much that PyTorch warns of."""
+    """Silences warnings, because PyTorch warns about many random programs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def judged(program: Program | Network, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
-    """``tell`` hears which phase starts: a crash in eager mode is PyTorch's own."""
+    """Judges a program; calls ``tell`` with each phase that starts, because a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
         with quiet():
             tell("eager")
@@ -85,7 +85,7 @@ def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
         try:
             return _sort(judged(candidate)) == wanted
         except (SyntaxError, MemoryError, RuntimeError):
-            # too little is left of it, or it asks for more than there is
+            # Too little is left of the program, or it asks for more memory than the limit.
             return False
 
     if len(program.parts) == 2:
@@ -128,11 +128,11 @@ def _sort(verdict: Verdict) -> tuple[str, str]:
 
 
 def _smaller(steps, path):
-    """The ways to do without the node at a path, boldest first."""
+    """The ways to leave out the node at a path; the ways that drop most come first."""
     try:
         node = _at(steps, path)
     except (IndexError, AttributeError):
-        # gone with another one
+        # The node was dropped together with another node.
         return
     results = defined(node)
     body = getattr(node, "body", None)

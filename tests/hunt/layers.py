@@ -42,7 +42,7 @@ def convolution(g: Grower) -> None:
 
 
 def _weight(g: Grower, shape: tuple[int, ...], x) -> str:
-    """A leaf, often one that is there already; the scale keeps sums near one."""
+    """A leaf, often an existing one; the scale keeps sums near one."""
     dtype = weight_dtype(g, x)
     leaves = [n for n, t in g.log.leaves.items() if t.shape == shape and t.dtype == dtype and t.requires_grad]
     if leaves and g.chance(0.6):
@@ -97,7 +97,7 @@ def norm_function(g: Grower) -> None:
         mean, var = (g.leaf((c,), x.dtype, grad=False, scale=0.5) for _ in range(2))
         var = f"{var}.abs_().add_(0.5)" if g.chance(0.1) else var
     own = mean == "None" or g.chance(0.7)
-    # without a weight, a bias makes PyTorch's own backward pass raise "tensor does not have a device"
+    # With a bias and no weight, PyTorch's own backward pass raises "tensor does not have a device".
     group_bias = "None" if w == "None" else b
     calls = [
         f"F.batch_norm({name}, {mean}, {var}, {w}, {b}, {own}, {rng.choice((0.1, 0.5, 1.0))})",

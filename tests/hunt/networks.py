@@ -54,7 +54,7 @@ def unit(g: Grower) -> None:
             result = g.step("activation", steps.filled(g, rng.choice(steps.ACTIVATIONS)).replace("{x}", name))
             name = result or name
             continue
-        # assigned to the same variable, as people write it, or to another one, so that both can be read again
+        # The result goes to the same variable, as people write it, or to a new one, so that both can be read again.
         name = g.step("unit", f"{part}({name})") or name
 
 

@@ -1,4 +1,4 @@
-"""What a random program needs to run.  A printed program starts with those definitions of this file that it uses."""
+"""The definitions that random programs need.  A printed program begins with the definitions that it uses."""
 
 import contextlib
 import copy  # noqa: F401
@@ -32,7 +32,7 @@ class Log:
 
     def __init__(self):
         self.results, self.leaves, self.modules = [], {}, {}
-        # the exception that ended the program, and the state of random numbers at its end
+        # The exception that ended the program, and the state of random numbers at its end.
         self.error = self.random = None
 
     def note(self, label, value):
@@ -278,14 +278,14 @@ def refused(error):
 def difference(expected, got):
     """The first difference between two lists of logs; None if there is none.
 
-    Where autograd refuses a program's backward pass in eager mode, the scope may refuse it or not.
+    If autograd refuses a program's backward pass in eager mode, the scope may refuse it or accept it.
     """
     for theirs, ours in zip(expected, got, strict=True):
         if theirs.error is None and ours.error is not None:
             return f"only the scope raises: {type(ours.error).__name__}: {ours.error}"
         if theirs.error is not None and not refused(theirs.error) and type(theirs.error) is not type(ours.error):
             return f"the scope raises {ours.error!r} instead of {theirs.error!r}"
-        # what a refused pass leaves behind is not compared: the lists end where the error came
+        # Results after a refused pass are not compared: the lists end at the error.
         for (label, value), (other_label, other) in zip(theirs.results, ours.results, strict=theirs.error is None):
             how = f"it is {other_label}" if label != other_label else differs(value, other)
             if how is not None:
@@ -333,7 +333,7 @@ def network_difference(make, shape, everywhere=False):
 
 def results_differ(expected, got):
     if "error" in expected:
-        # what autograd refuses may be right in a converted network, which keeps other tensors
+        # A pass that autograd refuses may be right in a converted network, which keeps other tensors.
         return None if "error" in got or "inplace" in expected["error"] else f"nothing raises {expected['error']}"
     if "error" in got:
         return f"only the converted network raises: {got['error']}"
@@ -358,7 +358,7 @@ def network_results(network, shape, training):
     torch.manual_seed(1)
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
     try:
-        # a view of the leaf, which a network may write over
+        # The input is a view of the leaf, and a network may write over it.
         out = network(x.view_as(x))
         weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
         (out * weights).sum().backward()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.hunt import prelude
 
-# tensors, leaves, modules, memory of numpy's, functions
+# Names of tensors, leaves, modules, memory of numpy's, and functions.
 NAME = re.compile(r"\b[tpmbf]\d+\b")
 
 
@@ -60,7 +60,7 @@ class Program(NamedTuple):
 
     seed: int
     parts: tuple[Steps, ...]
-    # whether a step outside of every scope writes to a tensor, after which the scope may raise its own error
+    # Whether a step outside of every scope writes to a tensor; the scope may then raise its own error.
     writes_outside: bool = False
 
     def functions(self) -> str:
@@ -169,7 +169,7 @@ def renamed(steps: Steps, old: str, new: str) -> Steps:
         if isinstance(node, Step):
             out.append(replace(node, code=pattern.sub(new, node.code)))
         else:
-            # the parameters of a function keep distinct names
+            # The parameters of a function keep distinct names.
             header = (
                 node.header if f"{new}," in node.header or f"{new})" in node.header else pattern.sub(new, node.header)
             )

@@ -82,7 +82,7 @@ JOINS = [
     "torch.stack([{x}, {y}]).sum(0)", "torch.hstack([{x}, {y}])", "torch.cat([{x}.expand_as({x}), {x} * 2], -1)",
 ]  # fmt: skip
 
-# with two results
+# Steps with two results.
 SPLITS = ["{x}.chunk(2, {d})", "torch.chunk({x}, 2, 1)", "{x}.split(2, 1)", "{x}.unbind(0)", "{x}.tensor_split(2, {d})",
           "torch.split({x}, [1, {x}.shape[1] - 1], 1)", "{x}.max({d})", "torch.var_mean({x}, {d})", "{x}.sort({d})",
           "torch.topk({x}, 1, {d})"]  # fmt: skip
@@ -171,7 +171,7 @@ def filled(g: Grower, template: str) -> str | None:
             return name
         if place == "y":
             other = partner(g, x)
-            # x.mul_(x) saves what it overwrites, which eager mode does not notice in a checkpoint
+            # x.mul_(x) saves the tensor that it overwrites, which eager mode does not notice in a checkpoint.
             return f"{name}.detach().clone()" if other == name and WRITES.search(template) else other
         if place == "s":
             return scalar(g)

@@ -1,4 +1,4 @@
-"""Random programs in the scope, and random networks through ``convert``: what they do, and that a defect is found."""
+"""Random programs run in the scope, random networks go through ``convert``, and the hunt finds a defect."""
 
 import collections
 import re
@@ -17,7 +17,7 @@ from tests.hunt.program import Block, Program, Step, nodes
 
 
 def found_nothing(kind: str, seeds: range, least: int, jobs: int = 1) -> None:
-    """Fails with the shrunk programs; ``least`` are to be compared to their end, or the hunt shows little."""
+    """Fails with the shrunk programs, or if fewer than ``least`` programs ran to their end."""
     report = crew.hunt(kind, seeds, jobs)
     print(report)
     assert not report.failures, f"{report}\n\n{report.programs()}"
@@ -48,7 +48,7 @@ def size(program):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Every rebuilt tensor is a little too large."""
+    """Makes every rebuilt tensor a little too large."""
     whole = saved.Recipe._rebuilt
     monkeypatch.setattr(saved.Recipe, "_rebuilt", lambda self, order: whole(self, order) * 1.5)
 
@@ -84,7 +84,7 @@ def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_printed_program_runs_as_a_file(tmp_path):
-    """Nothing of the tests is needed, but the packages."""
+    """A printed program needs the packages, and nothing of the tests."""
     file = tmp_path / "program.py"
     file.write_text(str(next(p for p in map(grown, range(200)) if judged(p).kind == "same")))
     assert "tests" not in re.findall(r"\w+", file.read_text())
@@ -104,7 +104,10 @@ sys.exit(main())
 
 
 def test_a_crash_does_not_end_the_hunt(monkeypatch):
-    """A program that ends eager mode is PyTorch's own; one that ends the scope is a failure; all others run."""
+    """A program that crashes in eager mode counts as PyTorch's fault, and one that crashes in the scope as a failure.
+
+    All other programs still run.
+    """
     monkeypatch.setattr(crew, "_command", lambda *words: [sys.executable, "-c", CRASHING, *map(str, words)])
     report = crew.hunt("programs", range(8))
     assert report.crashes == [3]
@@ -130,7 +133,7 @@ def test_what_a_verdict_is():
 
 @pytest.mark.usefixtures("one_thread")
 def test_programs_are_of_every_kind():
-    """What the issue names, each in several of the first programs."""
+    """Each kind of step occurs in at least two of the first 120 programs."""
     with quiet():
         programs = [grown(seed) for seed in range(120)]
     kinds = collections.Counter(node.kind for p in programs for part in p.parts for _, node in nodes(part))

@@ -51,8 +51,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
-    """Makes inputs for which y has a variance of about 1, and a mean that differs by channel; weights have both
-    signs."""
+    """Makes inputs for which y has a variance of about 1 and a mean by channel; weights have both signs."""
     K = conv.w[0]
     x, w = torch.randn(conv.x, dtype=torch.float64) + 0.5, torch.randn(conv.w, dtype=torch.float64)
     w /= w[0].numel() ** 0.5

@@ -250,8 +250,7 @@ def dry_run_lists_every_launch() -> None:
 
 
 def the_function_in_c_gets_what_triton_gives_it() -> None:
-    """Triton 3.9's launcher is a Python function that calls a C function; a direct launch calls the C function
-    itself."""
+    """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call."""
     stubs = {name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     with recorder() as record, mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs):
         record.launcher_cls = nvidia.CudaLauncher

@@ -42,8 +42,7 @@ def test_16_byte_loads_and_stores(launches):
         if fmt == "rows" or pool in ("unet", "volume"):
             wide |= {("x_ptr", "load"), ("dz_ptr", "load")}
         if pool == "volume-overlapping" or (pool == "volume" and fmt == "rows"):
-            # Codes, the smallest tensor, move half a vector; with a whole vector a thread would hold too many positions
-            # of dx.
+            # A thread loads half a vector of dz, the smallest tensor; a whole one would need too many positions of dx.
             wide -= {("dz_ptr", "load")}
         for argument, kind in wide:
             widths = of["accesses"].get(argument, {kind: {}})[kind]

@@ -83,8 +83,8 @@ def inputs(shape, memory_format, dtype, device, affine=True):
 
 
 def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
-    """Runs forward and backward without changing ``x``; in the interpreter every access must lie inside its
-    argument."""
+    """Runs forward and backward, leaves ``x`` as it is, and checks in the interpreter that no access leaves a
+    tensor."""
     from fusedseg.kernels.norm_act import norm_act_fwd
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 

@@ -66,8 +66,7 @@ def path(request):
 
 
 def inputs(shape, rows, dtype, device, affine=True):
-    """x, dz, residual, weight and bias: weights have both signs and a size of about 1, so that rounding is not
-    magnified."""
+    """x, dz, residual, weight and bias; weights have both signs and are near 1, so that rounding is not magnified."""
     C = shape[1]
     x, dz, residual = torch.randn(3, *shape, dtype=torch.float64)
     # Without this term, dweight would be a small difference of large sums.

@@ -59,7 +59,7 @@ def test_3d_unets_in_half_precision_and_why_the_small_one_keeps_more():
     # A joined map of 192 channels at full size takes the place of one of 128 channels.
     assert "320×150×26" in text
     assert "concatenation" in text
-    # The same model is also estimated by itself.
+    # The summary of one model names the largest shape too.
     assert "320×150×26 are 73% of what is kept; the parameters weigh 27.6 MiB" in small.summary()
 
 

@@ -131,8 +131,7 @@ def option(label, batch, recomputed=0.0, total=1):
 
 
 def test_what_gains_nothing_is_marked():
-    """``fusedseg+checkpoint`` reached the batch of ``fusedseg`` with 35 % more arithmetic, and the plan did not say
-    so."""
+    """The plan did not say that ``fusedseg+checkpoint`` gained nothing over ``fusedseg``, at 35 % more arithmetic."""
     options = (option("eager", 100), option("fusedseg", 200), option("fusedseg+checkpoint", 200, 0.35))
     found = Plan("Net", options, 10, 10, None)
     lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}

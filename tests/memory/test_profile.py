@@ -148,7 +148,7 @@ def test_autocast_halves_what_is_kept_and_its_weights_are_told_apart():
     full, half = profile(block(), x), profile(block(), x, autocast=torch.bfloat16)
     kinds = half.saved_by("kind")
     assert kinds["activation"] < 0.6 * full.saved_by("kind")["activation"]
-    # These belong to both convolutions; backward does not need their biases.
+    # Both convolutions keep copies of their weights; backward does not need copies of the biases.
     weights = sum(p.numel() for name, p in block().named_parameters() if name in ("0.weight", "4.weight"))
     assert kinds["weight copies"] == 2 * weights
     assert not torch.is_autocast_enabled("cpu")

@@ -47,14 +47,14 @@ RELATED = {
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
-# seconds
+# Seconds.
 PATIENCE = 600
-# what pytest returns if a test fails, or cannot be collected
+# The exit statuses of pytest if a test fails, or cannot be collected.
 CAUGHT = (1, 2, 4)
 
 
 def sources(root: Path, folders: Iterable[str]) -> list[Path]:
-    """The files with code, relative to the checkout."""
+    """Lists the files with code, relative to the checkout."""
     found = [
         path for name in folders for path in ([root / name] if name.endswith(".py") else (root / name).rglob("*.py"))
     ]
@@ -68,7 +68,7 @@ def related(root: Path, path: Path) -> list[str]:
 
 
 def copied(root: Path, tests: Path, folder: Path) -> Path:
-    """A checkout whose files may be changed, with ``fusedseg.kernels`` where it is found without an installation."""
+    """Copies the checkout, so that files may be changed; ``fusedseg.kernels`` is found without an installation."""
     left_out = shutil.ignore_patterns("__pycache__", ".git", "*.venv", "results")
     for name in ("fusedseg", "kernels", "bench", "docs"):
         shutil.copytree(root / name, folder / name, ignore=left_out)
@@ -80,7 +80,7 @@ def copied(root: Path, tests: Path, folder: Path) -> Path:
 
 
 def outcome(folder: Path, tests: list[str]) -> str:
-    """ "caught", "survived" or "timed out": of the tests in a process that has imported PyTorch already."""
+    """Runs tests in a process that has imported PyTorch already; returns "caught", "survived" or "timed out"."""
     child = os.fork()
     if not child:
         code = 3
@@ -111,7 +111,7 @@ def outcome(folder: Path, tests: list[str]) -> str:
 
 
 def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[Path, Mutant]]:
-    """So many defects of each file, the same for the same sources and seed."""
+    """Chooses up to ``each`` defects of each file; the same sources and seed give the same defects."""
     found = []
     for path in sources(root, folders):
         text = (root / path).read_text()

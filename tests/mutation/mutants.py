@@ -12,12 +12,12 @@ SYMBOLS = {
     ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
     ast.FloorDiv: "//", ast.Mod: "%", ast.BitAnd: "&", ast.BitOr: "|",
 }  # fmt: skip
-# What these hold changes no result: types, and the texts of errors.
+# Defects in these nodes change no result: types, and the texts of errors.
 LEFT_OUT = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 
 
 class Mutant(NamedTuple):
-    """``text`` in place of the bytes from ``start`` to ``end``."""
+    """A defect: ``text`` replaces the bytes from ``start`` to ``end``."""
 
     line: int
     what: str
@@ -47,7 +47,7 @@ class _Source:
         return self.raw[self.start(node) : self.end(node)].decode()
 
     def between(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Mutant | None:
-        """The operator between two operands, replaced."""
+        """Replaces the operator between two operands."""
         first, last = self.end(left), self.start(right)
         at = self.raw[first:last].find(old.encode())
         if at < 0 or b"#" in self.raw[first:last]:
@@ -60,7 +60,7 @@ class _Source:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Those that are run: no annotations, decorators, docstrings and texts of errors."""
+    """The child nodes that run: annotations, decorators, docstrings and texts of errors are left out."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -92,7 +92,7 @@ def _of_node(source: _Source, node: ast.AST) -> Iterator[Mutant | None]:
 
 
 def mutants(text: str) -> list[Mutant]:
-    """All defects of a file, in its order."""
+    """All defects of a file, in the order of its lines."""
     source = _Source(text)
     found: list[Mutant] = []
 

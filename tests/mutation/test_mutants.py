@@ -1,4 +1,4 @@
-"""The defects that ``python -m tests.mutation`` puts into files."""
+"""Tests the defects that ``python -m tests.mutation`` puts into files."""
 
 from pathlib import Path
 

@@ -166,8 +166,7 @@ def test_empty_batch(compiled):
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_checkpoint_as_stock_without(use_reentrant):
-    """The results are those of stock modules without a checkpoint, in which recomputation moves the statistics
-    twice."""
+    """The results are those of stock modules without a checkpoint: recomputation does not move the statistics again."""
     stock, ours = pair()
     wrapped = lambda net, x: checkpoint(net, x, use_reentrant=use_reentrant)  # noqa: E731 -- one argument of two calls
     x = data()

@@ -59,8 +59,7 @@ def test_training_and_eval_as_stock(backend, device, dims, shape, options):
 @pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 4, 96, 130)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("cls", [InPlaceABN, fusedseg.BatchNormAct])
 def test_batches_are_counted(backend, device, cls, shape):
-    """The kernel that moves the running statistics, if there is one, also counts the batches; autograd sees the
-    change."""
+    """If a kernel moves the running statistics, it also counts the batches, and autograd sees the change."""
     module = cls(4, dtype=torch.float64).to(device)
     count, x = module.num_batches_tracked, torch.randn(shape, dtype=torch.float64, device=device)
     for n in (1, 2):

@@ -168,8 +168,7 @@ def test_compile_fullgraph_follows_eager(backend, device, compiler, kind):
 
 
 class ResidualNet(nn.Module):
-    """A convolution, then twice norm + residual + activation.  Weights of norms start at 0, as often in residual
-    blocks."""
+    """A convolution, then norm + residual + activation twice; weights of norms start at 0, as in many networks."""
 
     def __init__(self, kind, fused):
         super().__init__()

@@ -38,8 +38,8 @@ def stock_norm(norm, x, running, weight, bias, training, eps=1e-5):
 
 
 def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
-    """Yields (output, gradients of all given tensors, running statistics after the call), first of the stock
-    functions."""
+    """Yields (output, gradients of all given tensors, final running statistics) of the stock functions, then of
+    ours."""
     activation, param, stock = ACTIVATIONS[name]
     running = [torch.linspace(s, 1.2, x.shape[1], dtype=x.dtype, device=x.device) for s in (-0.5, 0.5)]
     gradient = torch.randn_like(x)

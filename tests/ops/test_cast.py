@@ -84,8 +84,7 @@ def test_two_calls_of_a_region_share_a_copy(layer, x):
 
 
 def test_a_copy_older_than_its_weight_is_kept(x):
-    """A weight changes within a region of autocast: the region uses its old copy, so backward needs the old copy
-    too."""
+    """A weight changes within a region of autocast, which uses the old copy; backward needs the old copy too."""
     results = []
     for scoped in (True, False):
         torch.manual_seed(0)

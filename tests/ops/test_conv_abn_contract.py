@@ -291,8 +291,7 @@ def test_fake_tensors(backend):
 
 @STATES
 def test_empty_batch(backend, device, dtype, training):
-    """An empty batch does not move running statistics, as in stock modules.  The convolution's bias once moved the
-    mean."""
+    """An empty batch does not move running statistics, as in stock modules; the convolution's bias moved the mean."""
     case = Case((0, 3, 5, 4), (4, 3, 3, 3), {"padding": 1})
     given, statistics = inputs(case, dtype, device), running(case, dtype, device)
     z = fused(given, backend, training, statistics, case)

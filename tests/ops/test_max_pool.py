@@ -42,7 +42,7 @@ def chunking(request, monkeypatch):
 
 
 def special(shape):
-    """Returns values with ties, zeros of both signs, NaN and infinities; one channel contains only -inf."""
+    """Values with ties, zeros of both signs, NaN and infinities; one channel contains only -inf."""
     values = torch.tensor([0.0, -0.0, 1.0, -math.inf, math.inf, math.nan])
     x = values[torch.randint(0, 6, shape)]
     x[:, 0] = -math.inf

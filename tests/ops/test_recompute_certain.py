@@ -102,8 +102,7 @@ def test_write_through_data_after_an_inplace_change():
 @pytest.mark.parametrize("how", ["data", "numpy", "detach_numpy", "dlpack", "storage", "data_before"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_write_that_no_version_shows(how, changed):
-    """The program writes to sources through another name of their memory; eager mode would not have kept the
-    sources."""
+    """A program writes to sources, which eager mode does not keep, through another name of their memory."""
 
     def program(scope):
         c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
@@ -159,8 +158,7 @@ def test_memory_of_the_caller_is_refilled_before_backward(fill, made):
 
 
 def test_input_buffer_of_the_caller_is_refilled_before_backward():
-    """Backward raised an error, because the version showed the refill.  Captured graphs refill a static input like
-    this."""
+    """Backward raised an error, because the version showed the refill.  Captured graphs refill inputs like this."""
 
     def program(scope):
         c, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8).half()

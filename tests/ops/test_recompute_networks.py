@@ -25,8 +25,7 @@ def nnunet(channels: int) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """A network, a full-size input for bytes, a small input for values, and the limit of kept bytes relative to
-    eager."""
+    """A network, its inputs at full size and at a small size for values, and the limit of kept bytes against eager."""
 
     make: Callable[..., nn.Module]
     shapes: list[tuple[int, ...]]

@@ -60,8 +60,7 @@ def step(fn, x, convs, scoped):
 
 
 def kept(fn, x, *convs):
-    """Returns the bytes kept under the scope; asserts eager mode's results, and that eager mode keeps at least as
-    much."""
+    """Returns the bytes kept under the scope; asserts eager mode's results, and that eager mode keeps no less."""
     eager, expected = step(fn, x, convs, False)
     ours, got = step(fn, x, convs, True)
     for a, b in zip(got, expected, strict=True):
@@ -152,8 +151,7 @@ def test_norms_of_other_precisions(kind, parameters, dtype, x):
 
 
 def test_a_norm_whose_weight_changes_before_backward(x):
-    """An optimizer changes the weight; if only later layers are trained, the norm's backward does not need the
-    weight."""
+    """An optimizer changes the weight, which the norm's backward does not need if only later layers are trained."""
     first, last = convs(8, 8, 8)
     norm = nn.BatchNorm2d(8).requires_grad_(False)
     first.requires_grad_(False)

@@ -5,12 +5,12 @@ import re
 from .parse import Unsupported
 from .values import KINDS, unsigned
 
-# Policies of caches: they change no value.
+# Cache policies do not change a value.
 POLICIES = {"L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::no_allocate", "ca", "cg", "cs", "weak"}
 # The object of a wave that serves a space, and the type of addresses there.
 SPACES = {"global": ("W.memory", "u8"), "shared": ("W.shared", "u4")}
 MATRIX_SIZES = {"x1": 1, "x2": 2, "x4": 4}
-# mma.sync: the shape and the types of D, A, B and C
+# mma.sync: the shape, and the types of D, A, B and C.
 PRODUCTS = {
     ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32"): "f16",
     ("m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32"): "bf16",
@@ -28,7 +28,7 @@ def unguarded(i) -> None:
 
 
 def space_of(i) -> tuple[str, int, str]:
-    """Where an access goes, how many values it moves, and their PTX type."""
+    """Returns the memory space of an access, the number of values that it moves, and their PTX type."""
     space, *rest, kind = i.modifiers
     count = 1
     for modifier in rest:
@@ -171,7 +171,7 @@ def barrier(w, i) -> None:
 
 
 def nothing(w, i) -> None:
-    """Branches and returns end a block.  Fences order what others see, which barriers do here."""
+    """Translates to nothing: branches and returns end a block, and barriers do the work of fences here."""
 
 
 HANDLERS = {

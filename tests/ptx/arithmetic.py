@@ -12,7 +12,7 @@ FLOATS = {
 }  # fmt: skip
 NAN = {"min": "extreme(minimum, {0}, {1})", "max": "extreme(maximum, {0}, {1})"}
 FLOAT_MODIFIERS = {"rn", "approx", "full", "ftz", "NaN", "f32", "f64"}
-# Integers that wrap around, signed or not; and those whose sign matters.
+# Operations on integers that wrap around, signed or not; and operations for which the sign matters.
 WRAPPING = {"add": "{0} + {1}", "sub": "{0} - {1}", "neg": "{kind}(0) - {0}", "mul.lo": "{0} * {1}",
             "mad.lo": "{0} * {1} + {2}"}  # fmt: skip
 INTEGERS = {"mul.hi": "multiply_high({0}, {1}, {kind})", "div": "divide({0}, {1})", "rem": "remainder({0}, {1})",
@@ -61,7 +61,7 @@ def integers(w, i, result, sources) -> None:
 
 
 def move(w, i) -> None:
-    """mov also takes a number apart, or puts parts together."""
+    """mov: it also splits a number into parts, or joins parts."""
     result, source = i.operands
     kind = KINDS[i.modifiers[-1]]
     whole = unsigned(kind)

@@ -42,7 +42,7 @@ _devices = itertools.count(1000)
 
 @dataclass
 class Counts:
-    """Launches, and instructions that warps carried out, by kernel."""
+    """Counts launches, and instructions that warps executed, by kernel."""
 
     launches: Counter[str] = field(default_factory=Counter)
     instructions: Counter[str] = field(default_factory=Counter)
@@ -54,17 +54,17 @@ def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
 
 
 class Driver:
-    """What Triton asks of a driver, and of what it calls utils and launcher_cls."""
+    """Has the interface that Triton expects of a driver, and of the driver's ``utils`` and ``launcher_cls``."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
         self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-        # Triton keeps what it has compiled by device.
+        # Triton stores compiled kernels by device.
         self.device = next(_devices)
         self.utils, self.options, self.counts = self, Options(), Counts()
         self.findings: Counter[Finding] = Counter()
         self.programs: dict[str, Program] = {}
-        # PTX in place of another: what mutation tests set.
+        # Mutation tests set this to replace the PTX of a kernel.
         self.replaced: dict[str, str] = {}
         self.moved: Moved | None = None
         self.tensors: list[torch.Tensor | None] = []
@@ -88,7 +88,7 @@ class Driver:
 
     def load_binary(self, name, kernel, shared, device) -> tuple[int, ...]:
         self._functions.append((self._compiling[-1].asm["ptx"], shared))
-        # module, function, registers, spilled bytes, threads
+        # Module, function, registers, spilled bytes and threads.
         return 1, len(self._functions) - 1, 32, 0, 1024
 
     def unload_module(self, module) -> None:
@@ -128,7 +128,7 @@ class Driver:
             if kind[0] != "*":
                 values.append(bits_of(name, kind, arg))
                 continue
-            # a direct launch passes addresses
+            # A direct launch passes addresses.
             tensor = known[arg] if isinstance(arg, int) else arg
             if tensor is None:
                 values.append(0)
@@ -137,7 +137,7 @@ class Driver:
                 raise TypeError(f"{program.kernel.name}: {name} is {tensor.dtype}, not {kind}")
             segments[number] = segment_of(name, tensor, number)
             values.append(segments[number].virtual)
-        # Scratch memory of two kinds, which no kernel here has.
+        # Two kinds of scratch memory, which no kernel here uses.
         values += [0, 0]
         if len(values) != len(program.kernel.parameters):
             raise TypeError(f"{program.kernel.name}: {len(values)} values for {program.kernel.parameters}")
@@ -171,7 +171,7 @@ def add_up(moved: Moved, launch: Launch) -> None:
 
 @contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
-    """Launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
+    """Inside, launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
     from fusedseg.kernels import launcher
 
     from fusedseg import _backend

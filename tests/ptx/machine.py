@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 
 @dataclass
 class Options:
-    """What to check, and in which order to run what has no order."""
+    """Limits of a run, and the order of warps, lanes and CTAs, which PTX does not specify."""
 
     # The number of threads that run in lock step.
     lanes: int = 8192
@@ -28,7 +28,7 @@ class Options:
     first_wins: bool = False
     # The CTAs to run of a kernel's name and grid, in their order; None runs all of them.
     choose: Callable[[str, Grid], list[Grid]] | None = None
-    # The largest number of instructions of warps of a wave.
+    # The most instructions that the warps of a wave may execute.
     limit: int = 2_000_000_000
 
 
@@ -62,7 +62,7 @@ class Launch:
     moved: Moved = field(default_factory=Moved)
 
     def run(self) -> int:
-        """Returns how many instructions warps carried out."""
+        """Runs the launch and returns how many instructions its warps executed."""
         x, y, z = self.grid
         numbers = np.arange(x * y * z)
         if self.options.choose is not None:

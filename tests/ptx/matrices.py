@@ -34,9 +34,9 @@ class Matrices:
     def __init__(self, wave) -> None:
         self.wave = wave
         self.committed = np.zeros(wave.n, np.int32)
-        # Of each product under way: lanes, the granules of shared memory that it reads for them, and its group.
+        # For each running product: its lanes, the granules of shared memory that it reads for them, and its group.
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        # By register that a product may still write: the group of the product in each lane, or -1.
+        # For each register that a product may still write: the group of the product in each lane, or -1.
         self.flying: dict[str, np.ndarray] = {}
 
     def _lanes(self, idx, line: int):
@@ -52,7 +52,7 @@ class Matrices:
         return tuple(words[:, k].reshape(-1) for k in range(count))
 
     def store(self, addresses, values, transposed: bool, idx, line: int) -> None:
-        """stmatrix."""
+        """stmatrix: the reverse of ``load``."""
         count = len(values)
         lanes = self._lanes(idx, line).reshape(-1, 32)[:, : 8 * count].ravel()
         rows = addresses.reshape(-1, 32)[:, : 8 * count].ravel()
@@ -91,13 +91,13 @@ class Matrices:
         return D.reshape(W, 4, 2, 8, N // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5).reshape(N // 2, -1)
 
     def _operand(self, kind: str, descriptors, rows: int, transposed: bool, owners, line: int):
-        """(groups, rows, 32 bytes' worth of the reduced axis) in float64."""
+        """Reads an operand as (groups, rows, 32 bytes of the reduced axis) in float64."""
         d = descriptors.astype(np.int64)
         start, lead, stride = ((d >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         modes = np.unique(descriptors >> u8(62))
         if len(modes) != 1 or modes[0] == 0 or ((d >> 49) & 7).any():
             raise Unsupported(f"an operand of wgmma that is not swizzled: {self.wave.where(line)}")
-        # bytes of a row, and bits that are exchanged
+        # Bytes of a row, and the bits of the address that the swizzle exchanges.
         width, bits = {1: (128, 7), 2: (64, 3), 3: (32, 1)}[int(modes[0])]
         start, lead, stride = (v[:, None, None] for v in (start, lead, stride))
         if transposed:
@@ -113,7 +113,7 @@ class Matrices:
         return widened(kind, words.reshape(len(d), rows, 8)).reshape(len(d), rows, -1)
 
     def _read(self, addresses, owners, line: int):
-        """16 bytes at each address, as four words, which are read until somebody waits for the product."""
+        """Reads 16 bytes at each address as four words, and marks them as in use until a wait for the product."""
         shared = self.wave.shared
         words = shared.read(addresses, u4, 4, owners, line, 16, several_warps=True).T
         offsets = shared.offsets(addresses, 16, owners, line)
@@ -126,19 +126,19 @@ class Matrices:
         self.committed[slice(None) if idx is None else idx] += 1
 
     def wait(self, allowed: int, idx, line: int) -> None:
-        """All products are over but those of the last ``allowed`` groups."""
+        """Ends all products except those of the last ``allowed`` groups."""
         mine, shared, left = slice(None) if idx is None else idx, self.wave.shared, []
         before = np.full(self.wave.n, -1, np.int32)
         before[mine] = self.committed[mine] - allowed
         for lanes, at, group in self.products:
             over = group < before[lanes]
             np.add.at(shared.reading, at[over], -1)
-            # Until now all warps of the group may have read.
+            # All warps of the group may have read until now.
             shared.read_epoch[at[over]] = self.wave.epoch[self.wave.local_cta[lanes[over]]] + 1
             shared.read_thread[at[over]] = SEVERAL
             left.append((lanes[~over], at[~over], group[~over]))
         self.products = [product for product in left if len(product[0])]
-        # lane by lane, because other CTAs may be elsewhere
+        # This works lane by lane, because other CTAs may be at another instruction.
         flying = {name: np.where(group < before, -1, group) for name, group in self.flying.items()}
         self.flying = {name: group for name, group in flying.items() if (group >= 0).any()}
 

@@ -1,4 +1,4 @@
-"""Global memory: the tensors that a launch was given, and which thread touched which byte of them.
+"""Global memory: the tensors that a launch received, and the threads that touched each byte of them.
 
 Each tensor lies in a window of addresses of its own.  So an access belongs to the very argument that its address was
 computed from, and an access outside of that argument is an error, even if another tensor lies there.
@@ -24,9 +24,10 @@ class Misaligned(RuntimeError):
 
 
 class Marks:
-    """For each granule of a piece of memory: who touched it last in this launch.
+    """The last thread that touched each granule of a piece of memory in this launch.
 
-    ``cta`` is the CTA + 1, or 0 for nobody.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers that the
+    ``cta`` is the CTA + 1, or 0 if no CTA touched it.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers
+    that the
     CTA had passed.  -1 stands for several CTAs or warps.
     """
 
@@ -34,7 +35,7 @@ class Marks:
         self.cta, self.warp, self.epoch = (np.zeros(count, np.int32) for _ in range(3))
 
     def note(self, at, cta, warp, epoch, several: bool) -> None:
-        """``several`` says that all of those who touched a granule count, and not only the last one."""
+        """Notes accesses; with ``several`` all threads that touched a granule count, and not only the last one."""
         if several:
             same_cta = self.cta[at] == cta
             same_warp = same_cta & (self.epoch[at] == epoch) & (self.warp[at] != warp)
@@ -61,13 +62,13 @@ class Segment:
 
     def __init__(self, name: str, address: int, nbytes: int, number: int, itemsize: int) -> None:
         self.name, self.address, self.nbytes, self.itemsize = name, address, nbytes, itemsize
-        # Whole 16 bytes around the elements, so that numpy can look at them as vectors.
+        # The window holds whole vectors of 16 bytes, so that numpy can view it as vectors.
         self.pad = address % 16
         size = -(-(self.pad + nbytes) // 16) * 16
         memory = (ctypes.c_uint8 * size).from_address(address - self.pad) if nbytes else b""
         data = np.frombuffer(memory, u1)
         self.views = {kind: data.view(kind) for kind in (u1, u2, u4, u8)}
-        # What the kernel sees has the same low bits as the true address.
+        # The address that the kernel sees has the same low bits as the true address.
         self.window = ((number + 1) << WINDOW) + (1 << (WINDOW - 1))
         self.virtual = self.window + self.pad
         self.shadow = Shadow(0, 0, 1)
@@ -93,7 +94,7 @@ def cast_shadows(segments: list[Segment]) -> None:
 
 
 def spread(start, nbytes: int, granule: int, *values):
-    """The granules of accesses of ``nbytes`` each, and for each granule the values of its access."""
+    """Spreads accesses of ``nbytes`` over granules; each granule gets the values of its access."""
     count = max(1, nbytes // granule)
     if count == 1:
         return start // granule, *values
@@ -108,7 +109,7 @@ class Memory:
         self.wave, self.segments, self.moved = wave, segments, moved
 
     def _parts(self, addresses, nbytes: int, line: int):
-        """The accesses by segment: their positions among all (None: all of them), and their offsets in bytes."""
+        """Divides accesses by segment: their positions among all accesses (None: all), and their offsets in bytes."""
         numbers = (addresses >> u8(WINDOW)).astype(np.int64) - 1
         for number in np.unique(numbers):
             positions = None if (numbers == number).all() else np.flatnonzero(numbers == number)
@@ -130,7 +131,7 @@ class Memory:
             yield segment, positions, offsets
 
     def load(self, addresses, kind, count: int, guard, idx, line: int):
-        """``count`` arrays of values, 0 for lanes that the guard leaves out."""
+        """Loads ``count`` arrays of values, with 0 for lanes that the guard leaves out."""
         chosen, lanes = self.wave.lanes_of(guard, idx)
         out = np.zeros((count, len(addresses)), kind)
         if len(lanes):
@@ -168,7 +169,7 @@ class Memory:
             self._touch(segment, offsets, size * count, who, changes, line)
 
     def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, line: int) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
+        """Notes reads; or writes, if ``changes`` is given: only the writes that it marks changed a value."""
         shadow, wave, write = segment.shadow, self.wave, changes is not None
         start = offsets + (segment.address - segment.pad - shadow.address)
         matters = changes if write else np.ones(len(lanes), bool)

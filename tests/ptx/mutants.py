@@ -52,7 +52,7 @@ def constant(code: str) -> str | None:
     if not re.match(r"(add|mad|mul|sub|shl|shr|and|or|xor|mov|fma|selp)\.", code):
         return None
     if found := re.search(r", 0f([0-9A-F]{8})\b", code):
-        # About 1.5 times the number, or 0.5 for 0.
+        # The new number is about 1.5 times the old one, or 0.5 for 0.
         return code.replace(found[0], f", 0f{int(found[1], 16) ^ 0x00400000 if int(found[1], 16) else 0x3F000000:08X}")
     if found := re.search(r", (-?\d+);$", code):
         return code.replace(found[0], f", {int(found[1]) + 1};")
@@ -85,7 +85,7 @@ def mutants_of(ptx: str) -> Iterator[Mutant]:
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    """Small calls that launch every kernel, and compare all that it writes with float64."""
+    """Small calls that launch every kernel, and compare everything that it writes with float64."""
     from tests.kernels import conv_abn_cases as convs
     from tests.kernels import test_max_pool as pools
     from tests.kernels import test_norm_act as batches
@@ -125,7 +125,7 @@ def cases() -> dict[str, Callable[[], None]]:
 
 
 def attempt(driver: Driver, case: Callable[[], None]) -> str:
-    """What was noticed; empty if nothing was."""
+    """Runs a case and returns the error that was noticed, or an empty text."""
     before = dict(driver.findings)
     torch.manual_seed(0)
     try:
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     pick, results, driver = random.Random(args.seed), Results(), Driver(args.arch)
     driver.options.limit = 5_000_000
-    # New memory holds NaN, so that an element that nobody writes shows.
+    # New memory holds NaN, so that an element that is never written is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     with driven(driver):
         for name, case in cases().items():

@@ -1,7 +1,7 @@
 """``pytest --ptx sm_80|sm_90``: tests of kernels and ops run on the machine in place of Triton's interpreter.
 
-What tests ask of the interpreter, they ask of the machine then: bytes by argument (``traffic``), and which programs run
-in which order (``only_programs``, ``backwards``).  A test fails if the machine has found something in it.
+Helpers of the interpreter then work on the machine: ``traffic`` counts bytes by argument, and ``only_programs`` and
+``backwards`` choose programs and their order.  A test fails if the machine has findings.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from .driver import Driver, driven
 
 
 def harmless(finding) -> bool:
-    """All warps read a running statistic, which one thread replaces; what the other warps have read is not used."""
+    """All warps read a running statistic and one thread replaces it; the other warps do not use the value."""
     return finding.kind == "global-order" and re.search(r" running_(mean|var)_ptr,", finding.text) is not None
 
 

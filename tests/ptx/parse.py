@@ -50,7 +50,7 @@ class Block:
 
 
 SPECIAL = {f"%{of}.{axis}" for of in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid"}
-# How an operand is written, and the kind and the value that it has.
+# The spelling of an operand, and its kind and value.
 FORMS = (
     (r"_", "sink", lambda found: None),
     (r"%([\w$]+)", "reg", lambda found: found[1]),
@@ -78,7 +78,7 @@ def operand(text: str) -> Operand:
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas that stand outside of braces and brackets."""
+    """Splits at the commas outside of braces and brackets."""
     parts, depth = [""], 0
     for ch in text:
         depth += (ch in "{[(") - (ch in "}])")

@@ -1,6 +1,6 @@
-"""Shared memory of the CTAs of a wave: who touched each granule since the last barrier, and asynchronous copies.
+"""Shared memory of the CTAs of a wave: the threads that touched each granule since a barrier, and asynchronous copies.
 
-A copy by cp.async arrives when it is waited for, and not before.  Shared memory begins as NaN.
+A copy by cp.async arrives when a thread waits for it, and not before.  Shared memory holds NaN at first.
 """
 
 import numpy as np
@@ -9,15 +9,15 @@ from .memory import Misaligned, OutOfBounds, spread
 from .parse import Unsupported
 
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
-# The address of the first byte in a CTA.  It is not 0, so that a null pointer shows.
+# The address of the first byte in a CTA.  It is not 0, so that a null pointer is noticed.
 BASE = 1024
 NAN = 0x7FC0BEEF
-# In place of a thread: threads of several warps.  Its warp, -1 >> 5, is that of no thread.
+# Stands in place of a thread for threads of several warps.  No thread has its warp, -1 >> 5.
 SEVERAL = -1
 
 
 class Shared:
-    """``stride`` bytes for each CTA, of which the kernel asked for ``size``."""
+    """Each CTA has ``stride`` bytes; the kernel asked for ``size`` bytes."""
 
     def __init__(self, wave, size: int, granule: int) -> None:
         self.wave, self.size, self.granule = wave, size, granule
@@ -32,7 +32,7 @@ class Shared:
         self.write_sync = np.zeros(count, np.int32)
         # How many copies may still write, and how many matrix products may still read.
         self.pending, self.reading = np.zeros((2, count), np.int16)
-        # Copies under way: lanes, their places in shared memory, the words for these, the groups, and the PTX line.
+        # Running copies: lanes, places in shared memory, the words for these places, groups, and the PTX line.
         self.copies: list[tuple] = []
         self.committed = np.zeros(wave.n, np.int32)
 
@@ -46,7 +46,7 @@ class Shared:
         return offsets + self.wave.local_cta[lanes] * self.stride
 
     def load(self, addresses, kind, count: int, guard, idx, line: int):
-        """``count`` arrays of values, 0 for lanes that the guard leaves out."""
+        """Loads ``count`` arrays of values, with 0 for lanes that the guard leaves out."""
         chosen, lanes = self.wave.lanes_of(guard, idx)
         out = np.zeros((count, len(addresses)), kind)
         if len(lanes):
@@ -71,7 +71,7 @@ class Shared:
         offsets = self.offsets(addresses, aligned, lanes, line)
         at, view = offsets // size + np.arange(count)[:, None], self.views[kind]
         changes = (view[at] != data).any(axis=0)
-        # Which of two lanes that have one address wins is not specified.
+        # If two lanes store to one address, PTX does not specify which lane wins.
         order = slice(None, None, -1 if self.wave.options.first_wins else 1)
         view[at[:, order]] = data[:, order]
         if (view[at] != data).any():
@@ -79,7 +79,7 @@ class Shared:
         self.touch(offsets, size * count, lanes, changes, line)
 
     def touch(self, offsets, nbytes: int, lanes, changes, line: int, several_warps: bool = False) -> None:
-        """Notes reads, or writes if ``changes`` says which of them changed a value; the others are harmless."""
+        """Notes reads; or writes, if ``changes`` is given: only the writes that it marks changed a value."""
         wave, write = self.wave, changes is not None
         matters = changes if write else np.ones(len(lanes), bool)
         at, lanes, matters = spread(offsets, nbytes, self.granule, lanes, matters)
@@ -137,7 +137,7 @@ class Shared:
         self.committed[slice(None) if idx is None else idx] += 1
 
     def wait(self, allowed: int | None, idx, line: int) -> None:
-        """All copies arrive but those of the last ``allowed`` groups; None waits for those without a group, too."""
+        """All copies arrive, except in the last ``allowed`` groups; None also waits for copies without a group."""
         mine = slice(None) if idx is None else idx
         before = np.full(self.wave.n, -1, np.int32)
         before[mine] = 2**30 if allowed is None else self.committed[mine] - allowed

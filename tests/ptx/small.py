@@ -27,7 +27,7 @@ REGISTERS = {"b16": "rs", "b32": "r", "b64": "rd"}
 
 
 def run(body, *tensors, threads=32, grid=(1, 1, 1), **options):
-    """Runs a kernel whose %rd0, %rd1, ... are the addresses of tensors, and whose %r0 is the thread; its findings."""
+    """Runs a kernel and returns its findings; %rd0, %rd1, ... are addresses of tensors, and %r0 is the thread."""
     parameters = ",\n".join(f"	.param .u64 .ptr .global .align 1 k_param_{i}" for i in range(len(tensors)))
     loads = "".join(f"	ld.param.b64 %rd{i}, [k_param_{i}];\n" for i in range(len(tensors)))
     ptx = HEAD.format(parameters=parameters, threads=threads, body=loads + "	mov.u32 %r0, %tid.x;\n" + body)
@@ -39,7 +39,7 @@ def run(body, *tensors, threads=32, grid=(1, 1, 1), **options):
 
 
 def each(code, *inputs, kind="b32", out="b32"):
-    """What the code leaves in register 19 for each thread, which finds its inputs in registers 10, 11 and 12."""
+    """Runs code on inputs in registers 10, 11 and 12; returns each thread's value of register 19."""
     arrays = [torch.from_numpy(np.ascontiguousarray(v).view(np.uint8)) for v in inputs]
     size, out_size = int(kind[1:]) // 8, int(out[1:]) // 8
     n = len(arrays[0]) // size

@@ -1,4 +1,4 @@
-"""Instructions that compute, against plain Python or PyTorch."""
+"""Compares the instructions that compute with plain Python or PyTorch."""
 
 import math
 import random
@@ -94,7 +94,7 @@ def test_integers(code):
 
 
 def same(found, expected):
-    """To the last bit, but for NaN, of which there are many."""
+    """Asserts that all bits are equal; NaN may have any of its many forms."""
     found, expected = np.asarray(found), np.asarray(expected)
     nan = np.isnan(expected)
     assert (np.isnan(found) == nan).all()
@@ -103,7 +103,7 @@ def same(found, expected):
 
 
 def test_rounding_to_half_precision():
-    """As PyTorch does it."""
+    """Rounding to fp16 and bf16 gives PyTorch's values."""
     values = torch.from_numpy(FLOATS)
     found = each("cvt.rn.f16.f32 %rs19, %r10;", FLOATS, out="b16").view(np.float16)
     same(found.astype(np.float32), values.half().float().numpy())

@@ -26,7 +26,7 @@ WARPS_CHOSEN = "train and (" + " or ".join(
 
 
 def run(arch: str, *arguments: str) -> None:
-    # not the options of this run, which may divide it among processes
+    # The options of this run are removed, because they may divide the tests among processes.
     command = [
         sys.executable,
         "-m",
@@ -47,7 +47,7 @@ def test_small_cases_of_every_kernel_for_sm_80():
 
 
 def test_small_cases_of_what_differs_for_sm_90():
-    """The convolution has other instructions there; norms and pools are compiled to nearly the same code."""
+    """On sm_90 the convolution has other instructions; norms and pools compile to nearly the same code as on sm_80."""
     run("sm_90", *SMALL, "-k", "convolution or tf32 or addresses_and_dtypes")
 
 

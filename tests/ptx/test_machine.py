@@ -1,4 +1,4 @@
-"""Threads, memory and what the machine notices."""
+"""The machine's threads, its memory, and the errors that it notices."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ INTS = {"dtype": torch.int32}
 
 
 def test_divergence_and_a_loop():
-    """Each thread counts to its own number; threads of odd numbers take another way, and all meet at a barrier."""
+    """Each thread counts to its own number; odd threads take another branch, and all threads meet at a barrier."""
     out = torch.zeros(64, **INTS)
     code = """
 	mov.u32 %r1, 0;
@@ -39,7 +39,7 @@ $L__BB0_5:
 
 
 def test_matrix_products():
-    """A and B by ldmatrix from shared memory, as the fragments of mma.sync have it."""
+    """ldmatrix loads A and B from shared memory in the layout of the fragments of mma.sync."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((16, 16), (16, 8)))
     out = torch.zeros(16, 8)
@@ -131,7 +131,7 @@ def test_an_access_outside():
     with pytest.raises(OutOfBounds, match="a0"):
         run(STORE, torch.zeros(31, **INTS))
     both = torch.zeros(64, **INTS)
-    # another argument lies there
+    # Another argument lies behind the end of the first one.
     with pytest.raises(OutOfBounds, match="a0"):
         run(STORE, both[:31], both[31:])
     shared = "	shl.b32 %r1, %r0, 2;\n	st.shared.b32 [%r1+{offset}], %r0;\n"
@@ -235,7 +235,7 @@ def test_a_cta_that_reads_what_another_writes():
 
 
 def test_two_warps_that_touch_one_place():
-    """One thread replaces a value that all of them read."""
+    """One thread replaces a value that all threads read."""
     code = """
 	ld.global.b32 %r1, [%rd0];
 	{barrier}
@@ -248,7 +248,7 @@ def test_two_warps_that_touch_one_place():
 
 @pytest.mark.parametrize("schedule", ["together", "first", "last"])
 def test_schedules(schedule):
-    """Warps that hand each other data by way of shared memory, whatever their order."""
+    """Warps exchange data through shared memory, and the order of the warps does not matter."""
     out = torch.zeros(128, **INTS)
     assert not run(SHARE.format(barrier="bar.sync 0;", other=384), out, threads=128, schedule=schedule)
     assert out.tolist() == [t ^ 96 for t in range(128)]

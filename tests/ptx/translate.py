@@ -25,10 +25,10 @@ class Writer:
         self.kernel, self.number, self.products = kernel, number, products
         self.lines: list[str] = []
         self.constants: dict[str, object] = {}
-        # The types of variables, where they are not those of their registers.
+        # The types of the variables whose type differs from the type of their register.
         self.kinds: dict[str, str] = {}
         self.temporaries = 0
-        # Products that are known to be there by now.
+        # The registers of products that have certainly arrived.
         self.landed: set[str] = set()
 
     def register_kind(self, name: str) -> str:
@@ -132,7 +132,7 @@ def registers(*operands: Operand | None) -> set[str]:
 
 
 def results(i: Instruction) -> int:
-    """How many of the operands, from the first one, an instruction writes."""
+    """Counts the operands that an instruction writes; they come first."""
     if i.op in EFFECTS or (i.op == "wgmma" and i.modifiers[0] != "mma_async"):
         return 0
     return 2 if len(i.operands) == {"shfl": 6, "setp": 4}.get(i.op) else 1
@@ -148,7 +148,7 @@ def definitions(i: Instruction) -> set[str]:
 
 
 def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
-    """The registers that each block reads from before it, and those that it leaves to others."""
+    """The registers that each block takes from earlier blocks, and the registers that it leaves for later blocks."""
     count = len(kernel.blocks)
     first_used: list[set[str]] = [set() for _ in range(count)]
     defined: list[set[str]] = [set() for _ in range(count)]
@@ -197,7 +197,7 @@ def write_block(writer: Writer, entering: set[str], leaving: set[str]) -> list[s
 
 
 def translate(kernel: Kernel) -> list:
-    """The functions of the kernel's blocks.  One that ends in a conditional branch returns the lanes that take it."""
+    """Makes a function for each block; if the block ends in a conditional branch, it returns the lanes that branch."""
     entering, leaving = liveness(kernel)
     products = {name for block in kernel.blocks for i in block.instructions if i.op == "wgmma"
                 for name in definitions(i)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What instructions compute, on arrays: the namespace in which translated blocks run.  And the types of values."""
+"""Functions on arrays that translated blocks call, and the numpy types of PTX values."""
 
 import numpy as np
 from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
@@ -8,7 +8,7 @@ i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
 f2, f4, f8 = np.float16, np.float32, np.float64
 NUMPY = {"b": b, "u1": u1, "u2": u2, "u4": u4, "u8": u8, "i1": i1, "i2": i2, "i4": i4, "i8": i8, "f4": f4, "f8": f8}
 UNSIGNED = {0: "b", 1: "u1", 2: "u2", 4: "u4", 8: "u8"}
-# What a value of a PTX type is in numpy.  Halves, pairs of halves and tf32 are bits.
+# The numpy type of each PTX type.  Halves, pairs of halves and tf32 are held as bits.
 KINDS = {"pred": "b", "s8": "i1", "u8": "u1", "b8": "u1", "s16": "i2", "u16": "u2", "b16": "u2", "f16": "u2",
          "bf16": "u2", "s32": "i4", "u32": "u4", "b32": "u4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "s16x2": "u4",
          "s64": "i8", "u64": "u8", "b64": "u8", "f64": "f8"}  # fmt: skip
@@ -30,7 +30,7 @@ def merge(old, idx, new):
 
 
 def pack(n, small, large, *parts):
-    """Adjacent parts in one number, the first part in the lowest bits."""
+    """Packs adjacent parts into one number, with the first part in the lowest bits."""
     out = np.empty((n, len(parts)), small)
     for k, part in enumerate(parts):
         out[:, k] = part
@@ -42,7 +42,7 @@ def parts_of(value, small):
 
 
 def fma(x, y, z):
-    """In the next precision the product is exact.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
+    """The product is exact in the next precision.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
     kind = x.dtype.type if np.ndim(x) else y.dtype.type
     wide = {f4: f8, f8: np.longdouble}[kind]
     return (np.asarray(x, wide) * np.asarray(y, wide) + np.asarray(z, wide)).astype(kind)
@@ -73,7 +73,7 @@ def from_float(kind, value):
     if kind == "f16":
         return np.where(np.isnan(value), u2(0x7FFF), value.astype(f2).view(u2))
     if value.dtype == f8:
-        # Round to an odd fp32 first, so that the second rounding sees what the first one cut off.
+        # The value is first rounded to an odd fp32, so that the second rounding knows whether bits were cut off.
         single = value.astype(f4)
         towards = single.view(u4) - (np.abs(single.astype(f8)) > np.abs(value)).astype(u4)
         exact = (single.astype(f8) == value) | ~np.isfinite(value)
@@ -88,7 +88,7 @@ def unordered(x, y):
 
 
 def to_integer(x, how, kind):
-    """Saturates; NaN becomes 0."""
+    """Converts with saturation; NaN becomes 0."""
     limits = np.iinfo(kind)
     whole = {"rni": np.rint, "rzi": np.trunc}[how](np.asarray(x).astype(f8))
     inside = (whole >= limits.min) & (whole < float(limits.max) + (limits.bits < 53))
@@ -103,7 +103,7 @@ def multiply_high(x, y, kind):
 
 
 def divide(x, y):
-    """Towards zero.  A division by zero gives all ones, as the hardware does."""
+    """Divides and rounds towards zero.  A division by zero gives all ones, as on the hardware."""
     safe = np.where(y == 0, y.dtype.type(1), y)
     return np.where(y == 0, np.array(-1).astype(safe.dtype), (x - np.fmod(x, safe)) // safe)
 

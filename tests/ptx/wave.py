@@ -13,13 +13,13 @@ from .parse import Unsupported
 from .shared import Shared
 
 u4 = np.uint32
-# What a register holds that nobody has written.
+# The value of a register that no instruction has written.
 GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BEEF),
            "b64": np.uint64(0x7FF8DEADBEEF7FC1)}  # fmt: skip
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, or depends on an order, although the launch ran to its end.
+    """An error, or a result that depends on an order, although the launch ran to its end.
 
     shared-race      threads of two warps touch a byte of shared memory between two barriers, and one writes; or a
                      thread touches what a cp.async may still write, or wgmma may still read; or two lanes of one
@@ -60,7 +60,7 @@ class Wave:
         self.local_cta = np.repeat(np.arange(self.ctas), self.threads)
         self.tid = np.tile(np.arange(self.threads, dtype=u4), self.ctas)
         self.warp = (self.tid // 32).astype(np.int32)
-        # The barriers that each CTA has passed, and those, with bar.warp.sync, that each warp has.
+        # The number of barriers that each CTA has passed, and that each warp has passed, including bar.warp.sync.
         self.epoch = np.zeros(self.ctas, np.int32)
         self.warp_syncs = np.zeros((self.ctas, self.threads // 32), np.int32)
         self.memory = Memory(self, launch.segments, launch.moved)
@@ -76,7 +76,7 @@ class Wave:
         self.report(Finding(kind, self.name, f"{text}: {self.where(line)}"))
 
     def lanes_of(self, guard, idx):
-        """Which elements of a block's arrays take part in an instruction, and the lanes that these are."""
+        """Returns the elements of a block's arrays that take part in an instruction, and their lanes."""
         if guard is None:
             return slice(None), np.arange(self.n) if idx is None else idx
         chosen = np.flatnonzero(guard)
@@ -99,7 +99,7 @@ class Wave:
         return value if idx is None else value[idx]
 
     def run(self) -> None:
-        """``at`` is the block of each lane, or None while all of them are at block ``b``."""
+        """Runs the wave; ``at`` is the block of each lane, or None while all lanes are at block ``b``."""
         registers, b = Registers(self), 0
         together = self.options.schedule == "together" or self.threads == 32
         at = None if together else np.zeros(self.n, np.int64)
@@ -174,7 +174,7 @@ class Wave:
             raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
 
     def whole_warps(self, idx, line: int) -> None:
-        """An instruction of a warp needs all of its threads."""
+        """Checks that all threads of a warp take part in an instruction of the warp."""
         if idx is None or self._whole is idx:
             return
         rows = idx.reshape(-1, 32) if len(idx) % 32 == 0 else np.zeros((1, 32), int)

@@ -63,12 +63,10 @@ class _Patches:
         with mock.patch.object(interpreter, "_LangPatchScope", Recording):
             with mock.patch.object(interpreter, "_patch_attr", _patch_attr):
                 scope = patch(both_modules)
-            # Triton 3.6 converts arrays of one element in a way that numpy 2.4 forbids; later versions do it as this
-            # line.
+            # Triton 3.6 converts arrays of one element in a way that numpy 2.4 forbids; later versions do it like this.
             scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.restore()
-        # If a class inherits a patched attribute, the patch is removed at the end, because there is no own value to
-        # restore.
+        # A patch of an inherited attribute is removed at the end, because the class has no own value to restore.
         self.originals = [(obj, name, vars(obj).get(name, _MISSING)) for obj, name, _ in self.values]
 
     def apply(self) -> None:
@@ -199,8 +197,7 @@ def cached_types() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_operators() -> Iterator[None]:
-    """Inside, operands of equal dtype and shape are neither cast nor broadcast, and comparing a type with itself is
-    quick."""
+    """Inside, operands of equal dtype and shape are not cast or broadcast, and a type quickly equals itself."""
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
     computation_type, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
     computed: dict[tuple, tl.dtype] = {}

@@ -27,7 +27,7 @@ def test_type_bytes(text, nbytes):
             "ptr addrspace(1) %75, i1 %79) #5",
             ("store", 4, "%75"),
         ),
-        # with an eviction policy
+        # Accesses with an eviction policy.
         (
             'tail call void asm sideeffect "st.global.L1::evict_first.L2::cache_hint.v4.b32 [ $4 + 0 ], '
             '{ $0, $1, $2, $3 }, $5;", "r,r,r,r,l,l"(i32 %1, i32 %2, i32 %3, i32 %4, '
@@ -49,7 +49,7 @@ def test_type_bytes(text, nbytes):
         ),
         ("%34 = load <8 x half>, ptr addrspace(1) %33, align 16", ("load", 16, "%33")),
         ("store <4 x float> %110, ptr addrspace(1) %9, align 16", ("store", 16, "%9")),
-        # shared memory, and implicit arguments
+        # Accesses to shared memory, and to implicit arguments.
         ("store <4 x float> %110, ptr addrspace(3) @global_smem, align 16", None),
         ("%.sink.i = load i32, ptr addrspace(4) %22, align 4", None),
     ],

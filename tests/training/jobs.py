@@ -1,4 +1,4 @@
-"""What the processes of the distributed tests run: functions that a forked process can import."""
+"""Functions that the processes of the distributed tests run; a forked process can import them."""
 
 import os
 import signal
@@ -21,7 +21,10 @@ CHANNELS = 5
 
 
 def module(name, dtype=torch.float64, **options):
-    """Of CHANNELS, one of them kept by what inverts its output, one negative; for ``convert_sync`` to convert."""
+    """Makes a module of CHANNELS channels for ``convert_sync``.
+
+    One weight is negative, and one is 0, so that a module that inverts its output keeps the channel.
+    """
     torch.manual_seed(1)
     args = (CHANNELS, CHANNELS, 3) if name.startswith("Conv") else (CHANNELS,)
     made = getattr(fusedseg, name)(*args, **options).to(dtype)
@@ -33,7 +36,7 @@ def module(name, dtype=torch.float64, **options):
 
 
 def joint(sizes, spatial, dtype=torch.float64, channels_last=False):
-    """x and dz of all processes together, whose batches have these sizes."""
+    """Makes x and dz of all processes together; ``sizes`` are the batch sizes of the processes."""
     generator = torch.Generator().manual_seed(2)
     pair = torch.randn(2, sum(sizes), CHANNELS, *spatial, generator=generator, dtype=torch.float64).to(dtype)
     x, dz = pair[0] * 2 + 3, pair[1]
@@ -43,12 +46,15 @@ def joint(sizes, spatial, dtype=torch.float64, channels_last=False):
 
 
 def step(made, x, dz, residual=False, run=None) -> dict[str, Any]:
-    """What has the size of the batch, gradients of parameters, and buffers; ``run`` in place of ``made`` itself."""
+    """Returns the tensors of the batch's size, the gradients of parameters, and the buffers.
+
+    ``run`` is called in place of ``made``, for example its compiled form.
+    """
     x = x.clone().requires_grad_()
     r = x.detach().flip(-1).requires_grad_() if residual else None
-    # not a leaf, since it is overwritten
+    # The product is not a leaf, so the module may overwrite it.
     z = (made if run is None else run)(x * 1, *([] if r is None else [r]))
-    # a convolution makes it smaller
+    # A convolution makes z smaller than dz.
     z.backward(dz[(..., *(slice(n) for n in z.shape[2:]))])
     of_batch = {"z": z.detach(), "dx": x.grad} | ({} if r is None else {"dresidual": r.grad})
     return {
@@ -59,12 +65,12 @@ def step(made, x, dz, residual=False, run=None) -> dict[str, Any]:
 
 
 def sync_step(rank, world, name, sizes, spatial, channels_last, residual, options, way="eager"):
-    """``way``: "eager", "checkpoint", or a compiler."""
+    """Runs a step of a synchronised module; ``way`` is "eager", "checkpoint", or the name of a compiler."""
     x, dz = joint(sizes, spatial, channels_last=channels_last)
     made = fusedseg.convert_sync(module(name, **options))
     run = None
     if way == "checkpoint":
-        # what is overwritten is computed inside, again
+        # The checkpoint also computes the tensor that the module overwrites.
         run = partial(checkpoint, lambda *inputs: made(inputs[0] * 1, *inputs[1:]), use_reentrant=False)
     elif way != "eager":
         run = torch.compile(made, fullgraph=True, backend=way)
@@ -72,7 +78,7 @@ def sync_step(rank, world, name, sizes, spatial, channels_last, residual, option
 
 
 def sync_and_stock(rank, world, name, sizes, spatial):
-    """Ours and ``nn.SyncBatchNorm`` on a GPU: the result, gradients and buffers of each, on the CPU."""
+    """Runs our module and ``nn.SyncBatchNorm`` on a GPU; returns results, gradients and buffers of each on the CPU."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     x, dz = (t.split(sizes)[rank].to(device) for t in joint(sizes, spatial))
     made = module(name).to(device)
@@ -87,7 +93,7 @@ def sync_and_stock(rank, world, name, sizes, spatial):
 
 
 def small_net(dtype=torch.float64, converted=False):
-    """Of fused blocks, or of stock ones that ``fusedseg.convert`` has converted."""
+    """Makes a network of fused blocks, or of stock blocks that ``fusedseg.convert`` has converted."""
     torch.manual_seed(3)
     net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2, plain=converted).to(dtype)
     if converted:
@@ -102,7 +108,7 @@ def images(count, dtype=torch.float64):
 
 
 def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
-    """Losses of every step; gradients of ``accumulate`` parts are added up."""
+    """Trains a network and returns the loss of every step; a step adds the gradients of ``accumulate`` parts."""
     losses = []
     for k in range(steps):
         optimizer.zero_grad()
@@ -122,7 +128,7 @@ def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
 
 
 def shard(t, world, rank, accumulate=1):
-    """This process's part; every part of an accumulated step spans all processes, as it does in one."""
+    """Returns this process's samples; every part of an accumulated step is divided between all processes."""
     return torch.cat([part.chunk(world)[rank] for part in t.chunk(accumulate)])
 
 
@@ -135,7 +141,7 @@ def ddp(rank, world, steps, accumulate, options):
 
 
 def fsdp(rank, world, steps, converted):
-    """Every block sharded by itself; the state dict is that of the whole."""
+    """Trains with FSDP2, which shards every block by itself; returns the state dict of the whole network."""
     net = fusedseg.convert_sync(small_net(converted=converted))
     for module in net.modules():
         if isinstance(module, fusedseg.unet.DoubleConv):
@@ -147,7 +153,7 @@ def fsdp(rank, world, steps, converted):
 
 
 def resumable(rank, world, folder, steps, dies_at=None):
-    """Trains from the checkpoint, if there is one, which is written after every step; or is killed in a step."""
+    """Trains from the checkpoint, if there is one, and writes it after every step; can kill a process in a step."""
     net = fusedseg.convert_sync(small_net())
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     path, done, losses = Path(folder) / "checkpoint", 0, []
@@ -160,7 +166,7 @@ def resumable(rank, world, folder, steps, dies_at=None):
     x, target = (shard(t, world, rank) for t in images(8))
     for k in range(done, steps):
         if k == dies_at and rank == world - 1:
-            # in mid-step: others wait for it in a collective of the first norm
+            # The process ends within a step, while the others wait for it in a collective of the first norm.
             os.kill(os.getpid(), signal.SIGKILL)
         losses += train(wrapped, optimizer, x, target, 1)
         if rank == 0:
@@ -170,12 +176,12 @@ def resumable(rank, world, folder, steps, dies_at=None):
     return losses
 
 
-# of the demo's images, in mm
+# The spacing of the demo's images in mm.
 DEMO_RESOLUTION = 4
 
 
 def demo_losses(rank, world, steps, scan):
-    """Of a small network on the demo's images, which are ``scan``: reading them takes longer than all else."""
+    """Losses of a small network on the demo's images, which ``scan`` holds because reading them takes longest."""
     from fusedseg.demo import distributed, mni152, slices
     from fusedseg.demo.problem import Size
 

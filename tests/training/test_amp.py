@@ -23,7 +23,7 @@ def batch(device, size=16):
 
 
 def test_grad_scaler_skips_a_step_that_overflowed(device):
-    """Parameters stay as they were, the scale is halved, running statistics stay finite; the next step goes on."""
+    """Parameters do not change, the scale is halved, running statistics stay finite, and the next step trains."""
     net = unet().to(device)
     x, target = batch(device)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -69,7 +69,7 @@ def test_default_dtype(device):
 
 
 class LayoutCopies(TorchDispatchMode):
-    """Shapes of tensors that were copied from one memory format into another."""
+    """Records the shapes of tensors that are copied from one memory format into another."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ class LayoutCopies(TorchDispatchMode):
 
 @pytest.fixture
 def two_threads():
-    """With one, torch convolves small volumes by a loop, which copies them."""
+    """With one thread, torch convolves small volumes by a loop, which copies them."""
     with threads(2):
         yield
 
@@ -99,7 +99,7 @@ def two_threads():
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dims", [2, 3])
 def test_channels_last_without_layout_copies(device, dims):
-    """Forward and backward of ConvABN, pools and a norm by itself."""
+    """Forward and backward of ConvABN, pools and a single norm do not copy tensors into another layout."""
     fmt = torch.channels_last if dims == 2 else torch.channels_last_3d
     conv, pool = (getattr(fusedseg, f"{name}{dims}d") for name in ("ConvABN", "MaxPool"))
     stock = nn.Conv2d if dims == 2 else nn.Conv3d
@@ -113,5 +113,5 @@ def test_channels_last_without_layout_copies(device, dims):
         z.backward(torch.randn_like(z))
     assert z.is_contiguous(memory_format=fmt)
     assert x.grad.is_contiguous(memory_format=fmt)
-    # none but the vendor's own
+    # Only the vendor's convolution may copy.
     assert copies.seen == []

@@ -1,4 +1,4 @@
-"""Activation checkpointing: gradients and running statistics are those without it, and less is kept."""
+"""Activation checkpointing does not change gradients or running statistics, and keeps fewer bytes."""
 
 import copy
 from functools import partial
@@ -13,7 +13,7 @@ from fusedseg.memory import measure
 
 
 class Checkpointed(nn.Module):
-    """Each part is checkpointed, and all of them together where ``nested``."""
+    """Checkpoints each part, and with ``nested`` also all parts together."""
 
     def __init__(self, parts, use_reentrant, nested=False, **options):
         super().__init__()
@@ -41,13 +41,13 @@ def parts(dtype=torch.float64):
     )  # fmt: skip
     net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3, padding=1), conv, tail).to(dtype)
     with torch.no_grad():
-        # a kept channel
+        # The weight of 0 makes a kept channel.
         net[1][1].weight[2] = 0
     return net
 
 
 def step(net, x):
-    """Gradients of the input and the parameters, and the buffers afterwards."""
+    """Returns the gradients of the input and the parameters, and the buffers after the step."""
     x = x.clone().requires_grad_()
     net(x).square().sum().backward()
     return [x.grad, *(p.grad for p in net.parameters())], dict(net.named_buffers())
@@ -71,7 +71,7 @@ WAYS = {
 }
 
 
-# of the outer one, inside which nothing requires a gradient at first
+# In the outer checkpoint, no tensor requires a gradient during the first run.
 within_a_reentrant_one = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 
 
@@ -86,7 +86,7 @@ def test_as_without(way, momentum, device):
     same = copy.deepcopy(plain)
     net = Checkpointed(same, **WAYS[way])
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, device=device)
-    # the second step starts from what the first one left
+    # The second step starts from the state after the first step.
     for _ in range(2):
         grads, buffers = step(plain, x)
         again, after = step(net, x)
@@ -98,7 +98,10 @@ def test_as_without(way, momentum, device):
 
 
 def test_selected_output_overwritten():
-    """A selective checkpoint that keeps what the norm overwrites ends in PyTorch's error, not in a wrong gradient."""
+    """A selective checkpoint that keeps a tensor overwritten by the norm raises PyTorch's error.
+
+    The gradient must not be wrong in silence.
+    """
     net = Checkpointed(parts(), False, context_fn=saving(torch.ops.aten.convolution.default))
     with pytest.raises(RuntimeError, match="has been mutated"):
         step(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))

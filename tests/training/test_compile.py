@@ -33,7 +33,7 @@ def afresh():
 
 
 def pair(name):
-    """Twice the same network in float64, and its inputs."""
+    """Makes the same network twice in float64, and its inputs."""
     build, shapes = NETWORKS[name]
     networks = []
     for _ in range(2):
@@ -43,7 +43,7 @@ def pair(name):
 
 
 def results(net, run, images):
-    """The output, gradients and buffers."""
+    """Returns the output, gradients and buffers."""
     images = [image.clone().requires_grad_() for image in images]
     z = run(*images)
     gradients = torch.autograd.grad(z.square().sum(), [*images, *net.parameters()])
@@ -59,7 +59,7 @@ SELDOM = ("instance", "group", "norm alone")
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in NETWORKS]
 )
 def test_one_graph(name, compiler):
-    """In training, twice, and in eval mode."""
+    """One graph serves two training steps, and one serves eval mode."""
     eager, net, images = pair(name)
     compiled = torch.compile(net, fullgraph=True, backend=compiler)
     for training in (True, True, False):
@@ -69,7 +69,7 @@ def test_one_graph(name, compiler):
 
 @pytest.mark.parametrize("name", ["blocks", pytest.param("2D", marks=pytest.mark.slow)])
 def test_batches_of_any_size(name):
-    """One graph serves them all."""
+    """One graph serves batches of all sizes."""
     eager, net, images = pair(name)
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
     for count in (2, 3, 5):
@@ -82,7 +82,7 @@ def test_batches_of_any_size(name):
     "name", ["2D", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3D", "two encoders"))]
 )
 def test_keeps_no_more_than_eager(name):
-    """With the compiler's default partition, which decides what of a graph is kept."""
+    """The compiler's default partition, which decides what a graph keeps, keeps no more bytes than eager mode."""
     eager, net, images = pair(name)
     kept = []
     for run in (eager, torch.compile(net, fullgraph=True, backend="aot_eager_decomp_partition")):
@@ -95,11 +95,11 @@ def test_keeps_no_more_than_eager(name):
     assert kept[1] <= 1.02 * kept[0]
 
 
-# PyTorch's own: its compiled autograd makes an object of an autograd function that calls another in backward
+# This warning is PyTorch's: compiled autograd instantiates an autograd function that calls another one in backward.
 @pytest.mark.filterwarnings("ignore:.class .torch.autograd.function.Function.. should not be instantiated")
 @pytest.mark.parametrize("name", ["blocks", pytest.param("2D", marks=pytest.mark.slow)])
 def test_compiled_autograd(name):
-    """Gradients are eager's, or an error says that it cannot."""
+    """The gradients equal eager mode's."""
     eager, net, images = pair(name)
     expected = results(eager, eager, images)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

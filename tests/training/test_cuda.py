@@ -1,4 +1,4 @@
-"""What only a GPU shows (``pytest --device cuda``): no waiting for it, CUDA graphs, streams, several devices."""
+"""Tests that need a GPU (``pytest --device cuda``): no synchronisation, CUDA graphs, streams, several devices."""
 
 import copy
 
@@ -48,7 +48,7 @@ def network(name, device):
 
 
 class Run:
-    """Steps of training on one batch, which stays where it lies in memory."""
+    """Trains on one batch that stays at the same address."""
 
     def __init__(self, net, device):
         self.net = net
@@ -83,7 +83,7 @@ def test_a_step_does_not_wait_for_the_gpu(device, name):
 
 
 def test_a_step_of_mixed_precision_does_not_wait_for_the_gpu(device):
-    """Beyond what ``GradScaler`` itself asks the GPU."""
+    """Only ``GradScaler`` itself may wait for the GPU."""
     run = Run(network("fused", device), device)
 
     def step():
@@ -105,7 +105,7 @@ def test_a_step_of_mixed_precision_does_not_wait_for_the_gpu(device):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_captured_training_step(device, name):
-    """Replayed three times, it trains as the same steps do one by one."""
+    """A captured step that is replayed three times trains like three eager steps."""
     run = Run(network(name, device), device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -125,7 +125,7 @@ def test_captured_training_step(device, name):
 
 
 def test_several_streams(device):
-    """A network on each of two streams at once, forward and backward."""
+    """Two networks run forward and backward at the same time, each on its own stream."""
     pairs = [(network("fused", device), torch.randn(4, 2, 64, 64, device=device)) for _ in range(2)]
     expected = []
     for net, x in pairs:
@@ -146,7 +146,7 @@ def test_several_streams(device):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_another_device_than_the_current_one(name):
-    """Kernels are launched where the tensors are."""
+    """Kernels are launched on the device of the tensors."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     results = []
@@ -161,7 +161,7 @@ def test_another_device_than_the_current_one(name):
 
 @pytest.mark.parametrize("name", ["fused", "exact"])
 def test_reduce_overhead(device, name):
-    """Inductor's CUDA graphs, in training: gradients are eager's."""
+    """With Inductor's CUDA graphs, the gradients in training equal eager mode's."""
     torch._dynamo.reset()
     net = network(name, device)
     eager = copy.deepcopy(net)
@@ -174,7 +174,7 @@ def test_reduce_overhead(device, name):
             torch.compiler.cudagraph_mark_step_begin()
             z = run(x)
             F.mse_loss(z, torch.zeros_like(z)).backward()
-            # outputs of a graph are overwritten by its next run
+            # The next run of a graph overwrites its outputs.
             results.append([z.detach().clone(), *(p.grad.clone() for p in module.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
     torch._dynamo.reset()
@@ -182,6 +182,6 @@ def test_reduce_overhead(device, name):
 
 @pytest.mark.parametrize("name", ["InPlaceABN", "BatchNormAct"])
 def test_synchronised_as_stock(name):
-    """Against ``nn.SyncBatchNorm``, which runs on GPUs alone; two processes may share one."""
+    """Compares with ``nn.SyncBatchNorm``, which runs only on GPUs; two processes may share one GPU."""
     for mine, stock in on_ranks(2, jobs.sync_and_stock, name, (1, 3), (6, 5)):
         torch.testing.assert_close(mine, stock, rtol=1e-9, atol=1e-9)

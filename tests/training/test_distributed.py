@@ -1,4 +1,4 @@
-"""Training in several processes: DistributedDataParallel and FSDP2 follow one process, and so does a resumed run."""
+"""Training in several processes, with DistributedDataParallel, FSDP2 or a resumed run, follows one process."""
 
 import time
 
@@ -12,7 +12,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def one_process(steps, accumulate=1, converted=False):
-    """Losses and the state dict."""
+    """Returns the losses and the state dict of a run in one process."""
     net = jobs.small_net(converted=converted)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     return jobs.train(net, optimizer, *jobs.images(8), steps, accumulate), net.state_dict()
@@ -20,7 +20,7 @@ def one_process(steps, accumulate=1, converted=False):
 
 def check_follows(results, expected):
     losses, state = expected
-    # every process has seen an equal share
+    # All processes have seen equal shares of the batch.
     mean = torch.tensor([of for of, _ in results], dtype=torch.float64).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), **CLOSE)
     for _, of in results:
@@ -44,7 +44,7 @@ def test_distributed_data_parallel(accumulate, options):
 
 @pytest.mark.parametrize("converted", [False, True], ids=["fused blocks", "converted"])
 def test_fully_sharded(converted):
-    """FSDP2; rank 0 gets the whole state dict, of which any number of processes can go on."""
+    """With FSDP2, rank 0 gets the whole state dict, from which any number of processes can continue."""
     results = on_ranks(2, jobs.fsdp, 5, converted)
     check_follows(results, one_process(5, converted=converted))
     net = jobs.small_net(converted=converted)
@@ -52,17 +52,17 @@ def test_fully_sharded(converted):
 
 
 def test_killed_and_resumed(tmp_path):
-    """A process that is gone ends the job with PyTorch's error, and another number of processes resumes it."""
+    """A killed process ends the job with PyTorch's error, and a different number of processes resumes the job."""
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"Connection closed|Connection reset|Timed out") as failed:
         on_ranks(2, jobs.resumable, str(tmp_path), 6, 3)
     assert time.monotonic() - start < COLLECTIVE + 30
-    # the other one failed by itself, in our all-gather
+    # The surviving process failed in our all-gather.
     assert "exit codes [1, -9], 0 ranks killed" in str(failed.value)
     assert "inplace_abn_sync" in str(failed.value)
     results = on_ranks(4, jobs.resumable, str(tmp_path), 6)
     losses, _ = one_process(6)
-    # what was before is rank 0's own share of the loss
+    # Earlier losses are only rank 0's share of the loss.
     mean = torch.tensor(results, dtype=torch.float64).mean(0)[3:]
     torch.testing.assert_close(mean, torch.tensor(losses[3:], dtype=torch.float64), **CLOSE)
 

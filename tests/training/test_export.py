@@ -1,5 +1,7 @@
-"""Programs for inference that ``torch.export``, TorchScript and ONNX make of fused modules: of stock functions alone,
-which run where this package is not."""
+"""Exports of fused modules for inference by ``torch.export``, TorchScript and ONNX.
+
+The exported programs contain only stock functions, so they run without this package.
+"""
 
 import copy
 import importlib.util
@@ -46,14 +48,14 @@ NETWORKS = {
 CASES = {name: (build, [(2, 4, 7, 6)]) for name, build in MODULES.items()} | NETWORKS
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 pytestmark = [
-    # what the traced checks of sizes say
+    # The traced checks of sizes give this warning.
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised"),
 ]
 
 
 def case(name):
-    """The network in eval mode, whose statistics are not those it began with; images, and what it makes of them."""
+    """Returns a network in eval mode whose statistics have moved, images, and the network's output for them."""
     torch.manual_seed(0)
     build, shapes = CASES[name]
     net, images = build(), tuple(torch.randn(shape) for shape in shapes)
@@ -81,7 +83,7 @@ def test_export_holds_stock_ops_alone(name):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_of_any_size(strict):
-    """Of those that the stock network's program takes: PyTorch 2.11 writes it for even ones alone."""
+    """The program takes all sizes that the stock network's program takes: with PyTorch 2.11 only even sizes."""
     net, images, _ = case("2D")
     sizes = {0: torch.export.Dim("batch", max=64), 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     plain, program = (
@@ -99,7 +101,7 @@ def test_export_of_any_size(strict):
 
 
 def test_export_for_training():
-    """Stock ops too: they keep what stock modules keep."""
+    """The exported program for training has stock ops too, which keep the same bytes as stock modules."""
     net, images, _ = case("2D")
     other = copy.deepcopy(net).train()
     program = torch.export.export(net.train(), images)
@@ -114,7 +116,7 @@ def test_export_with_residual():
 
 
 def test_export_of_a_converted_model():
-    """Without ``fusedseg.revert``."""
+    """A converted model can be exported without ``fusedseg.revert``."""
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
     x = torch.randn(2, 2, 8, 8)
     expected = net(x)
@@ -123,7 +125,7 @@ def test_export_of_a_converted_model():
 
 
 def test_compiled_code_survives_an_export():
-    """Channels that are kept for backward are still kept."""
+    """After an export, compiled code still keeps the channels that backward needs."""
     torch._dynamo.reset()
     net = fusedseg.InPlaceABN(3).double()
     with torch.no_grad():

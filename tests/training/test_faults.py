@@ -1,4 +1,4 @@
-"""Faults and misuse: what is raised, or what stock modules would do too; and that nothing is left half-changed."""
+"""Faults and misuse raise an error or behave as in stock modules, and leave no state half-changed."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ PAIRS = {
 
 
 def pair(name="InPlaceABN", dtype=torch.float64):
-    """Ours and stock, with the same parameters."""
+    """Makes our module and the stock modules with the same parameters."""
     ours, stock = PAIRS[name]
     return ours(3, activation_param=SLOPE).to(dtype), nn.Sequential(stock(3).to(dtype), nn.LeakyReLU(SLOPE))
 
@@ -54,17 +54,17 @@ VALUES = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("value", VALUES)
 def test_values_as_stock(backend, value, name):
-    """In one channel: the others are not touched by it, and it gets what stock modules make of it."""
+    """Unusual values in one channel give the same result as stock modules, and do not affect the other channels."""
     x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
     VALUES[value](x)
     ours, stock = pair(name)
     for mine, theirs in zip(step(ours, x, dz), step(stock, x, dz), strict=True):
-        # an infinite input makes all of the channel NaN in both
+        # An infinite input makes the whole channel NaN in both modules.
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
 def test_weight_containing_nan(backend):
-    """Only its own channel is NaN."""
+    """A weight that is NaN makes only its own channel NaN."""
     ours, _ = pair()
     with torch.no_grad():
         ours.weight[1] = float("nan")
@@ -86,8 +86,10 @@ MODULES = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, training):
-    """Four pixels whose two channels lie side by side: ``nn.BatchNorm2d`` in eval mode (torch 2.13) returns another
-    gradient than for the same values laid out plainly."""
+    """Four pixels have their two channels side by side in memory.
+
+    ``nn.BatchNorm2d`` in eval mode (torch 2.13) then returns another gradient than for a contiguous copy.
+    """
     layer = MODULES[name]().double().train(training)
     x, dz = torch.randn(2, 1, 2, 1, 4, dtype=torch.float64)
     x.requires_grad_()
@@ -112,7 +114,7 @@ def test_second_backward_without_retain_graph(backend):
 
 
 def test_copied_in_mid_graph(backend):
-    """Between forward and backward; the copy goes its own way."""
+    """A module is copied between forward and backward, and the copy is independent of the original."""
     x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
     ours, _ = pair()
     x.requires_grad_()
@@ -125,7 +127,7 @@ def test_copied_in_mid_graph(backend):
 
 @pytest.mark.parametrize("way", ["eager", "torch.compile", "Module.compile"])
 def test_pickled(way):
-    """A compiled module is compiled anew where it is unpickled."""
+    """A compiled module is compiled again after it is unpickled."""
     net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).double()
     run = torch.compile(net, backend="aot_eager") if way == "torch.compile" else net
     if way == "Module.compile":
@@ -139,12 +141,12 @@ def test_pickled(way):
 
 
 def test_output_overwritten_by_the_user(backend):
-    """What backward needs is gone: PyTorch's error, not a wrong gradient."""
+    """If the user overwrites an output that backward needs, PyTorch raises its error, and no gradient is wrong."""
     for name in PAIRS:
         ours, _ = pair(name)
         z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) * 1)
         if ours.__class__ is fusedseg.BatchNormAct:
-            # keeps its input: what is written over its output changes nothing
+            # This module keeps its input, so backward does not depend on the output.
             z.detach().zero_()
             z.sum().backward()
             continue
@@ -154,7 +156,7 @@ def test_output_overwritten_by_the_user(backend):
 
 
 def test_threads():
-    """One module in eval mode, and a module for each in training, in several threads."""
+    """Several threads share one module in eval mode, and use a module of their own in training."""
     net = fusedseg.unet.UNet(1, 2, widths=(4, 8))
     x = torch.randn(4, 1, 8, 8)
     expected = copy.deepcopy(net)(x).detach(), net.eval()(x).detach()
@@ -173,7 +175,7 @@ def test_threads():
 
 
 class Normalised(Dataset):
-    """Samples that pass through a fused layer in the worker."""
+    """Passes samples through a fused layer in the worker process."""
 
     def __init__(self):
         self.layer = fusedseg.ConvABN2d(1, 2, 3, padding=1).eval()
@@ -188,14 +190,14 @@ class Normalised(Dataset):
 
 def test_forked_data_loader_workers():
     data = Normalised()
-    # the parent has run it before: what it left behind must not stop the workers
+    # The parent process has run the layer before, which must not stop the workers.
     expected = torch.stack([data[i] for i in range(4)])
     loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork")
     torch.testing.assert_close(next(iter(loader)), expected)
 
 
 class Stopped:
-    """Stands for a function whose n-th call from now on ends in ``error``."""
+    """Replaces a function so that its n-th call raises ``error``."""
 
     def __init__(self, function, error, after=0):
         self.function, self.error, self.left = function, error, after
@@ -221,20 +223,20 @@ def test_stopped_forward_moves_no_statistics(backend, monkeypatch, error, where)
         net(x)
     torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
     monkeypatch.undo()
-    # and it goes on
+    # Training continues after the error.
     net(x).sum().backward()
 
 
 @pytest.mark.parametrize("nth", range(3))
 def test_out_of_memory_in_a_launcher(monkeypatch, nth):
-    """Memory is asked for before any kernel runs: the input and the running statistics stay as they are."""
+    """A launcher allocates memory before any kernel runs, so the input and the running statistics do not change."""
     pytest.importorskip("triton")
     from fusedseg.kernels import norm_act, norm_stats
 
     monkeypatch.setattr(fusedseg, "backend", "triton")
     layer = fusedseg.InPlaceABN(3)
     with torch.no_grad():
-        # a kept channel, whose side buffer is asked for too
+        # The kept channel needs a side buffer, which is allocated too.
         layer.weight[0] = 0
     x = torch.randn(2, 3, 40, 1000)
     state, before = copy.deepcopy(layer.state_dict()), x.clone()

@@ -1,5 +1,7 @@
-"""Random shapes, strides, dtypes and options against stock modules in float64: 100 examples here, 2,000 with
-``pytest -m slow``.  What was found to fail has a test of its own elsewhere."""
+"""Compares random shapes, strides, dtypes and options with stock modules in float64.
+
+A run has 100 examples, and 2,000 with ``pytest -m slow``.  Failures that were found have tests of their own elsewhere.
+"""
 
 import copy
 
@@ -27,7 +29,7 @@ STRIDES = st.sampled_from(["contiguous", "channels last", "transposed", "every s
 
 
 def examples(count, fixed):
-    # a database of failures would be a file in the checkout
+    # A database of failures would be a file in the checkout.
     return settings(
         max_examples=count, deadline=None, database=None, derandomize=fixed, suppress_health_check=list(HealthCheck)
     )
@@ -50,14 +52,14 @@ def activation(name, param):
 
 
 def run(net, x, dz):
-    """Output and gradients of the input and the parameters; or None where the module refuses the input."""
+    """Returns the output and the gradients of the input and the parameters."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     z = net(x * 1)
     return z.detach(), torch.autograd.grad(z, [x, *net.parameters()], dz(z), allow_unused=True)
 
 
 def check(ours, stock, x, dtype, strides, gain=1.0):
-    """``stock`` in float64 on what is given to ``ours`` in ``dtype``; what gradients are sums of is ``gain`` dz."""
+    """Compares ``ours`` in ``dtype`` with ``stock`` in float64; gradients are sums of terms of size ``gain`` * dz."""
 
     def dz(z):
         if strides == "expanded dz":
@@ -67,7 +69,8 @@ def check(ours, stock, x, dtype, strides, gain=1.0):
 
     x = laid_out(x.to(dtype), strides)
     try:
-        # laid out plainly: a stock batch norm in eval mode misreads gradients of some strides (test_faults.py)
+        # The tensors are contiguous, because stock batch norm in eval mode misreads gradients of some strides; see
+        # test_faults.py.
         expected, gradients = run(stock, x.double().contiguous(), lambda z: dz(z).contiguous())
     except (ValueError, RuntimeError):
         with pytest.raises((ValueError, RuntimeError)):
@@ -76,15 +79,15 @@ def check(ours, stock, x, dtype, strides, gain=1.0):
     z, mine = run(ours, x, dz)
     assert z.shape == expected.shape
     assert z.dtype == dtype
-    # a batch of few values has a variance that its own rounding decides
+    # The variance of a small batch depends on rounding.
     assert relative_error(z, expected) <= 20 * FORWARD_TOLERANCE[dtype]
     if dtype in (torch.float16, torch.bfloat16):
-        # a y that rounding moved across the kink costs the whole of its gradient
+        # If rounding moves a y across the kink, its gradient is wrong by its whole size.
         assert all(d is None or d.isfinite().all() for d in mine)
         return
-    # of a sum that cancels, beside what was added up
+    # The terms of a sum may cancel, so the error is also compared with the size of the terms.
     floor = 1e-2 * gain * torch.linalg.vector_norm(dz(expected)).item()
-    # the rounding of a bias moves every xhat of a channel the same way, by up to u |bias / weight|, here at most 10 u
+    # The rounding of a bias moves every xhat of a channel equally, by up to u |bias / weight|, here at most 10 u.
     alike = 5 * torch.finfo(dtype).eps * dz(expected).abs().sum().item()
     for d, exact in zip(mine, gradients, strict=True):
         if exact is not None:
@@ -97,7 +100,7 @@ def check(ours, stock, x, dtype, strides, gain=1.0):
 def norms(draw):
     spatial = draw(st.lists(st.integers(1, 7), max_size=3))
     shape = (draw(st.integers(0, 4)), draw(st.integers(1, 9)), *spatial)
-    # statistics of two values amplify rounding without bound
+    # Statistics of two values amplify rounding without limit.
     assume(shape[0] == 0 or shape[0] * torch.Size(spatial).numel() > 3)
     options = {
         "eps": draw(st.sampled_from([1e-5, 1e-3])),
@@ -152,7 +155,7 @@ def check_convolution(case):
     stock = nn.Sequential(conv(shape[1], out, **options), norm(out), activation(*act)).double()
     x = torch.randn(shape)
     with torch.no_grad():
-        # what is convolved is what is stored in dtype
+        # The reference convolves the weights as they are rounded to dtype.
         for p in stock[0].parameters():
             p.copy_(p.to(dtype))
     fused = getattr(fusedseg, f"ConvABN{dims}d")
@@ -164,13 +167,13 @@ def check_convolution(case):
         y = stock[0](x.to(dtype).double()).transpose(0, 1).flatten(1)
         assume(y.shape[1] > 3)
         if training:
-            # of the weight: x and dz / std
+            # The gradient of the weight is a sum of x * dz / std.
             gain = max(1.0, (x.abs().max() / (y.var(1, correction=0) + stock[1].eps).sqrt().min()).item())
     except RuntimeError:
-        # refused, by ours too
+        # Stock modules refuse these inputs, and so must ours.
         pass
     if training and options["bias"]:
-        # stock gradients of that bias are rounding
+        # The stock gradient of this bias is only rounding.
         stock[0].bias.requires_grad_(False)
         ours.conv.bias.requires_grad_(False)
     check(ours.train(training), stock.train(training), x, dtype, strides, gain)
@@ -188,7 +191,7 @@ def pools(draw):
         "ceil_mode": draw(st.booleans()),
     }
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 5)), *(draw(st.integers(2, 9)) for _ in range(dims)))
-    # few values, so that many tie
+    # There are only a few different values, so that many values tie.
     return shape, options, draw(DTYPES), draw(STRIDES), draw(st.integers(2, 5))
 
 

@@ -1,4 +1,4 @@
-"""Synchronised modules over several processes against the local ones over their joint batch; and ``convert_sync``."""
+"""Compares synchronised modules in several processes with local modules on the joint batch; tests ``convert_sync``."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from fusedseg.nn import synchronised
 from tests.tools.ranks import on_ranks
 from tests.training import jobs
 
-# the module, batch sizes, spatial sizes, and whether in channels_last, with a residual, and with which options
+# The module, batch sizes, spatial sizes, channels_last or not, with a residual or not, and options.
 CASES = {
     "two": ("InPlaceABN", (2, 2), (4, 3), False, False, {}),
     "two, channels_last": ("InPlaceABN", (2, 2), (4, 3), True, False, {}),
@@ -55,13 +55,13 @@ def check_as_joint(results, expected):
         torch.testing.assert_close(sum(r["grads"][name] for r in results), exact, **close)
     for r in results:
         torch.testing.assert_close(r["buffers"], expected["buffers"], **close)
-        # the same bits on every process
+        # Every process has the same bits.
         torch.testing.assert_close(r["buffers"], results[0]["buffers"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", ["residual", "three, one of them empty", "exact, prelu"])
 def test_checkpointed(case):
-    """The forward runs twice, with its collective, on every process; running statistics move once."""
+    """The forward with its collective runs twice on every process, and the running statistics move once."""
     name, sizes, spatial, channels_last, residual, options = CASES[case]
     x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
     expected = jobs.step(jobs.module(name, **options), x, dz, residual)
@@ -86,15 +86,15 @@ def test_alone_warns_once_and_is_local(name):
     x = torch.randn(3, jobs.CHANNELS, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match="torch.distributed is not initialised") as warned:
         z = made(x.clone())
-    # it points to who called the module
+    # The warning points to the caller of the module.
     assert warned[0].filename == __file__
     torch.testing.assert_close(z, local(x.clone()))
-    # an error if it warned again
+    # A second warning would be an error.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made(x.clone())
     local(x.clone())
-    # no statistics of a batch, nothing to synchronise
+    # Eval mode takes no batch statistics, so it synchronises nothing.
     torch.testing.assert_close(made.eval()(x.clone()), local.eval()(x.clone()))
 
 
@@ -120,7 +120,7 @@ def test_convert_sync_keeps_what_is_there():
     assert not net[1].training
     torch.testing.assert_close(net(x), expected)
     assert len(seen) == 2
-    # again, and a copy of it, are the same
+    # A second conversion changes nothing, and a pickled copy computes the same.
     fusedseg.convert_sync(net)
     torch.testing.assert_close(pickle.loads(pickle.dumps(net[0]))(x), net[0](x))
     with pytest.raises(TypeError, match=r"convert_sync: model must be an nn.Module, got str"):
@@ -128,7 +128,7 @@ def test_convert_sync_keeps_what_is_there():
 
 
 def test_converted_network_is_synchronised():
-    """What ``fusedseg.convert`` has made of stock modules, which ``revert`` makes stock again."""
+    """``convert_sync`` converts the modules that ``fusedseg.convert`` made, and ``revert`` restores stock modules."""
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1)
     )

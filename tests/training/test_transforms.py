@@ -1,4 +1,4 @@
-"""``torch.func``, forward mode and scripting: a clear error before anything is changed."""
+"""``torch.func``, forward mode and scripting raise a clear error before any tensor is changed."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LAYERS = {
     "JoinConv2d": lambda: fusedseg.JoinConv2d(3, 3, 1),
     "MaxPool2d": lambda: fusedseg.MaxPool2d(2),
 }
-# of stock functions alone
+# These modules use only stock functions.
 SUPPORTED = {
     "ConvBank2d": lambda: fusedseg.ConvBank2d(3, 3, 3, branches=2, padding=1),
     "BranchSum": lambda: fusedseg.BranchSum([torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 3, 1)]),
@@ -50,20 +50,20 @@ def test_vmap(layer):
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
 def test_forward_mode(layer, grad):
-    """Its tangent is not lost in silence, nor are statistics moved."""
+    """Forward mode raises an error: tangents are not lost in silence, and statistics do not move."""
     x, tangent = torch.randn(2, 2, 3, 4, 4)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         dual = forward_ad.make_dual(x, tangent)
         with pytest.raises(RuntimeError, match="forward-mode differentiation is not supported"):
             layer(dual * 1)
-        # without one it works as ever
+        # An input without a tangent works as usual.
         layer.eval()(x.clone())
     torch.testing.assert_close(dict(layer.named_buffers()), before)
 
 
 def test_functional_call_without_transforms(layer):
-    """Parameters of another place, as in meta-learning: gradients reach them."""
+    """Gradients reach parameters that ``functional_call`` supplies, as in meta-learning."""
     other = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     z = torch.func.functional_call(layer, other, (torch.randn(2, 3, 4, 4),))
     if other:
@@ -74,7 +74,7 @@ def test_functional_call_without_transforms(layer):
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported(name):
-    """Gradients, batches of batches and tangents are those of plain calls."""
+    """Gradients, vmapped results and tangents equal the results of plain calls."""
     layer = SUPPORTED[name]().double()
     x, tangent = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
     leaf = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The networks that people brought: their parameters, what they keep, and that every encoder learns."""
+"""The preset networks: their parameters, their kept bytes, and that every encoder learns."""
 
 from functools import partial
 
@@ -11,8 +11,8 @@ from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
 IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
-# (kept, peak) in MiB: an upper bound of ours; and the plain twin's within 1 %, which is the table "Bytes that a network
-# needs" in docs/design.md
+# (kept, peak) in MiB: an upper bound for our network, and the plain twin's figures within 1 %, as in the table "Bytes
+# that a network needs" in docs/design.md.
 FOOTPRINTS = {
     "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 2260), (4081, 4709)),
     "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2350), (4620, 5249)),
@@ -54,13 +54,13 @@ def test_footprint(make, shapes, dtype, bounds, eager, record_property):
     ids=["3D large", "3D small", "two encoders"],
 )
 def test_under_autocast_they_keep_a_fifth_of_fp32(make, shapes):
-    """Without a convolution that runs twice; autocast's copies of the weights are not kept."""
+    """No convolution runs twice, and autocast's copies of the weights are not kept."""
     eager = estimate(partial(make, plain=True), shapes)
     ours = estimate(make, shapes, autocast=torch.float16)
     print(f"\n{eager.saved / ours.saved:.2f} times less")
     assert eager.saved >= 5 * ours.saved
     assert ours.convolutions["recomputed"] == 0
-    # that of the last convolution, a stock one
+    # Only the last convolution, a stock module, keeps a copy of its weight.
     assert ours.saved_by("kind")["weight copies"] < 1024
 
 
@@ -82,7 +82,7 @@ def test_two_encoders_keep_less_than_the_plain_network_of_one():
     ids=["two encoders", "3D large", "3D small"],
 )
 def test_real_tensors_of_a_smaller_size(make, shapes, widths):
-    """Equal to the plain twin in value and gradient, every encoder's too, and smaller."""
+    """The network equals its plain twin in values and gradients, in every encoder, and keeps fewer bytes."""
     ours, plain = make(**widths).double(), make(**widths, plain=True).double()
     ours.load_stock_state_dict(plain.state_dict())
     images = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -94,9 +94,9 @@ def test_real_tensors_of_a_smaller_size(make, shapes, widths):
         results.append([logits, *torch.autograd.grad(loss, list(net.parameters()))])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-    # the first convolution of each encoder
+    # The first convolution of each encoder must get a gradient.
     gradients = dict(zip([name for name, _ in ours.named_parameters()], results[0][1:], strict=True))
     assert all(gradients[f"incs.{i}.0.conv.weight"].abs().sum() > 0 for i in range(len(shapes)))
     kept = [measure(net, *images).saved for net in (ours, plain)]
-    # 0.4 at full size; parameters' vectors and odd sizes weigh more here
+    # The ratio is 0.4 at full size; vectors of parameters and odd sizes have a larger share here.
     assert kept[0] < 0.5 * kept[1]

@@ -1,4 +1,4 @@
-"""U-Nets against their twins of plain PyTorch modules."""
+"""Compares U-Nets with twins of plain PyTorch modules."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet,
 
 
 def twins(build):
-    """The same network of ours and of plain modules, of equal weights that are not all ones and zeros."""
+    """Builds a network of our modules and of plain modules, with equal weights that are not all ones and zeros."""
     ours, eager = build(plain=False), build(plain=True)
     with torch.no_grad():
         for name, param in ours.named_parameters():
@@ -58,12 +58,12 @@ def test_values_and_gradients_equal_the_plain_network(size, channels, options, t
         assert out.shape == (2, 3, *size)
         results.append([out, *torch.autograd.grad(out.square().sum(), [*images, *net.parameters()]), *net.buffers()])
     for got, expected in zip(*results, strict=True):
-        # float64 rounding through some twenty layers; a bias in front of a norm has a gradient of zero but for rounding
+        # float64 values are rounded in about twenty layers; the gradient of a bias before a norm is only rounding.
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_norm_and_activation_can_be_chosen():
-    """Any norm gains from joins and pools; of plain modules it is the same function."""
+    """Every norm keeps fewer bytes with our joins and pools, and computes the function of plain modules."""
 
     def build(plain):
         return UNet(2, 3, widths=(4, 8), norm_act=lambda c: nn.Sequential(nn.GroupNorm(2, c), nn.SiLU()), plain=plain)
@@ -76,14 +76,14 @@ def test_norm_and_activation_can_be_chosen():
 @pytest.mark.parametrize("norm", ["instance", "group"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(norm, dtype, record_property):
-    """With parameters, as nnU-Net has them.  On tensors without values: the bytes of a patch of 128."""
+    """The norms have parameters, as in nnU-Net; the bytes of a patch of 128 come from tensors without values."""
 
     def saved(plain):
         with FakeTensorMode():
             net = UNet(1, 4, dims=3, widths=(32, 64, 128, 256), norm_act=norm, plain=plain)
             return measure(net, torch.empty(2, 1, 128, 128, 128)).saved
 
-    # modules cannot change the dtype of parameters without values
+    # Modules cannot change the dtype of parameters without values.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
 
@@ -111,7 +111,7 @@ def test_channels_last_stays_channels_last():
     x = torch.randn(2, 1, 8, 8)
     out = net(x.to(memory_format=torch.channels_last))
     assert out.is_contiguous(memory_format=torch.channels_last)
-    # fp32 sums in another order
+    # The fp32 sums have another order.
     torch.testing.assert_close(out, net(x), rtol=1e-4, atol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_one_tensor_is_kept_for_each_conv_and_norm_where_eager_keeps_two(dtype, 
     ours, eager = twins(lambda plain: DoubleConv(8, 8, plain=plain).to(dtype))
     x = torch.randn(2, 8, 32, 32, dtype=dtype).to(memory_format=memory_format)
     activation = x.nbytes
-    # a few vectors of one fp32 value per channel for each norm
+    # Each norm keeps a few vectors of one fp32 value per channel.
     vectors = 2 * 8 * 8 * 4
     kept = measure(ours, x).saved - activation
     assert 2 * activation <= kept <= 2 * activation + vectors
@@ -136,24 +136,24 @@ def test_one_tensor_is_kept_for_each_conv_and_norm_where_eager_keeps_two(dtype, 
 
 
 def test_a_skip_is_kept_once():
-    # x is the pool's input as well as a part of the concatenation: the pool must not keep a copy of its own
+    # x is the pool's input and a part of the concatenation: the pool must not keep a copy of its own.
     x = torch.randn(1, 4, 16, 16, requires_grad=True)
     pooled = x.nbytes // 4
     down = measure(Down(4, 4), x).saved
-    # the pool's output and a byte for each of its elements, one tensor for each convolution, and vectors
+    # Kept are the pool's output, a byte for each of its elements, one tensor for each convolution, and vectors.
     assert down < pooled + pooled // 4 + 2 * pooled + 1024
 
 
 def test_up_keeps_neither_the_concatenation_nor_the_enlarged_map():
     x, skip = torch.randn(1, 8, 16, 16, requires_grad=True), torch.randn(1, 4, 32, 32, requires_grad=True)
     kept = measure(Up(8, 4, 4), x, skip).saved
-    # x, what it is reduced to, the skip and one tensor for each convolution, and vectors
+    # Kept are x, the reduced x, the skip, one tensor for each convolution, and vectors.
     assert kept < x.nbytes + x.nbytes // 2 + 3 * skip.nbytes + 1024
 
 
 def test_a_stock_networks_weights_load_by_order():
     class Stock(nn.Module):
-        """The same layers by other names."""
+        """A stock network with the same layers under other names."""
 
         def __init__(self):
             super().__init__()
@@ -241,7 +241,7 @@ def test_an_enlarged_map_that_is_larger_than_the_skip_is_refused():
 @pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_a_single_value_at_the_lowest_level_is_refused_with_the_sizes_that_work(norm, plain):
-    """The norm raised, many modules further down, and named neither the network nor a size."""
+    """The error came from a norm deep in the network, and named neither the network nor a size."""
     net = UNet(1, 2, widths=(4, 8, 8), norm_act=norm, plain=plain)
     samples = "" if norm == "instance" else ", or two samples or more"
     message = (
@@ -250,13 +250,13 @@ def test_a_single_value_at_the_lowest_level_is_refused_with_the_sizes_that_work(
     )
     with pytest.raises(ValueError, match=message):
         net(torch.randn(1, 1, 7, 4))
-    # what the message promises
+    # The sizes that the message names must work.
     assert net(torch.randn(1, 1, 8, 4)).shape == (1, 2, 8, 4)
     if norm == "batch":
         assert net(torch.randn(2, 1, 7, 4)).shape == (2, 2, 7, 4)
         assert net.eval()(torch.randn(1, 1, 7, 4)).shape == (1, 2, 7, 4)
     else:
-        # statistics of each sample, in eval mode too
+        # These norms take statistics of each sample, in eval mode too.
         for one_value in (net, net.eval()):
             with pytest.raises(ValueError, match=r"images of shape \(2, 1, 7, 4\) have one left"):
                 one_value(torch.randn(2, 1, 7, 4))

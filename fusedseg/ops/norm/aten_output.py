@@ -306,7 +306,7 @@ def _backward_planes(
         elif training:
             _affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))
         else:
-            torch.mul(g, (job.weight[c] * job.rstd[c]).to(z.dtype).view(1, -1, 1), out=dx_c)
+            torch.mul(g, (job.weight[c] * job.rstd[c]).view(1, -1, 1), out=dx_c)
         s1.append(s1_c)
         s2.append(s2_c)
     return torch.cat(s2), torch.cat(s1)
