@@ -180,14 +180,8 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input").passes, [3, 5, 2])
     # If the output is kept, both passes of backward read the residual for xhat, and its gradient is written.
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
-<<<<<<< HEAD
-    # If the input is kept, the residual is read once.  The first pass writes its gradient, which the second pass reads
-    # in
-    # place of the residual and dz.
-=======
     # If the input is kept, the residual is read once.  The first pass of backward writes the residual's gradient, and
     # the second pass reads it in place of the residual and dz.
->>>>>>> texts
     assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input", residual=True).passes, [4, 7, 3])
 
 

@@ -210,7 +210,12 @@ def test_tf32_setting_reaches_the_kernel(monkeypatch, device, setting, value, ex
     # The kernel runs once, or several times if the two convolutions are measured.
     seen = set()
     launch = launcher.conv_abn_fwd
-    monkeypatch.setattr(launcher, "conv_abn_fwd", lambda *args: seen.add((args[0].dtype, args[-1])) or launch(*args))
+
+    def spy(x, *args, **keywords):
+        seen.add((x.dtype, keywords["tf32"]))
+        return launch(x, *args, **keywords)
+
+    monkeypatch.setattr(launcher, "conv_abn_fwd", spy)
     with cudnn_set(setting, value):
         for x_dtype in (torch.float32, torch.float16):
             given = inputs(SMALL, x_dtype, device)

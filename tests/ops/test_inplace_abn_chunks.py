@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fusedseg.functional import inplace_abn
 from fusedseg.ops.norm import aten_chunks, aten_output
@@ -60,6 +61,12 @@ def test_results_are_those_of_float64(way, dtype, activation, monkeypatch):
                 # read before anything else: z lies in the memory of ``given``
                 assert relative_error(z.detach().double(), expected) < FORWARD_TOLERANCE[dtype], name
                 found = torch.autograd.grad(z, leaves, dz)
-                for gradient, of_float64 in zip(found, exact, strict=False):
-                    scale = max(of_float64.norm(), 1.0)
-                    assert (gradient.double() - of_float64).norm() < GRADIENT_TOLERANCE[dtype] * scale, name
+                # The gradients of weight and bias are sums.  z was rounded to ``dtype``, so each term has an error in
+                # proportion to its size, and terms of different sign may nearly cancel in the sum.
+                others = [d for d in range(x.dim()) if d != 1]
+                terms = dz.double() * F.batch_norm(x.double(), None, None, training=True), dz.double()
+                sums = [term.abs().sum(others).norm() for term in terms]
+                scales = [exact[0].norm(), *sums, exact[0].norm()]
+                for gradient, of_float64, scale in zip(found, exact, scales, strict=False):
+                    bound = GRADIENT_TOLERANCE[dtype] * max(scale, 1.0)
+                    assert (gradient.double() - of_float64).norm() < bound, name

@@ -46,11 +46,13 @@ def test_small_cases_of_every_kernel_for_sm_80():
     run("sm_80", *SMALL)
 
 
+@pytest.mark.slow
 def test_small_cases_of_what_differs_for_sm_90():
     """On sm_90 the convolution has other instructions; norms and pools compile to nearly the same code as on sm_80."""
     run("sm_90", *SMALL, "-k", "convolution or tf32 or addresses_and_dtypes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sizes_over_a_block_and_every_number_of_warps(arch):
     run(arch, SIZES, WARPS, "-k", f"{SIZES_CHOSEN} or {WARPS_CHOSEN}")

@@ -227,7 +227,8 @@ def test_stopped_forward_moves_no_statistics(backend, monkeypatch, error, where)
     net(x).sum().backward()
 
 
-@pytest.mark.parametrize("nth", range(3))
+# rstd and the side buffer; an op that keeps its output needs no memory for the mean.
+@pytest.mark.parametrize("nth", range(2))
 def test_out_of_memory_in_a_launcher(monkeypatch, nth):
     """A launcher allocates memory before any kernel runs, so the input and the running statistics do not change."""
     pytest.importorskip("triton")
