@@ -87,7 +87,7 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, dz):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
-        # before the saved tensors: asking for one may drop what is held
+        # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
         tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
@@ -97,7 +97,7 @@ class NormFunction(torch.autograd.Function):
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
         rebuilt = None if output is None else [output]
-        # the list alone holds it
+        # Only the list holds the output now, so the code that takes it off the list can free it.
         del output
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, rebuilt=rebuilt)
         if recorded or batched((dz,)):
@@ -328,7 +328,7 @@ def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None
         return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
 
     reader = None
-    # the context of ``NormFunction.backward``; None where nothing requires a gradient
+    # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
     node: Any = z.grad_fn
     if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
         node.reader = reader = recipes.Reader()

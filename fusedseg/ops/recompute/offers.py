@@ -54,15 +54,16 @@ class Linked:
 
 
 class Reader:
-    """The backward of an op that can use the op's own output, if that was rebuilt for a saved tensor just before.
+    """A backward that can use the output of its own op, if that output was rebuilt for a saved tensor just before.
 
-    The rebuilt output is held until then, by the rule for handles (``saved.py``).  A reader never has it rebuilt.
+    The rebuilt output is held until this backward runs, by the rule for handles (``saved.py``).  A reader never causes
+    a rebuild itself.
     """
 
     __slots__ = ("_again", "_recipe", "order")
 
     def __init__(self) -> None:
-        # Between the numbers of two handles, so that their distances stay as they are.
+        # This number lies between the numbers of two handles, so that it does not change their distances.
         self.order = latest() + 0.5
         self._recipe: Recipe | None = None
         self._again: weakref.ref[Recipe] | None = None
@@ -73,7 +74,10 @@ class Reader:
         recipe.own = self.order
 
     def take(self) -> Tensor | None:
-        """The rebuilt output, which is no longer held for the reader; None if it is not held.  Others may have it."""
+        """Returns the rebuilt output and no longer holds it for the reader; None if it is not held.
+
+        Other code may hold the same tensor.
+        """
         recipe = self._again() if self._recipe is None and self._again is not None else self._recipe
         self._recipe = None
         if recipe is None or recipe.held is None:

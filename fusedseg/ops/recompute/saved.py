@@ -293,7 +293,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _orders = itertools.count()
-# the number of the newest handle
+# The number of the newest handle.
 _latest = -1
 
 
