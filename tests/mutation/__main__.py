@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
 
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Each mutant is tested in a fork of this process, which finds these modules imported.
     import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401
     import triton  # noqa: F401

@@ -122,7 +122,7 @@ def _forward_planes(
     for c in aten_chunks.channel_chunks(x):
         out_c, bias_c = out[:, c], None if bias is None else bias[c]
         mean, var = aten_chunks.moments(x[:, c], layout._replace(C=c.stop - c.start))
-        # It goes sample by sample, because aten is slow on memory with gaps.
+        # Each sample is a call of its own, because aten is slow on memory with gaps.
         for x_i, out_i in zip(x[:, c].split(1), out_c.split(1), strict=True):
             aten_chunks.scale_shift(x_i, out_i, weight[c], bias_c, mean, var, spec.eps)
         if added is not None:
@@ -293,7 +293,7 @@ def _backward_planes(
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
         if by_sums:
-            # With one sample, dx has no gaps in memory.  aten is fast there, so dx is written without a copy.
+            # With one sample, the channels of dx have no gaps in memory, so dx is written without a copy.
             s2_c, s1_c = _backward_over(job, z_c, dz[:, c], dx_c if N == 1 else y, c, g)
             found = y
         else:
