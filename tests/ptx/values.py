@@ -1,6 +1,7 @@
 """Functions on arrays that translated blocks call, and the numpy types of PTX values."""
 
 import numpy as np
+
 # Translated blocks call these functions by name (``translate.py``).
 from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
 
