@@ -1,8 +1,6 @@
-"""Functions on arrays that translated blocks call, and the numpy types of PTX values."""
+"""Functions that translated blocks call by name, some of them imported from numpy, and the numpy types of values."""
 
 import numpy as np
-
-# Translated blocks call these functions by name (``translate.py``).
 from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
