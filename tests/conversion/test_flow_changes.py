@@ -20,6 +20,8 @@ from fusedseg.conversion.verify import verify
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 LEAKY = functools.partial(nn.LeakyReLU, 0.1)
 
 
@@ -119,7 +121,7 @@ def test_every_norm_becomes_exact(image, make, to):
     assert [row.to for row in report.replaced] == [to]
 
 
-def test_a_network_without_modules_in_place_is_converted_as_before(image):
+def test_a_network_without_modules_in_place_is_converted_as_before(image, counted):
     model = networks.ResNet().double()
     first = fusedseg.convert(model, example_inputs=image)
     second = fusedseg.convert(model, example_inputs=image, inplace=False)
@@ -148,7 +150,7 @@ def test_a_concatenation_and_leaky_mode(image):
     [(lambda: networks.UNet(LEAKY), 2 * 8 * 32 * 32 * 4), (networks.NNUNet, 0)],
     ids=["batch norm", "instance norm"],
 )
-def test_about_as_many_bytes_are_kept(make, pooled):
+def test_about_as_many_bytes_are_kept(make, pooled, counted):
     """The scope keeps the output of a pool of a rebuilt tensor; statistics are a few vectors for each norm."""
     image = torch.randn(2, 3, 64, 64)
     inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
@@ -199,7 +201,7 @@ def test_an_option_that_is_no_bool():
         fusedseg.convert(Flagged(), inplace="no")
 
 
-def test_command(capsys):
+def test_command(capsys, counted):
     command = ["convert", "tests.conversion.test_flow_changes:Flagged", "--input", "2,3,8,8"]
     assert main([*command, "--no-inplace"]) == 0
     out = capsys.readouterr().out
@@ -211,7 +213,7 @@ def test_command(capsys):
     assert [(found["attribute"], found["sites"]) for found in data["branches"]] == [("self.flag", ["conv"])]
 
 
-def test_what_fails_on_tensors_without_values_is_not_logged(caplog):
+def test_what_fails_on_tensors_without_values_is_not_logged(caplog, counted):
     """PyTorch logged a traceback of dozens of lines for a model that cannot be called with the example's size."""
 
     class Skip(nn.Module):
@@ -373,7 +375,7 @@ def test_modules_around_the_norm_are_read(image):
 
 @pytest.mark.parametrize(
     "make",
-    [networks.ResNet, networks.NNUNet, lambda: networks.UNet(LEAKY), lambda: fusedseg.unet.UNet(3, 4, plain=True)],
+    [networks.ResNet, networks.NNUNet, lambda: networks.UNet(LEAKY), lambda: fusedseg.unet.UNet(3, 4, widths=(4, 8), plain=True)],
     ids=["resnet", "nnunet", "unet", "unet of fusedseg"],
 )
 def test_library_code_without_settings_has_no_notes(make):
