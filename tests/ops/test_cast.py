@@ -9,6 +9,7 @@ from torch import nn
 import fusedseg
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import conv_abn, join_conv
+from tests.ops.scope_cases import assert_equal
 
 LAYERS = {
     "Conv2d": lambda: nn.Conv2d(32, 32, 3, padding=1),
@@ -48,11 +49,6 @@ def run(layer, x, scoped=True, calls=1):
 def gradients(layer, out):
     grads = torch.autograd.grad(out.float().square().mean(), [*layer.parameters()])
     return [out.detach(), *grads]
-
-
-def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_no_copy_is_kept(layer, x, monkeypatch):
