@@ -147,6 +147,11 @@ def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(v: Any, dtype: torch.dtype) -> Any:
+    """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
+    return v if v is None or v.dtype == dtype else v.to(dtype)
+
+
 def statistics_count(x: Tensor, spec: Spec) -> int:
     """The number of means of ``x``."""
     if spec.kind == "batch":
@@ -160,7 +165,7 @@ def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
     The gradient is None if there is no such parameter.
     """
     pairs = ((saved.weight, grads.dweight), (saved.bias, grads.dbias), (saved.slope, grads.dslope))
-    dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
+    dweight, dbias, dslope = (None if v is None else cast(d, v.dtype) for v, d in pairs)
     return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
 
 
