@@ -160,7 +160,10 @@ def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
     The gradient is None if there is no such parameter.
     """
     pairs = ((saved.weight, grads.dweight), (saved.bias, grads.dbias), (saved.slope, grads.dslope))
-    dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
+    # In nearly all cases the dtype is right already, and the call of ``to`` is saved.
+    dweight, dbias, dslope = [
+        None if v is None or d is None else d if d.dtype == v.dtype else d.to(v.dtype) for v, d in pairs
+    ]
     return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
 
 
