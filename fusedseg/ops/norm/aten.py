@@ -45,7 +45,7 @@ class Aten:
         found = found._replace(dresidual=dresidual)
         return found if same or not wanted.affine else like_parameters(found, saved)
 
-    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         return aten_input.rebuild(saved, spec)
 
     def reads_output(self, x: Tensor, act: Activation) -> bool:
