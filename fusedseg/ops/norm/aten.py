@@ -40,7 +40,7 @@ class Aten:
         found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
         return like_parameters(found._replace(dresidual=dresidual), saved)
 
-    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         return aten_input.rebuild(saved, spec)
 
     def reads_output(self, x: Tensor, act: Activation) -> bool:

@@ -24,7 +24,10 @@ from ..layout import channel_view, layout_of, per_channel
 from .aten_groups import over_channels, over_samples
 from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
-aten = torch.ops.aten
+# A call of ``torch.ops`` takes longer than a call of the functions of ``torch``, which have no backward functions.  A
+# call of an overload by position is the shortest there is for those.
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 # A tensor of up to WHOLE_BYTES is processed in one piece, a larger one in parts of PART_BYTES, which fit into a CPU's
 # caches.
@@ -81,10 +84,10 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
     if spec.kind == "group":
         N, C = x.shape[:2]
         S = x.numel() // (N * C)
-        z, mean, second = aten.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
+        z, mean, second = torch.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
         z, mean, second = _as(z, x), mean.view(-1), second.view(-1)
     elif spec.kind == "batch" or not own:
-        z, mean, second = aten.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
+        z, mean, second = torch.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
         z = _as(z, x)
         if not own:
             # These are copies, because the buffers may change before backward runs.
@@ -99,10 +102,8 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
         first = 0
         for xp, zp in zip(_problems(x, spec), _problems(z, spec), strict=True):
             u = slice(first, first := first + xp.shape[1])
-            aten.native_batch_norm.out(
-                xp, *(None if v is None else v[u] for v in each), True, momentum, eps,
-                out=zp, save_mean=mean[u], save_invstd=second[u],
-            )  # fmt: skip
+            given = [None if v is None else v[u] for v in each]
+            torch.native_batch_norm(xp, *given, True, momentum, eps, out=(zp, mean[u], second[u]))
         for buffer, v in zip((running_mean, running_var), each[2:], strict=True):
             if buffer is not None:
                 buffer.copy_(v.view(-1, x.shape[1]).mean(0))
@@ -134,7 +135,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
         weight = second if weight is None else second * _each(weight, x, spec)
         second, eps = torch.ones_like(mean), 0.0
     if spec.kind == "batch" and out is None:
-        return _as(aten.native_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
+        return _as(torch.native_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
     out = torch.empty_like(x) if out is None else out
     unused = mean.new_empty(0)
     first = 0
@@ -146,9 +147,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
             torch.sub(xp, mean[u].view(each), out=yp).mul_(weight[u].view(each))
             continue
         parameters = [None if v is None else v[u] for v in (weight, bias, mean, second)]
-        aten.native_batch_norm.out(
-            xp, *parameters, False, 0.0, eps, out=yp, save_mean=unused, save_invstd=unused
-        )  # fmt: skip
+        torch.native_batch_norm(xp, *parameters, False, 0.0, eps, out=(yp, unused, unused))
     return out
 
 
@@ -169,23 +168,21 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
     assert mean is not None
     mask = [True, affine, affine]
     if spec.keeps_variance:
-        options = {"train": False, "eps": eps, "output_mask": mask}
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, **options)
-    options = {"train": True, "eps": eps, "output_mask": mask}
+        return _batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, False, eps, mask)
     if spec.kind == "group":
         N, C = x.shape[:2]
         shape = (N, C, x.numel() // (N * C), spec.groups)
         mean, rstd = (v.view(N, spec.groups) for v in (mean, second))
-        return aten.native_group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
+        return _group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
     if spec.kind == "batch":
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, **options)
+        return _batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, True, eps, mask)
     weight = _each(weight, x, spec)
     done = []
     first = 0
     for gp, xp in zip(_problems(g, spec), _problems(x, spec), strict=True):
         u = slice(first, first := first + xp.shape[1])
         w = None if weight is None else weight[u]
-        done.append(aten.native_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], **options))
+        done.append(_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], True, eps, mask))
     if len(done) == 1:
         return done[0]
     dx, *sums = zip(*done, strict=True)
@@ -201,7 +198,7 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
     assert mean is not None
     rstd = torch.rsqrt(saved.second + spec.eps)
     given = (weight, None, None, mean, rstd, True, spec.eps, [False, True, True])
-    _, s2, s1 = aten.native_batch_norm_backward(_image(g), _image(x), *given)
+    _, s2, s1 = _batch_norm_backward(_image(g), _image(x), *given)
     t1, t2 = exchange(s1, s2)
     layout = layout_of(x)
     assert layout is not None
@@ -264,6 +261,8 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     saved = _wide_saved(saved)
     if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or wanted.exchange is not None:
         found = _whole(dz, saved, spec, wanted)
+        if spec.kind == "batch":
+            return found
     else:
         found = _in_parts(dz, saved, spec, wanted._replace(rebuilt=None))
     C = x.shape[1]

@@ -27,7 +27,8 @@ from . import aten_chunks, aten_groups
 from .kept import Kept
 from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
-aten = torch.ops.aten
+# A call of ``torch.ops`` is shortest if an overload is called by position.
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
 # Up to this number of values, the number of calls costs more than their arithmetic.
 FEW = 2**20
@@ -178,9 +179,7 @@ class _Backward:
         weight, shift, inverse = self.rescaled, self.shift, self.inverse
         if c != EVERY:
             weight, shift, inverse = weight[c], shift[c], inverse[c]
-        return aten.native_batch_norm_backward(
-            g, y, weight, None, None, shift, inverse, train=True, eps=0.0, output_mask=[dx_wanted, True, True]
-        )
+        return _batch_norm_backward(g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True])
 
     def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2 and s1 of whole groups of channels.  ``y`` is overwritten unless it is ``z``."""

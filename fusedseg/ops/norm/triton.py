@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import _backend
 from ..._backend import device_of
 from ...activation import TABLE, Activation
-from ..layout import Layout
+from ..layout import Layout, dense
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
 
@@ -87,9 +87,10 @@ class Triton:
         dx, dweight, dbias = found
         return Gradients(dx, dweight, dbias, dresidual)
 
-    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         norm_act, _ = _kernels()
         x = saved.source
+        layout = spec.layout(*dense(x))
         z = torch.empty_like(x)
         with device_of(x):
             if spec.keeps_variance:
