@@ -67,7 +67,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The stem and the eight blocks of a ResNet-18, with few channels."""
+    """The stem and the first four of the eight blocks of a ResNet-18, with few channels."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class ResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         blocks = []
-        for i in range(4):
+        for i in range(2):
             cin = width * 2 ** max(i - 1, 0)
             blocks += [BasicBlock(cin, width * 2**i, 2 if i else 1), BasicBlock(width * 2**i, width * 2**i)]
         self.layers = nn.Sequential(*blocks)
-        self.fc = nn.Linear(width * 8, 5)
+        self.fc = nn.Linear(width * 2, 5)
 
     def forward(self, x):
         x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))

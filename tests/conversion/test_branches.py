@@ -13,6 +13,8 @@ from tests.conversion import networks
 from tests.conversion.compare import replaced
 from tests.conversion.networks import LEAKY, Flagged
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 @dataclass
 class Config:

@@ -18,6 +18,8 @@ from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
 from tests.conversion.networks import LEAKY, Flagged
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 def error_once_the_flag_is_set(model: nn.Module, image: torch.Tensor, **options) -> float:
     stock = copy.deepcopy(model)
@@ -94,7 +96,7 @@ def test_every_norm_becomes_exact(image, make, to):
     assert [row.to for row in report.replaced] == [to]
 
 
-def test_a_network_without_modules_in_place_is_converted_as_before(image):
+def test_a_network_without_modules_in_place_is_converted_as_before(image, counted):
     model = networks.ResNet().double()
     first = fusedseg.convert(model, example_inputs=image)
     second = fusedseg.convert(model, example_inputs=image, inplace=False)
@@ -123,7 +125,7 @@ def test_a_concatenation_and_leaky_mode(image):
     [(lambda: networks.UNet(LEAKY), 2 * 8 * 32 * 32 * 4), (networks.NNUNet, 0)],
     ids=["batch norm", "instance norm"],
 )
-def test_about_as_many_bytes_are_kept(make, pooled):
+def test_about_as_many_bytes_are_kept(make, pooled, counted):
     """The scope keeps the output of a pool of a rebuilt tensor; statistics are a few vectors for each norm."""
     image = torch.randn(2, 3, 64, 64)
     inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
@@ -174,7 +176,7 @@ def test_an_option_that_is_no_bool():
         fusedseg.convert(Flagged(), inplace="no")
 
 
-def test_command(capsys):
+def test_command(capsys, counted):
     command = ["convert", "tests.conversion.networks:Flagged", "--input", "2,3,8,8"]
     assert main([*command, "--no-inplace"]) == 0
     out = capsys.readouterr().out
@@ -186,7 +188,7 @@ def test_command(capsys):
     assert [(found["attribute"], found["sites"]) for found in data["branches"]] == [("self.flag", ["conv"])]
 
 
-def test_what_fails_on_tensors_without_values_is_not_logged(caplog):
+def test_what_fails_on_tensors_without_values_is_not_logged(caplog, counted):
     """PyTorch logged a traceback of dozens of lines for a model that cannot be called with the example's size."""
 
     class Skip(nn.Module):

@@ -11,6 +11,8 @@ import fusedseg
 from tests.conversion import networks
 from tests.conversion.compare import converted, reasons, replaced
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 @pytest.mark.parametrize("where", ["norm", "act"])
 def test_hooks_go_on_seeing_what_they_saw(image, where):

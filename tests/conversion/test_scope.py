@@ -17,6 +17,9 @@ from tests.conversion import networks
 from tests.conversion.compare import assert_same
 
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
+
 class Watched(networks.Functional):
     """Counts its calls that run inside a scope."""
 
