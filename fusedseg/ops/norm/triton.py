@@ -27,7 +27,7 @@ class Triton:
     def cannot(self, x: Tensor, act: Activation | None) -> str | None:
         if act is not None and TABLE[act.name].learned:
             return f"the slope of {act.name} is learned, and no kernel computes its gradient"
-        return None if _backend.use_triton(x) else "fusedseg.backend leaves this tensor to aten"
+        return None if _backend.use_triton(x, "norm") else "fusedseg.backend leaves this tensor to aten"
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         norm_act, _ = _kernels()
