@@ -6,11 +6,15 @@ Kernels are compiled for sm_90; a GPU is not needed.
 """
 
 import contextlib
+import gc
+import inspect
 import json
 import os
 import random
 import sys
+import textwrap
 import traceback
+import types
 import warnings
 from typing import NamedTuple
 from unittest import mock
@@ -23,7 +27,7 @@ from fusedseg.kernels.dry_run import dry_run
 from fusedseg.kernels.launcher import Launcher, kind_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
-from triton.runtime import driver
+from triton.runtime import driver, jit
 from triton.runtime.jit import JITFunction
 
 import fusedseg
@@ -58,7 +62,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
-        self.device, self.stream, self.loaded = 0, 7, 0
+        self.device, self.stream, self.loaded, self.unloaded, self.fails = 0, 7, 0, 0, False
         self.utils = self
         recorder = self
 
@@ -70,6 +74,8 @@ class Recorder:
                 for hook in (enter, leave):
                     if hook is not None:
                         hook(metadata)
+                if recorder.fails:
+                    raise RuntimeError("Triton Error [CUDA]: invalid argument")
                 recorder.launched.append(Launched((x, y, z), stream, function, args))
 
         self.launcher_cls = Record
@@ -91,7 +97,7 @@ class Recorder:
         return 1, self.loaded, 32, 0, 1024
 
     def unload_module(self, module) -> None:
-        pass
+        self.unloaded += 1
 
 
 @contextlib.contextmanager
@@ -137,7 +143,7 @@ def launches_what_triton_would() -> None:
     with recorder() as record:
         launch = add()
         direct = 0
-        for _ in range(60):
+        for _ in range(64):
             dtypes = [pick.choice((torch.float16, torch.float32)) for _ in range(3)]
             tensors = [tensor(dtype, pick.random() < 0.7) for dtype in dtypes]
             tensors[1] = pick.choice((None, tensors[1]))
@@ -250,18 +256,26 @@ def dry_run_lists_every_launch() -> None:
 
 
 def the_function_in_c_gets_what_triton_gives_it() -> None:
-    """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call."""
+    """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call.
+
+    The first comparison of a process finds that out too.
+    """
     stubs = {name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
-    with recorder() as record, mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs):
+    with (
+        recorder() as record,
+        mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs),
+        mock.patch.object(launcher, "_agrees", None),
+    ):
         record.launcher_cls = nvidia.CudaLauncher
         given: list[tuple] = []
         record.launch = lambda *args: given.append(args)
         record.build_signature_metadata = tuple
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float16, aligned=False))
-        for _ in range(2):
+        for _ in range(3):
             launch(tensors, 0.5)
+        assert launcher._agrees
         assert next(iter(launch._compiled.values())).packed == launcher.IN_PYTHON
-    public, direct = given
+    _, public, direct = given
     # Triton's public launch passes tensors, and metadata that only hooks read.
     *public, arguments = public
     *direct, addresses = direct
@@ -303,6 +317,85 @@ def a_step_of_a_norm_makes_few_calls() -> None:
             assert counted[1] <= backward, f"{cls.__name__}: backward {counted[1]} > {backward}"
 
 
+def another_launch() -> types.FunctionType:
+    """``JITFunction.run`` of a Triton that passes one more argument to its launchers."""
+    source = textwrap.dedent(inspect.getsource(JITFunction.run))
+    changed = source.replace(
+        "kernel.run(grid_0, grid_1, grid_2, stream,", "kernel.run(grid_0, grid_1, grid_2, stream, 7,"
+    )
+    assert changed != source
+    scope = dict(vars(jit))
+    exec(changed, scope)
+    return scope["run"]
+
+
+def other_arguments_take_the_public_way() -> None:
+    """A direct launch compares itself with one public launch; if they differ, all launches are public."""
+    run = another_launch()
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.multiple(launcher, RUN=run, _agrees=None),
+        recorder() as of,
+    ):
+        arrived: list[tuple] = []
+        of.launcher_cls = lambda src, metadata: lambda *arguments: arrived.append(arguments)
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        for _ in range(3):
+            launch(tensors, 1.0)
+        assert launcher._agrees is False
+        # Every launch had the arguments of this Triton: no direct launch was tried.
+        assert [arguments[4] for arguments in arrived] == [7, 7, 7]
+        assert not launch._compiled
+
+
+def one_launch_proves_the_arguments() -> None:
+    """The second launch of a kind shows what Triton passes on, and runs once; all later launches are direct."""
+    with mock.patch.object(launcher, "_agrees", None), recorder() as record:
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        for count, agrees in enumerate((None, True, True), 1):
+            launch(tensors, 1.0)
+            assert launcher._agrees is agrees
+            assert len(record.launched) == count
+        with no_public_launch():
+            launch(tensors, 1.0)
+        # Other kernels are direct from their second launch on.
+        other = add(99)
+        other(tensors, 1.0)
+        with no_public_launch():
+            other(tensors, 1.0)
+
+
+def a_failed_launch_leaves_no_spy() -> None:
+    """Triton's function is back in its place after an error."""
+    with mock.patch.object(launcher, "_agrees", None), recorder() as record:
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        launch(tensors, 1.0)
+        (found,) = launch._once.values()
+        record.fails = True
+        with contextlib.suppress(RuntimeError):
+            launch(tensors, 1.0)
+        assert found.compiled._run is found.call
+
+
+def kernels_stay_loaded() -> None:
+    """A captured graph goes on launching its kernels after their launchers and tensors are gone."""
+    with recorder() as record:
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        for _ in range(2):
+            launch(tensors, 1.0)
+        # Kernels of earlier checks have been unloaded.
+        record.unloaded = 0
+        del launch, tensors
+        launcher.forget_plans()
+        gc.collect()
+        assert record.loaded
+        assert not record.unloaded
+        # The record works: a kernel that nobody holds is unloaded.
+        add_kernel.device_caches.clear()
+        gc.collect()
+        assert record.unloaded
+
+
 def unknown_versions_take_the_public_way() -> None:
     with recorder() as record, mock.patch.object(launcher, "KNOWN", False):
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
@@ -323,6 +416,10 @@ CHECKS = (
     the_function_in_c_gets_what_triton_gives_it,
     a_step_of_a_norm_makes_few_calls,
     unknown_versions_take_the_public_way,
+    other_arguments_take_the_public_way,
+    one_launch_proves_the_arguments,
+    a_failed_launch_leaves_no_spy,
+    kernels_stay_loaded,
 )
 
 
