@@ -32,8 +32,8 @@ LIMIT = 55.0
 # fp64 is left out, because hardly anybody trains in it.
 TESTED = (torch.float16, torch.bfloat16, torch.float32)
 WORKER = (sys.executable, "-m", "fusedseg.doctor.worker")
-DIED, LATE = "its process died", "no time was left"
-# The fields of a failure that fit in a line of the table.
+DIED, LATE = "process died", "no time was left"
+# The format of the JSON file.
 FORMAT = 1
 
 Job = tuple[str, ...]

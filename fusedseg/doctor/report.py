@@ -99,7 +99,7 @@ def failures(device: torch.device) -> Iterator[str]:
         for dtype in dtypes:
             found = first_use.remembered(family, dtype, device)
             if found is not None and found.kind:
-                yield f"aten for {family} in {first_use.short(dtype)}: the self-test failed: {found.kind}: {found.text}"
+                yield f"aten for {family} in {first_use.short(dtype)}: the self-test failed, {found.kind}: {found.text}"
 
 
 def verdict(problems: int, reason: str | None) -> str:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             found = JOBS[name](device, *rest)
         # The report shows every error of a compiler or a driver, whatever its class.
         except Exception as error:
-            found = {"kind": "it cannot be run", "text": first_line(error)}
+            found = {"kind": "error", "text": first_line(error)}
         say(done=job, found=found)
         if found.get("kind") and not first_use.answers(device):
             break

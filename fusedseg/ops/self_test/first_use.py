@@ -1,7 +1,7 @@
 """Tests a family of kernels when it is to run for the first time on a kind of GPU, and warns if it fails.
 
 A failure of any kind makes the family run on aten from then on: the kernel does not compile, it needs more shared
-memory or registers than the GPU has, it cannot be launched, or its result is wrong.
+memory or registers than the GPU has, it cannot be launched, or wrong result.
 """
 
 import threading
@@ -31,15 +31,15 @@ def classify(error: BaseException) -> Verdict:
     names = {cls.__name__ for cls in type(error).__mro__}
     text = " ".join(str(error).split())
     if isinstance(error, WrongResult):
-        kind = "its result is wrong"
+        kind = "wrong result"
     elif "OutOfResources" in names:
-        kind = "it needs more of the GPU than there is"
+        kind = "out of the GPU's resources"
     elif names & {"CompilationError", "PTXASError"} or "PassManager" in text:
-        kind = "it does not compile"
+        kind = "compilation failed"
     elif "Triton Error" in text or "CUDA error" in text or "HIP error" in text:
-        kind = "its launch failed"
+        kind = "launch failed"
     else:
-        kind = "it cannot be run"
+        kind = "error"
     error_name = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     text = error_name + text
     return Verdict(kind, text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…")
@@ -120,7 +120,7 @@ def first_use(family: str, dtype: torch.dtype, device: torch.device) -> str | No
         return ""
     if not known:
         warnings.warn(message(family, dtype, of, verdict), RuntimeWarning, stacklevel=2)
-    return f"the self-test of its {family} kernels in {short(dtype)} failed: {verdict.kind} ({verdict.text})"
+    return f"the self-test of its {family} kernels in {short(dtype)} failed, {verdict.kind}: {verdict.text}"
 
 
 def remembered(family: str, dtype: torch.dtype, device: torch.device) -> Verdict | None:
@@ -174,7 +174,7 @@ def message(family: str, dtype: torch.dtype, of: Environment, verdict: Verdict) 
     """The warning about a failure: what failed, what happens now, how to see more, and what to attach to a report."""
     return (
         f"fusedseg: the Triton kernels of '{family}' in {short(dtype)} failed their self-test on {of.gpu} "
-        f"({of.architecture}): {verdict.kind}: {verdict.text}. PyTorch's own ops take their place, so results are "
+        f"({of.architecture}), {verdict.kind}: {verdict.text}. PyTorch's own ops take their place, so results are "
         f"right, and training is slower. `{MORE}` shows more and tests again. Please report this, and attach the file "
         f"that `{REPORT}` writes. FUSEDSEG_SELF_TEST=0 runs the kernels without this test."
     )
