@@ -100,14 +100,13 @@ def check_conv_backend(op: str, name: str) -> None:
 
 def unfit(x: Tensor, positions: int) -> str:
     """The reason why Triton's kernel cannot serve ``x``; "" if it can."""
-    backend, reason = _backend.explain(x.device)
-    if backend != "triton" or not _backend.use_triton(x):
-        return f"a tensor on {x.device} cannot be served: {reason}"
     if x.dtype not in (*HALF, torch.float32):
         return f"x must be float16, bfloat16 or float32, got {x.dtype}"
     if max(positions, x.shape[1:].numel()) >= 2**31:
         return f"a sample or the output's positions must be fewer than 2**31, got {positions}"
-    return ""
+    # This comes last, because it may test the kernel.
+    reason = _backend.why_not(x, "conv")
+    return reason and f"a tensor on {x.device} cannot be served: {reason}"
 
 
 def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
@@ -186,7 +185,7 @@ def choose(
     if conv_backend == "triton":
         if reason := unfit(x, positions):
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    elif unfit(x, positions) or not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled():
+    elif not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
         return "aten"
     key = key_of(x, layout, w, geometry, training, positions)
     record = _records.get(key)

@@ -24,7 +24,7 @@ from ..layout import dense, layout_of
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
-from ..norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
+from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
 from . import choice, join_conv
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
@@ -49,6 +49,9 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
             return _folded(call, norm, spec)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
         return norm_op.forward(norm._replace(x=z), spec, layout, kept, z)
+    if not adjacent(norm.weight, norm.bias, norm.running_mean, norm.running_var, conv_bias):
+        call = call._replace(bias=None if conv_bias is None else conv_bias.contiguous())
+        return on_adjacent(norm, spec.own, lambda norm: _forward_with(name, call, norm, spec, kept))
     from ...kernels.conv_abn import conv_abn_fwd
 
     (source,) = sources

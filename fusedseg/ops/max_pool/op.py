@@ -57,7 +57,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
     if _has_no_values(x):
         return z, codes
-    if not _backend.use_triton(x):
+    if not _backend.use_triton(x, "pool"):
         aten.forward(x, z, codes, rows, pool)
         return z, codes
     from ...kernels.max_pool import max_pool_fwd
@@ -73,7 +73,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
     if _has_no_values(dx):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
-    if not _backend.use_triton(dz):
+    if not _backend.use_triton(dz, "pool"):
         aten.backward(dz, codes, dx, rows, pool)
         return dx
     from ...kernels.max_pool import max_pool_bwd
