@@ -16,7 +16,6 @@ from fusedseg.ops.recompute.recipes import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
 
-
 pytestmark = pytest.mark.usefixtures("uncounted")
 
 
