@@ -280,7 +280,7 @@ def _record_from_json(fields: dict[str, Any]) -> Record:
     return Record(float(record.triton), float(record.aten), float(record.difference), bool(record.agree))
 
 
-def save(path: str | Path, overwrite: bool = False) -> int:
+def save_conv_choices(path: str | Path, overwrite: bool = False) -> int:
     """Writes the measured choices of ``conv_backend="auto"`` to a JSON file.
 
     Returns:
@@ -299,7 +299,7 @@ def save(path: str | Path, overwrite: bool = False) -> int:
     return len(choices)
 
 
-def load(path: str | Path) -> int:
+def load_conv_choices(path: str | Path) -> int:
     """Reads measured choices from a file; they replace earlier choices for the same convolutions.
 
     If other versions of fusedseg, torch or triton wrote the file, it warns and takes nothing.
@@ -310,30 +310,19 @@ def load(path: str | Path) -> int:
     Raises:
         ValueError: the file holds no choices.
     """
-
-    def malformed(error: Exception) -> ValueError:
-        return ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}")
-
     try:
         content = json.loads(Path(path).read_text())
-        versions, choices = content["versions"], content["choices"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise malformed(error) from error
-    # The versions are compared first, because other versions may write other fields.
-    if versions != _versions():
-        warnings.warn(
-            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {_versions()}: "
-            "nothing taken, convolutions will be measured anew",
-            stacklevel=2,
-        )
-        return 0
-    try:
+        versions, here = content["versions"], _versions()
+        # Other versions may write other fields, so their choices are not read.
+        choices = content["choices"] if versions == here else ()
         records = {_key_from_json(of["convolution"]): _record_from_json(of["measured"]) for of in choices}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise malformed(error) from error
+        raise ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}") from error
+    if versions != here:
+        warnings.warn(
+            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {here}: "
+            "no choice is taken, and convolutions are measured again",
+            stacklevel=2,
+        )
     _records.update(records)
     return len(records)
-
-
-def clear() -> None:
-    _records.clear()

@@ -147,6 +147,11 @@ def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(v: Any, dtype: torch.dtype) -> Any:
+    """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
+    return v if v is None or v.dtype == dtype else v.to(dtype)
+
+
 def statistics_count(x: Tensor, spec: Spec) -> int:
     """The number of means of ``x``."""
     if spec.kind == "batch":
