@@ -220,7 +220,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
 
         def convolve() -> Tensor:
             found = _step(*step)
-            done.extend((found.second, found.xhat))
+            done[:] = found.second, found.xhat
             return found.z
 
         # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
