@@ -3,6 +3,13 @@
 import sys
 
 import pytest
+import torch
+
+
+@pytest.fixture
+def image():
+    """The image that most models of these tests are converted with."""
+    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
 
 
 @pytest.fixture

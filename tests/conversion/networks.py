@@ -1,10 +1,13 @@
 """Small networks with the structures of published libraries, and random networks."""
 
+import functools
 import random
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+LEAKY = functools.partial(nn.LeakyReLU, 0.1)
 
 
 def double_conv(cin: int, cout: int, act: nn.Module | None = None) -> nn.Sequential:
@@ -203,6 +206,22 @@ class InputTwice(Twice):
     def forward(self, x):
         y = self.conv(x)
         return self.act(self.bn(y)) * y
+
+
+class Flagged(nn.Module):
+    """Reads the convolution's output once the flag is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = False
+        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), LEAKY()
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.act(self.bn(y))
+        if self.flag:
+            return z + y
+        return z
 
 
 class Random(nn.Module):

@@ -20,11 +20,6 @@ from tests.conversion.compare import assert_same, converted, replaced
 
 
 @pytest.fixture
-def image():
-    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
-
-
-@pytest.fixture
 def apart(monkeypatch):
     """Treats concatenations of any size as large."""
     monkeypatch.setattr(sources, "FORMED_BYTES", 0)

@@ -12,11 +12,6 @@ from tests.conversion.compare import converted, reasons, replaced
 pytestmark = pytest.mark.usefixtures("uncounted")
 
 
-@pytest.fixture
-def image():
-    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
-
-
 @pytest.fixture(params=[True, False], ids=["observed", "traced"])
 def how(request, image):
     """The arguments of ``convert`` for both ways to find the flow."""

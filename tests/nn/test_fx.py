@@ -111,5 +111,5 @@ def test_marks_for_shared_activations(image):
 
 
 def test_a_module_of_this_package_is_not_traced_itself():
-    with pytest.raises(TypeError, match=r"InPlaceABN is one call in a traced graph .* such as nn\.Sequential"):
+    with pytest.raises(TypeError, match=r"InPlaceABN: torch.fx records a call .* such as nn\.Sequential"):
         fx.symbolic_trace(fusedseg.InPlaceABN(4))
