@@ -94,7 +94,8 @@ def _run_until_it_ends(jobs: Sequence[Job], end: float) -> Iterator[Outcome]:
         )
         assert worker.stdout is not None
         events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=_read, args=(worker.stdout, events), daemon=True).start()
+        reader = threading.Thread(target=_read, args=(worker.stdout, events), daemon=True)
+        reader.start()
         running, began = jobs[0], False
         try:
             while (event := events.get(timeout=max(0.0, end - time.monotonic()))) is not None:
@@ -112,6 +113,10 @@ def _run_until_it_ends(jobs: Sequence[Job], end: float) -> Iterator[Outcome]:
         finally:
             worker.kill()
             worker.wait()
+            # A compiler that the worker has started may hold the pipe a little longer.
+            reader.join(timeout=1.0)
+            if not reader.is_alive():
+                worker.stdout.close()
 
 
 def _read(lines: IO[str], events: queue.Queue) -> None:
