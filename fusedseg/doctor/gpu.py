@@ -60,14 +60,14 @@ def kinds_of_gpu() -> list[torch.device]:
 
 def jobs_of(gpus: Sequence[torch.device]) -> list[Job]:
     """All jobs.  What decides most often comes first, because time may run out."""
-    tests = [
+    tests: list[Job] = [
         ("test", str(gpu), family, first_use.short(dtype))
         for gpu in gpus
         for dtype in TESTED
         for family, dtypes in DTYPES.items()
         if dtype in dtypes
     ]
-    speeds = [("speed", str(gpu), what) for gpu in gpus for what in SPEEDS]
+    speeds: list[Job] = [("speed", str(gpu), what) for gpu in gpus for what in SPEEDS]
     per_dtype = sum(len(set(dtypes) & {TESTED[0]}) for dtypes in DTYPES.values()) * len(gpus)
     return tests[:per_dtype] + speeds + tests[per_dtype:]
 
