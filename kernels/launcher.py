@@ -133,7 +133,8 @@ class Spy:
 
     def __init__(self, found: Ready) -> None:
         self.owner, self.name = (found.compiled.run, "launch") if found.packed else (found.compiled, "_run")
-        self.original, self.arguments = found.call, None
+        self.original = found.call
+        self.arguments: tuple | None = None
 
     def __call__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -60,14 +60,14 @@ def kinds_of_gpu() -> list[torch.device]:
 
 def jobs_of(gpus: Sequence[torch.device]) -> list[Job]:
     """All jobs.  What decides most often comes first, because time may run out."""
-    tests = [
+    tests: list[Job] = [
         ("test", str(gpu), family, first_use.short(dtype))
         for gpu in gpus
         for dtype in TESTED
         for family, dtypes in DTYPES.items()
         if dtype in dtypes
     ]
-    speeds = [("speed", str(gpu), what) for gpu in gpus for what in SPEEDS]
+    speeds: list[Job] = [("speed", str(gpu), what) for gpu in gpus for what in SPEEDS]
     per_dtype = sum(len(set(dtypes) & {TESTED[0]}) for dtypes in DTYPES.values()) * len(gpus)
     return tests[:per_dtype] + speeds + tests[per_dtype:]
 
@@ -94,7 +94,8 @@ def _run_until_it_ends(jobs: Sequence[Job], end: float) -> Iterator[Outcome]:
         )
         assert worker.stdout is not None
         events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=_read, args=(worker.stdout, events), daemon=True).start()
+        reader = threading.Thread(target=_read, args=(worker.stdout, events), daemon=True)
+        reader.start()
         running, began = jobs[0], False
         try:
             while (event := events.get(timeout=max(0.0, end - time.monotonic()))) is not None:
@@ -112,6 +113,10 @@ def _run_until_it_ends(jobs: Sequence[Job], end: float) -> Iterator[Outcome]:
         finally:
             worker.kill()
             worker.wait()
+            # A compiler that the worker has started may hold the pipe a little longer.
+            reader.join(timeout=1.0)
+            if not reader.is_alive():
+                worker.stdout.close()
 
 
 def _read(lines: IO[str], events: queue.Queue) -> None:

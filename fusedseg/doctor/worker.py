@@ -7,7 +7,7 @@ parent knows which job was running if this process dies.  It ends early if a job
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def speed(device: torch.device, what: str) -> dict[str, Any]:
         return {"speeds": [of._asdict() for of in SPEEDS[what](device)]}
 
 
-JOBS = {"test": test, "speed": speed}
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"test": test, "speed": speed}
 
 
 def say(**event: Any) -> None:

@@ -47,7 +47,7 @@ def compiled(tmp_path_factory):
 
         from tests.tools.codegen import compile_launches
 
-        name = f"{module}.{cases}"
+        name = f"{module}.{cases}.{'-'.join(targets)}"
         if name not in known:
             with (folder / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -173,9 +173,12 @@ def _pool_float64(x: Tensor, dz: Tensor, kernel: int, stride: int, padding: int)
     dx, taken = torch.zeros_like(inside), torch.zeros_like(z, dtype=torch.bool)
     for i in range(kernel):
         for j in range(kernel):
-            at = (..., *(slice(k, k + (n - 1) * stride + 1, stride) for k, n in zip((i, j), z.shape[2:], strict=True)))
-            wins = (inside[at] == z) & ~taken
-            dx[at] += torch.where(wins, dz, 0.0)
+            rows, columns = (
+                slice(k, k + (n - 1) * stride + 1, stride) for k, n in zip((i, j), z.shape[2:], strict=True)
+            )
+            at = dx[:, :, rows, columns]
+            wins = (inside[:, :, rows, columns] == z) & ~taken
+            at += torch.where(wins, dz, 0.0)
             taken |= wins
     return z, dx[..., padding : padding + x.shape[2], padding : padding + x.shape[3]]
 
