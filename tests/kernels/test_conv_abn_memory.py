@@ -78,6 +78,7 @@ def stage(request, monkeypatch, replanned):
     return conv, x, torch.zeros(conv.w, dtype=torch.float16), out, first_middle_last
 
 
+@pytest.mark.usefixtures("counted_once")
 def test_training_reads_and_writes_y_once_more(stage, record_property):
     """The convolution writes y and partial results; one launch merges them, and one reads y and writes z over y."""
     step = Forward(*stage, training=True)
@@ -94,6 +95,7 @@ def test_training_reads_and_writes_y_once_more(stage, record_property):
     assert 2 <= more <= 2.04
 
 
+@pytest.mark.usefixtures("counted_once")
 def test_inference_is_the_convolution_alone(stage, record_property):
     step = Forward(*stage, training=False)
     moved = step.moved

@@ -124,6 +124,11 @@ def shift_right(x, by, kind):
     return shifted if np.issubdtype(kind, np.signedinteger) else np.where(by < bits, shifted, kind(0))
 
 
+def funnel(low, high, by):
+    """The upper half of 64 bits that are shifted to the left."""
+    return (((high.astype(u8) << u8(32) | low.astype(u8)) << (by & u4(31)).astype(u8)) >> u8(32)).astype(u4)
+
+
 def field(x, position, length, kind):
     """bfe: bits of a number.  A signed one extends the field's sign, or the number's where the field goes beyond it."""
     bits = 8 * np.dtype(kind).itemsize
