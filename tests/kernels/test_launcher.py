@@ -26,6 +26,10 @@ CHECKS = (
     "the_function_in_c_gets_what_triton_gives_it",
     "a_step_of_a_norm_makes_few_calls",
     "unknown_versions_take_the_public_way",
+    "other_arguments_take_the_public_way",
+    "one_launch_proves_the_arguments",
+    "a_failed_launch_leaves_no_spy",
+    "kernels_stay_loaded",
 )
 LEAKY = ("leaky_relu", 0.01)
 
