@@ -158,8 +158,8 @@ def convert(w, i) -> None:
         value = f"to_integer({x}, {how[0]!r}, {kind})"
     elif to in ("f16", "bf16") and how == ["rn"]:
         value = f"from_float({to!r}, {f'{x}.astype(f8)' if from_whole else x})"
-    elif to in ("f32", "f64") and how in ([], ["rn"]):
-        value = f"{x}.astype({kind})"
+    elif to in ("f32", "f64") and how in ([], ["rn"], ["rni"]):
+        value = f"rint({x})" if how == ["rni"] else f"{x}.astype({kind})"
     else:
         raise Unsupported("a conversion of another kind")
     w.assign(result, f"flushed({value})" if flush and kind == "f4" else value, kind, i.guard)

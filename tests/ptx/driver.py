@@ -4,7 +4,7 @@
         ...    # kernel[grid](...), or ops of fusedseg with the backend "triton"
     driver.findings, driver.launches
 
-Replaced are, besides the driver,
+Replaced are also
 
     CUDABackend.make_cubin, .hash    ptxas is not asked for machine code; the cache keeps such results apart
     CompiledKernel._init_handles     ``load_binary`` is given machine code, and the machine wants the PTX beside it
@@ -99,6 +99,8 @@ class Driver:
                     hook(launch_metadata)
             if len(args) != len(src.signature):
                 raise TypeError(f"{metadata.name}: {len(args)} arguments for {len(src.signature)} parameters")
+            if max(y, z) > 65535:
+                raise ValueError(f"{metadata.name}: no GPU launches the grid {x, y, z}")
             if x * y * z > 0:
                 self.launch(function, (x, y, z), parameters, [args[k] for k in places])
 

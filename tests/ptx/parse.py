@@ -142,7 +142,7 @@ class Kernel:
             if lines[i].startswith("}"):
                 return
             code, _, comment = map(str.strip, lines[i].partition("//"))
-            if code.startswith(".loc"):
+            if code.startswith((".loc\t", ".loc ")):
                 if found := re.match(r"(\S+:\d+:\d+)", comment):
                     self._source = found[1]
                 continue

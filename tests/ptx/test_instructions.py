@@ -104,6 +104,10 @@ def same(found, expected):
     assert (np.signbit(found[~nan]) == np.signbit(expected[~nan])).all()
 
 
+def test_rounding_to_whole_numbers():
+    same(each("cvt.rni.f32.f32 %r19, %r10;", FLOATS).view(np.float32), np.rint(FLOATS))
+
+
 def test_rounding_to_half_precision():
     """Rounding to fp16 and bf16 gives PyTorch's values."""
     values = torch.from_numpy(FLOATS)

@@ -1,7 +1,7 @@
 """Functions that translated blocks call by name, some of them imported from numpy, and the numpy types of values."""
 
 import numpy as np
-from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
+from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, rint, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
