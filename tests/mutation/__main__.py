@@ -138,9 +138,9 @@ def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[P
 
 
 def earlier(lines: Iterable[str]) -> dict[str, str]:
-    """Reads the printed lines of a run: the test that caught each defect."""
-    found = (re.fullmatch(r"caught +\d+ s  (.+)  by (tests/.+)", line) for line in lines)
-    return {match[1]: match[2] for match in found if match}
+    """Reads the printed lines of a run: each defect that it caught, and the test that failed, if one was named."""
+    found = (re.fullmatch(r"(?:caught|timed out) +\d+ s  (.+?)(?:  by (tests/.+))?", line) for line in lines)
+    return {match[1]: match[2] or "" for match in found if match}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--after",
         type=Path,
-        help="what an earlier run printed: the test that caught a defect then runs first",
+        help="what an earlier run printed: only what it caught is tried, first on the test that caught it",
     )
     parser.add_argument("--part", default="1/1", help="1/2 and 2/2: halves, for two processes")
     options = parser.parse_args(argv)
@@ -172,11 +172,13 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = copied(ROOT, options.tests.resolve(), Path(name))
         for path, mutant in chosen(ROOT, options.folders, options.each, options.seed)[index - 1 :: parts]:
+            name = f"{path}:{mutant.line}  {mutant.what}"
+            if options.after and name not in first:
+                continue
             source, start = (ROOT / path).read_text(), time.monotonic()
             (folder / path).write_text(mutant.applied(source))
-            name = f"{path}:{mutant.line}  {mutant.what}"
-            result, test = outcome(folder, [first[name]]) if name in first else ("", "")
-            if not test or test != first[name]:
+            result, test = outcome(folder, [first[name]]) if first.get(name) else ("", "")
+            if not test or test != first.get(name):
                 result, test = outcome(folder, related(folder, path))
             (folder / path).write_text(source)
             found.setdefault(path.as_posix(), Counter())[result] += 1
