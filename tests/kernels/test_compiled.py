@@ -14,6 +14,7 @@ from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_max_pool as pools
+from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
 from tests.kernels.conv_abn_cases import Conv, cut_off
 from tests.kernels.test_sanitize import SHAPE, STATISTICS
@@ -135,3 +136,14 @@ def test_the_order_of_warps_and_lanes_does_not_matter(groups, rows, device, orde
     first, *others = (norms.launch(*given, groups) for _ in orders())
     for again in others:
         assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("path", ["onchip", "split"])
+@by_layout
+def test_one_thread_replaces_a_running_statistic(path, rows, device, orders, request):
+    """If every warp stored it, a warp that comes later would read the new value and update it again."""
+    if path == "split":
+        request.getfixturevalue("small_tiles")
+    given = batches.inputs((4, 6, 21, 23), None if rows else torch.contiguous_format, torch.float32, device)
+    for _ in orders():
+        batches.check(*given, running=(torch.zeros(6, device=device), torch.ones(6, device=device)))

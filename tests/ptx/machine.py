@@ -18,9 +18,8 @@ Grid = tuple[int, int, int]
 
 @dataclass
 class Options:
-    """Limits of a run, and the order of warps, lanes and CTAs, which PTX does not specify."""
+    """Limits of a run, of which ``lanes`` threads are in lock step, and orders that PTX does not specify."""
 
-    # The number of threads that run in lock step.
     lanes: int = 8192
     # "together": all warps go on in lock step.  "first" or "last": the first or last warp of a CTA that can go on runs
     # alone, up to a barrier.

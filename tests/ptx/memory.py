@@ -151,15 +151,13 @@ class Memory(Space):
                 raise OutOfBounds(f"address {int(mine[0]):#x} of no argument: {self.wave.where(line)}")
             if int(np.bitwise_or.reduce(mine)) % nbytes:
                 wrong = int(mine[np.flatnonzero(mine % u8(nbytes))[0]]) - segment.virtual
-                raise Misaligned(
-                    f"byte {wrong} of {segment.name} is no multiple of {nbytes} in memory: {self.wave.where(line)}"
-                )
+                text = f"byte {wrong} of {segment.name} is no multiple of {nbytes} in memory"
+                raise Misaligned(f"{text}: {self.wave.where(line)}")
             offsets = (mine - u8(segment.window)).view(np.int64)
             low, high = int(offsets.min()) - segment.pad, int(offsets.max()) + nbytes - segment.pad
             if low < 0 or high > segment.nbytes:
-                raise OutOfBounds(
-                    f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}: {self.wave.where(line)}"
-                )
+                text = f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}"
+                raise OutOfBounds(f"{text}: {self.wave.where(line)}")
             yield segment, positions, offsets
 
     def read(self, addresses, kind, count: int, lanes, line: int):

@@ -1,8 +1,4 @@
-"""``pytest --ptx sm_80|sm_90``: tests of kernels and ops run on the machine in place of Triton's interpreter.
-
-Helpers of the interpreter then work on the machine: ``traffic`` counts bytes by argument, and ``only_programs`` and
-``backwards`` choose programs and their order.  A test fails if the machine has findings.
-"""
+"""``pytest --ptx``: helpers of the interpreter then work on the machine, and a test fails if it has findings."""
 
 import contextlib
 import re
@@ -15,8 +11,11 @@ from .driver import Driver, changed, driven
 
 
 def harmless(finding) -> bool:
-    """All warps read a running statistic and one thread replaces it; the other warps do not use the value."""
-    return finding.kind == "global-order" and re.search(r" running_(mean|var)_ptr,", finding.text) is not None
+    """All warps read a running statistic, or the number of batches, which one thread replaces; others do not use it."""
+    return (
+        finding.kind == "global-order"
+        and re.search(r" (running_mean|running_var|batches)_ptr,", finding.text) is not None
+    )
 
 
 class Plugin:
@@ -46,13 +45,11 @@ class Plugin:
         return result
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        launches = self.driver.launches
-        if not launches:
-            return
-        terminalreporter.write_line(
-            f"PTX for {self.driver.arch}: {len(self.driver.programs)} compiled kernels, "
-            f"{sum(self.driver.instructions.values())} instructions of warps, and launches: {dict(launches)}"
-        )
+        if launches := self.driver.launches:
+            terminalreporter.write_line(
+                f"PTX for {self.driver.arch}: {len(self.driver.programs)} compiled kernels, "
+                f"{sum(self.driver.instructions.values())} instructions of warps, and launches: {dict(launches)}"
+            )
         for finding, count in sorted(self.driver.findings.items()):
             terminalreporter.write_line(f"  {count} x {finding.kind}: {finding.text}")
 

@@ -16,6 +16,22 @@ NAN = 0x7FC0BEEF
 SEVERAL = -1
 
 
+class Local(Space):
+    """The bytes that each thread has for itself."""
+
+    def __init__(self, wave) -> None:
+        self.wave, self.bytes = wave, np.full((wave.n, wave.kernel.local), 0xBE, u1)
+
+    def _at(self, addresses, nbytes: int):
+        return addresses[:, None].astype(np.int64) + np.arange(nbytes)
+
+    def read(self, addresses, kind, count: int, lanes, line: int):
+        return self.bytes[lanes[:, None], self._at(addresses, np.dtype(kind).itemsize * count)].view(kind)
+
+    def write(self, addresses, data, lanes, line: int) -> None:
+        self.bytes[lanes[:, None], self._at(addresses, data.itemsize * data.shape[1])] = data.view(u1)
+
+
 class Shared(Space):
     """Each CTA has ``stride`` bytes; the kernel asked for ``size`` bytes."""
 

@@ -220,6 +220,26 @@ def test_an_asynchronous_copy(wait, size, kinds):
         assert out.tolist() == (list(range(0, 128, 4)) if size else [0] * 32)
 
 
+def test_local_memory():
+    """LLVM stores a vector of predicates by bytes and loads it as numbers; every thread has its own."""
+    out = torch.zeros(32, **INTS)
+    code = """
+	.local .align 2 .b8 __local_depot0[2];
+	.reg .b64 %SP;
+	.reg .b32 %SPL;
+	mov.b32 %SPL, __local_depot0;
+	cvt.u64.u32 %SP, %SPL;
+	cvta.local.u64 %SP, %SP;
+	cvt.u16.u32 %rs1, %r0;
+	st.b8 [%SP], %rs1;
+	st.b8 [%SP+1], 1;
+	ld.b16 %rs2, [%SP];
+	cvt.u32.u16 %r1, %rs2;
+"""
+    assert not run(code + STORE.replace("], %r0", "], %r1"), out)
+    assert out.tolist() == [t + 256 for t in range(32)]
+
+
 def test_two_ctas_that_write_to_one_place():
     code = "	mov.u32 %r1, %ctaid.x;\n	mad.wide.u32 %rd10, %r0, 4, %rd0;\n	st.global.b32 [%rd10], {value};\n"
     for value, kinds in (("%r1", {"global-race"}), ("%r0", set())):

@@ -1,7 +1,7 @@
 """Functions that translated blocks call by name, some of them imported from numpy, and the numpy types of values."""
 
 import numpy as np
-from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
+from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, rint, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -122,6 +122,11 @@ def shift_right(x, by, kind):
     bits = 8 * np.dtype(kind).itemsize
     shifted = np.asarray(x) >> np.minimum(by, bits - 1).astype(kind)
     return shifted if np.issubdtype(kind, np.signedinteger) else np.where(by < bits, shifted, kind(0))
+
+
+def funnel(low, high, by):
+    """The upper half of 64 bits that are shifted to the left."""
+    return (((high.astype(u8) << u8(32) | low.astype(u8)) << (by & u4(31)).astype(u8)) >> u8(32)).astype(u4)
 
 
 def field(x, position, length, kind):

@@ -10,7 +10,7 @@ import numpy as np
 from .matrices import Matrices
 from .memory import Memory
 from .parse import Unsupported
-from .shared import Shared
+from .shared import Local, Shared
 
 u4 = np.uint32
 # The value of a register that no instruction has written.
@@ -27,10 +27,6 @@ class Finding(NamedTuple):
 
 
 class Registers(dict):
-    def __init__(self, wave) -> None:
-        super().__init__()
-        self.wave = wave
-
     def __missing__(self, name: str):
         value = GARBAGE[self.wave.kernel.classes[name.rstrip("0123456789")]]
         self[name] = np.full(self.wave.n, value)
@@ -42,7 +38,7 @@ class Wave:
 
     def __init__(self, launch, numbers: np.ndarray) -> None:
         self.program, self.kernel, self.name = launch.program, launch.program.kernel, launch.program.kernel.name
-        self.options, self.report = launch.options, launch.report
+        self.options, self.report, self.where = launch.options, launch.report, launch.program.where
         self.parameters = launch.values
         self.threads, self.ctas = self.kernel.threads, len(numbers)
         self.n = self.ctas * self.threads
@@ -61,12 +57,9 @@ class Wave:
         self.warp_syncs = np.zeros((self.ctas, self.threads // 32), np.int32)
         self.memory = Memory(self, launch.segments, launch.moved)
         self.shared = Shared(self, self.program.shared, self.program.granule)
-        self.matrices = Matrices(self)
-        self.executed = 0
+        self.local, self.matrices = Local(self), Matrices(self)
+        self.executed, self.together = 0, self.options.schedule == "together" or self.threads == 32
         self._whole: np.ndarray | None = None
-
-    def where(self, line: int) -> str:
-        return self.program.where(line)
 
     def find(self, kind: str, text: str, line: int) -> None:
         self.report(Finding(kind, self.name, f"{text}: {self.where(line)}"))
@@ -86,9 +79,9 @@ class Wave:
 
     def run(self) -> None:
         """Runs the wave; ``at`` is the block of each lane, or None while all lanes are at block ``b``."""
-        registers, b = Registers(self), 0
-        together = self.options.schedule == "together" or self.threads == 32
-        at = None if together else np.zeros(self.n, np.int64)
+        registers, b = Registers(), 0
+        registers.wave = self
+        at = None if self.together else np.zeros(self.n, np.int64)
         done, waiting = np.zeros((2, self.n), bool)
         while True:
             idx = None
@@ -103,7 +96,10 @@ class Wave:
                 if len(idx) == self.n:
                     at = idx = None
             end = self.kernel.blocks[b].end
-            self._count(b, idx)
+            warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
+            self.executed += len(self.kernel.blocks[b].instructions) * warps
+            if self.executed > self.options.limit:
+                raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
             self._whole = None
             taken = self.program.functions[b](self, registers, idx)
             if end[0] == "return":
@@ -136,7 +132,7 @@ class Wave:
     def _ready(self, done, waiting):
         """The lanes that can go on.  With the schedules "first" and "last" that is one warp of each CTA."""
         ready = ~(done | waiting)
-        if self.options.schedule == "together" or self.threads == 32:
+        if self.together:
             return ready
         can = ready.reshape(self.ctas, -1, 32).any(2)
         first = can.argmax(1)
@@ -153,12 +149,6 @@ class Wave:
             waiting[lanes] = False
             self.epoch[cta] += 1
             self.warp_syncs[cta] += 1
-
-    def _count(self, b: int, idx) -> None:
-        warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
-        self.executed += len(self.kernel.blocks[b].instructions) * warps
-        if self.executed > self.options.limit:
-            raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
 
     def whole_warps(self, idx, line: int) -> None:
         """Checks that all threads of a warp take part in an instruction of the warp."""
