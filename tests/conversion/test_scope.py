@@ -16,6 +16,8 @@ from fusedseg.ops.recompute.recipes import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 class Watched(networks.Functional):
     """Counts its calls that run inside a scope."""

@@ -64,6 +64,8 @@ FEW = {
     name: CASES[name]
     for name in ("3x3-64-64-fp16", "1x1-128-3-fp16", "3x3-64-64-fp16-norm", "3x3-64-64-tf32", "1x1-64-64-fp16-planes")
 }
+# Both kinds of products.
+FEWER = {name: CASES[name] for name in ("3x3-64-64-fp16", "3x3-64-64-tf32")}
 # All convolutions of the networks, in training and inference.
 MORE = {}
 for epilogue in ("stats", "norm"):

@@ -8,15 +8,19 @@ pytest.importorskip("triton")
 
 from tests.tools.codegen import TARGETS, VENDORS
 
-# A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches; launches without
-# tensor cores are compiled for one GPU of each vendor.  Suites of all launches take minutes, and have the mark `slow`.
+# A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches for one GPU of each
+# vendor, and convolutions with their kinds of products for the other GPUs, whose tensor cores have other instructions.
+# Suites of all launches take minutes, and have the mark `slow`; they hold the launches that a target leaves out here.
 SUITES = {
-    "norm_act": ("tests.kernels.norm_act_launches", "FEW", VENDORS),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW", ("sm_90",)),
+    "norm_act-amd": ("tests.kernels.norm_act_launches", "FEWER", ("gfx942",)),
     "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
-    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", TARGETS),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", VENDORS),
+    "conv_abn-products": ("tests.kernels.conv_abn_launches", "FEWER", ("sm_80", "sm_100")),
     "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES", TARGETS),
     "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE", TARGETS),
 }
+QUICK = ("FEW", "FEWER")
 
 
 def suites(kernel=""):
@@ -24,7 +28,7 @@ def suites(kernel=""):
     return pytest.mark.parametrize(
         ("suite", "target"),
         [
-            pytest.param(name, target, id=f"{name}-{target}", marks=[] if cases == "FEW" else [pytest.mark.slow])
+            pytest.param(name, target, id=f"{name}-{target}", marks=[] if cases in QUICK else [pytest.mark.slow])
             for name, (_, cases, targets) in SUITES.items()
             for target in targets
             if name.startswith(kernel)

@@ -240,8 +240,8 @@ def test_compile_fullgraph_follows_eager(backend, device, compiler, fmt):
         (lambda: InPlaceABN(3, activation="relu"), ValueError, "fusedseg.InPlaceABN: activation 'relu' cannot be"),
         (lambda: InPlaceABN(3, activation_param=-0.1), ValueError, "use fusedseg.BatchNormAct"),
         (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), ValueError, r"must have shape \(N, 3\) .* got \(2, 4, 5\)"),
-        (lambda: InPlaceABN(3)(torch.randn(3)), ValueError, r"input must have shape \(N, 3\) .* got \(3,\)"),
-        (lambda: InPlaceABN(3)("x"), ValueError, "got str"),
+        (lambda: InPlaceABN(3)(torch.randn(3)), ValueError, r"x must have shape \(N, 3\) .* got \(3,\)"),
+        (lambda: InPlaceABN(3)("x"), TypeError, "fusedseg.InPlaceABN: x must be a tensor, got str"),
         (
             lambda: InPlaceABN(3)(torch.ones(2, 3, dtype=torch.int32)),
             TypeError,

@@ -3,7 +3,7 @@
 import re
 
 from .parse import Unsupported
-from .values import KINDS, unsigned
+from .values import KINDS, size_of, unsigned
 
 # Cache policies do not change a value.
 POLICIES = {"L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::no_allocate", "ca", "cg", "cs", "weak"}
@@ -39,6 +39,15 @@ def space_of(i) -> tuple[str, int, str]:
     if space not in ("global", "shared", "param"):
         raise Unsupported(space)
     return space, count, kind
+
+
+def shared_bytes(i) -> int:
+    """The bytes of a thread's access to shared memory; for other instructions 16, the most bytes of an access."""
+    if i.op in ("ld", "st") and i.modifiers[0] == "shared":
+        _, count, kind = space_of(i)
+        return count * size_of(KINDS[kind])
+    copies = i.op == "cp" and i.modifiers[1] in ("ca", "cg")
+    return i.operands[2].value if copies else 16
 
 
 def load(w, i) -> None:

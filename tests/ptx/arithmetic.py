@@ -35,7 +35,7 @@ def floats(w, i, result, sources) -> None:
     if len(KINDS.keys() & set(i.modifiers)) > 1 or not set(i.modifiers) <= FLOAT_MODIFIERS:
         raise Unsupported("other modifiers")
     form = (NAN if "NaN" in i.modifiers else FLOATS)[i.op]
-    given = [w.array(source, kind) for source in sources]
+    given = w.given(sources, kind)
     if "ftz" in i.modifiers:
         form, given = f"flushed({form})", [f"flushed({value})" for value in given]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)
@@ -56,7 +56,7 @@ def integers(w, i, result, sources) -> None:
     else:
         kind = unsigned(kind) if name in WRAPPING else kind
         form = WRAPPING.get(name) or INTEGERS[name]
-        value = form.format(*(w.array(source, kind) for source in sources), kind=kind)
+        value = form.format(*w.given(sources, kind), kind=kind)
     w.assign(result, value, kind, i.guard)
 
 
@@ -82,7 +82,7 @@ def move(w, i) -> None:
 def logic(w, i) -> None:
     result, *sources = i.operands
     kind = unsigned(KINDS[i.modifiers[-1]])
-    values = [f"({w.array(source, kind)})" for source in sources]
+    values = [f"({value})" for value in w.given(sources, kind)]
     value = f"~{values[0]}" if i.op == "not" else f" {LOGIC[i.op]} ".join(values)
     w.assign(result, value, kind, i.guard)
 
@@ -111,7 +111,7 @@ def permute(w, i) -> None:
 def select(w, i) -> None:
     result, a, b, predicate = i.operands
     kind = KINDS[i.modifiers[-1]]
-    w.assign(result, f"where({w.value(predicate, 'b')}, {w.array(a, kind)}, {w.value(b, kind)})", kind, i.guard)
+    w.assign(result, f"where({w.value(predicate, 'b')}, {w.value(a, kind)}, {w.value(b, kind)})", kind, i.guard)
 
 
 def compare_pairs(w, i) -> None:
@@ -132,7 +132,7 @@ def compare(w, i) -> None:
     result, a, b = i.operands
     how, ptx = (m for m in i.modifiers if m != "ftz")
     kind, floating = KINDS[ptx], ptx in ("f16", "bf16", "f32", "f64")
-    x, y = w.array(a, kind), w.array(b, kind)
+    x, y = w.given((a, b), kind)
     if ptx in ("f16", "bf16"):
         x, y = f"to_float({ptx!r}, {x})", f"to_float({ptx!r}, {y})"
     if "ftz" in i.modifiers:

@@ -2,7 +2,7 @@
 
     with driven(Driver("sm_80")) as driver:
         ...    # kernel[grid](...), or ops of fusedseg with the backend "triton"
-    driver.findings, driver.counts
+    driver.findings, driver.launches
 
 Everything before the launch is what a GPU gets: the launchers' plans, ``JITFunction.run`` with its specialisation,
 Triton's compiler as far as PTX, ``CompiledKernel``, and the direct launches of ``kernels/launcher.py``.  Replaced are
@@ -18,7 +18,6 @@ import ctypes
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -40,14 +39,6 @@ SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 _devices = itertools.count(1000)
 
 
-@dataclass
-class Counts:
-    """Counts launches, and instructions that warps executed, by kernel."""
-
-    launches: Counter[str] = field(default_factory=Counter)
-    instructions: Counter[str] = field(default_factory=Counter)
-
-
 def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
     first, end = extent(tensor)
     return Segment(name, first, end - first, number, tensor.element_size())
@@ -61,7 +52,10 @@ class Driver:
         self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
         # Triton stores compiled kernels by device.
         self.device = next(_devices)
-        self.utils, self.options, self.counts = self, Options(), Counts()
+        self.utils, self.options = self, Options()
+        # Launches of each kernel, and instructions that their warps executed.
+        self.launches: Counter[str] = Counter()
+        self.instructions: Counter[str] = Counter()
         self.findings: Counter[Finding] = Counter()
         self.programs: dict[str, Program] = {}
         # Mutation tests set this to replace the PTX of a kernel.
@@ -142,8 +136,8 @@ class Driver:
         if len(values) != len(program.kernel.parameters):
             raise TypeError(f"{program.kernel.name}: {len(values)} values for {program.kernel.parameters}")
         launch = Launch(program, grid, values, segments, self.options, self.report)
-        self.counts.launches[program.kernel.name] += 1
-        self.counts.instructions[program.kernel.name] += launch.run()
+        self.launches[program.kernel.name] += 1
+        self.instructions[program.kernel.name] += launch.run()
         if self.moved is not None:
             add_up(self.moved, launch)
 
@@ -170,6 +164,16 @@ def add_up(moved: Moved, launch: Launch) -> None:
 
 
 @contextlib.contextmanager
+def changed(owner, name: str, value) -> Iterator:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
     """Inside, launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
     from fusedseg.kernels import launcher
@@ -187,11 +191,8 @@ def driven(driver: Driver) -> Iterator[Driver]:
             driver._compiling.pop()
 
     def noted(self, tensors, *floats):
-        before, driver.tensors = driver.tensors, list(tensors)
-        try:
+        with changed(driver, "tensors", list(tensors)):
             return call(self, tensors, *floats)
-        finally:
-            driver.tensors = before
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -201,8 +202,7 @@ def driven(driver: Driver) -> Iterator[Driver]:
             (launcher.Launcher, "__call__", noted),
             (_backend, "_interpreted", lambda: True),
         ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+            stack.enter_context(changed(owner, name, value))
         stack.callback(setattr, triton_driver, "_active", active)
         stack.callback(launcher.forget_plans)
         triton_driver.set_active(driver)

@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="print the survivors")
     parser.add_argument("--seed", type=int, default=0, help="which changes are chosen (default: 0)")
     args = parser.parse_args(arguments)
-    pick, results, driver = random.Random(args.seed), Results(), Driver(args.arch)
+    results, driver = Results(), Driver(args.arch)
     driver.options.limit = 5_000_000
     # New memory holds NaN, so that an element that is never written is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -193,6 +193,8 @@ def main(arguments: list[str] | None = None) -> None:
             if args.k not in name:
                 continue
             start, known = time.perf_counter(), set(driver.programs)
+            # A case's changes are the same if it runs alone.
+            pick = random.Random(f"{args.seed} {name}")
             if clean := attempt(driver, case):
                 raise RuntimeError(f"{name} fails without a change: {clean}")
             for ptx in [ptx for ptx in driver.programs if ptx not in known]:

@@ -4,6 +4,7 @@ A block ends at a label, at a branch, at a return, or at a barrier of the whole 
 barrier stands between two blocks.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ FORMS = (
 )
 
 
+@functools.cache
 def operand(text: str) -> Operand:
     text = text.strip()
     if text.startswith("{"):
@@ -139,10 +141,11 @@ class Kernel:
         for i in range(first, len(lines)):
             if lines[i].startswith("}"):
                 return
-            if found := re.search(r"^\s*\.loc.*//\s*(\S+:\d+:\d+)", lines[i]):
-                self._source = found[1]
-            code = lines[i].split("//")[0].strip()
+            code, _, comment = lines[i].partition("//")
+            code = code.strip()
             if code.startswith(".loc"):
+                if found := re.match(r"\s*(\S+:\d+:\d+)", comment):
+                    self._source = found[1]
                 continue
             if not pending:
                 began = i + 1

@@ -179,6 +179,13 @@ def test_races_in_shared_memory(barrier, other, kinds):
     assert [f.kind for f in found] == kinds
 
 
+@pytest.mark.parametrize(("barrier", "kinds"), [("bar.sync 0;", set()), ("", {"shared-race"})])
+def test_a_warp_that_writes_what_another_read(barrier, kinds):
+    again = f"	{barrier}\n	add.s32 %r7, %r0, 1;\n	st.shared.b32 [%r3], %r7;\n"
+    found = run(SHARE.format(barrier="bar.sync 0;", other=128) + again, torch.zeros(64, **INTS), threads=64)
+    assert {f.kind for f in found} == kinds
+
+
 def test_lanes_that_store_different_values_to_one_place():
     code = "	mov.b32 %r1, global_smem;\n	st.shared.b32 [%r1], {value};\n"
     assert [f.kind for f in run(code.format(value="%r0"))] == ["shared-race"]

@@ -79,6 +79,11 @@ class Writer:
         value = self.value(operand, kind)
         return f"full(n, {value}, {kind})" if operand.kind in CONSTANT else value
 
+    def given(self, sources, kind: str) -> list[str]:
+        """The values of operands, of which numpy makes an array: one of them is an array."""
+        constant = all(source.kind in CONSTANT for source in sources)
+        return [(self.array if constant else self.value)(source, kind) for source in sources]
+
     def arrays(self, operand: Operand, kind: str) -> str:
         """A tuple of the elements of a vector, or of the operand itself."""
         parts = operand.value if operand.kind == "vector" else (operand,)

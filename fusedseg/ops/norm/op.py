@@ -74,15 +74,15 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        rest = residual, slope, mean, second, xhat, share
-        ctx.save_for_backward(source, weight, bias, *rest)
+        saved = Saved(source, weight, bias, residual, slope, mean=mean, second=second, xhat=xhat, share=share)
+        ctx.save_for_backward(*saved)
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
         if for_others is not None:
-            for_others.append(Saved(source, weight, bias, None, slope, mean, second))
+            for_others.append(saved)
         return z
 
     @staticmethod
