@@ -168,21 +168,24 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
     assert mean is not None
     mask = [True, affine, affine]
     if spec.keeps_variance:
-        return _batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, False, eps, mask)
+        running = mean, second, None, None
+        return _batch_norm_backward(_image(g), _image(x), weight, *running, False, eps, mask)
     if spec.kind == "group":
         N, C = x.shape[:2]
         shape = (N, C, x.numel() // (N * C), spec.groups)
         mean, rstd = (v.view(N, spec.groups) for v in (mean, second))
         return _group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
     if spec.kind == "batch":
-        return _batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, True, eps, mask)
+        own = None, None, mean, second
+        return _batch_norm_backward(_image(g), _image(x), weight, *own, True, eps, mask)
     weight = _each(weight, x, spec)
     done = []
     first = 0
     for gp, xp in zip(_problems(g, spec), _problems(x, spec), strict=True):
         u = slice(first, first := first + xp.shape[1])
         w = None if weight is None else weight[u]
-        done.append(_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], True, eps, mask))
+        own = None, None, mean[u], second[u]
+        done.append(_batch_norm_backward(gp, xp, w, *own, True, eps, mask))
     if len(done) == 1:
         return done[0]
     dx, *sums = zip(*done, strict=True)

@@ -179,7 +179,8 @@ class _Backward:
         weight, shift, inverse = self.rescaled, self.shift, self.inverse
         if c != EVERY:
             weight, shift, inverse = weight[c], shift[c], inverse[c]
-        return _batch_norm_backward(g, y, weight, None, None, shift, inverse, True, 0.0, [dx_wanted, True, True])
+        own = None, None, shift, inverse
+        return _batch_norm_backward(g, y, weight, *own, True, 0.0, [dx_wanted, True, True])
 
     def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2 and s1 of whole groups of channels.  ``y`` is overwritten unless it is ``z``."""

@@ -70,15 +70,14 @@ class Registry:
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
-                    return self._counted(claimed) if self._in_checkpoint else claimed
+                    return self._counted(claimed)
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
             if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
                 if recipe is not None:
-                    handle = Handle(recipe, at)
-                    return self._counted(handle) if self._in_checkpoint else handle
+                    return self._counted(Handle(recipe, at))
             return self._keep(t, at, memory)
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
@@ -87,7 +86,7 @@ class Registry:
         A checkpoint computes its forward again and stops, by an exception, at the last tensor that it has counted.
         Because every tensor is counted, this is the same tensor as without the scope.
         """
-        if self.outer is not None and type(saved) is Handle:
+        if self._in_checkpoint and self.outer is not None and type(saved) is Handle:
             self.outer[0](torch.empty(0))
         return saved
 
