@@ -64,7 +64,8 @@ class Triton:
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
     ) -> Gradients:
         _, norm_act_bwd = _kernels()
-        saved = _adjacent(saved)
+        if not adjacent(saved.weight, saved.bias):
+            saved = _with_copies(saved)
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
             rstd = (rstd + spec.eps).rsqrt()
@@ -92,7 +93,8 @@ class Triton:
 
     def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         norm_act, _ = _kernels()
-        saved = _adjacent(saved)
+        if not adjacent(saved.weight, saved.bias):
+            saved = _with_copies(saved)
         x = saved.source
         layout = spec.layout(*dense(x))
         z = torch.empty_like(x)
@@ -120,10 +122,8 @@ class Triton:
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 
-def _adjacent(saved: Saved) -> Saved:
-    """``saved`` with weight and bias whose elements are adjacent in memory."""
-    if adjacent(saved.weight, saved.bias):
-        return saved
+def _with_copies(saved: Saved) -> Saved:
+    """``saved`` with copies of weight and bias whose elements are adjacent in memory."""
     weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
     return saved._replace(weight=weight, bias=bias)
 
