@@ -156,7 +156,12 @@ def test_modules_around_the_norm_are_read(image):
 
 @pytest.mark.parametrize(
     "make",
-    [networks.ResNet, networks.NNUNet, lambda: networks.UNet(LEAKY), lambda: fusedseg.unet.UNet(3, 4, widths=(4, 8), plain=True)],
+    [
+        networks.ResNet,
+        networks.NNUNet,
+        lambda: networks.UNet(LEAKY),
+        lambda: fusedseg.unet.UNet(3, 4, widths=(4, 8), plain=True),
+    ],
     ids=["resnet", "nnunet", "unet", "unet of fusedseg"],
 )
 def test_library_code_without_settings_has_no_notes(make):
