@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 # A call of ``torch.ops`` takes microseconds longer than a call of these bindings, which stock functions use.  Backward
 # functions have no such binding; a call of an overload, such as ``.default``, is the shortest there is for them.
-aten, _nn = torch.ops.aten, torch._C._nn
+# PyTorch's type stubs lack some of them.
+aten = torch.ops.aten
+_nn: Any = torch._C._nn
 
 
 @dataclass(frozen=True, eq=False)

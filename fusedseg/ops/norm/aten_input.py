@@ -26,6 +26,8 @@ from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, 
 
 # A call of ``torch.ops`` takes longer than a call of the functions of ``torch``, which have no backward functions.  A
 # call of an overload by position is the shortest there is for those.
+# The type checker cannot count the arguments of starred lists.
+_batch_norm: Any = torch.native_batch_norm
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
@@ -87,7 +89,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
         z, mean, second = torch.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
         z, mean, second = _as(z, x), mean.view(-1), second.view(-1)
     elif spec.kind == "batch" or not own:
-        z, mean, second = torch.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
+        z, mean, second = _batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
         z = _as(z, x)
         if not own:
             # These are copies, because the buffers may change before backward runs.
@@ -103,7 +105,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
         for xp, zp in zip(_problems(x, spec), _problems(z, spec), strict=True):
             u = slice(first, first := first + xp.shape[1])
             given = [None if v is None else v[u] for v in each]
-            torch.native_batch_norm(xp, *given, True, momentum, eps, out=(zp, mean[u], second[u]))
+            _batch_norm(xp, *given, True, momentum, eps, out=(zp, mean[u], second[u]))
         for buffer, v in zip((running_mean, running_var), each[2:], strict=True):
             if buffer is not None:
                 buffer.copy_(v.view(-1, x.shape[1]).mean(0))
@@ -135,7 +137,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
         weight = second if weight is None else second * _each(weight, x, spec)
         second, eps = torch.ones_like(mean), 0.0
     if spec.kind == "batch" and out is None:
-        return _as(torch.native_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
+        return _as(_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
     out = torch.empty_like(x) if out is None else out
     unused = mean.new_empty(0)
     first = 0
@@ -147,7 +149,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
             torch.sub(xp, mean[u].view(each), out=yp).mul_(weight[u].view(each))
             continue
         parameters = [None if v is None else v[u] for v in (weight, bias, mean, second)]
-        torch.native_batch_norm(xp, *parameters, False, 0.0, eps, out=(yp, unused, unused))
+        _batch_norm(xp, *parameters, False, 0.0, eps, out=(yp, unused, unused))
     return out
 
 
