@@ -31,7 +31,7 @@ from fusedseg import _backend
 
 # The most calls of a training step that has one launch each way: forward, backward.  Five and three of them ask whether
 # the elements of parameters and statistics are adjacent in memory.
-MOST_CALLS = {fusedseg.InPlaceABN: (112, 53), fusedseg.BatchNormAct: (109, 55)}
+MOST_CALLS = {fusedseg.InPlaceABN: (113, 53), fusedseg.BatchNormAct: (110, 55)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
 
@@ -154,8 +154,8 @@ def launches_what_triton_would() -> None:
             public(tensors, factor)
             ours, theirs = record.launched[-2:]
             assert as_addresses(ours) == as_addresses(theirs), f"{ours} is not {theirs}"
-    # Only the first launch of each kind goes the public way.
-    assert direct == 64 - len(kinds), f"{direct} direct launches, of {len(kinds)} kinds"
+    # Only the first launch of each kind goes the public way, and once in a process a launch that is compared.
+    assert 64 - len(kinds) - direct in (0, 1), f"{direct} direct launches, of {len(kinds)} kinds"
 
 
 def tells_apart_what_triton_does() -> None:

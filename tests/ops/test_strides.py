@@ -103,7 +103,7 @@ def test_pool(backend, device, way):
     dz = with_strides(torch.randn(z.shape, dtype=DTYPE, device=device), way)
     codes = codes if way == "expanded" else with_strides(codes.double(), way).to(torch.uint8)
     dx = check(pool.max_pool_backward_op, (dz, codes, SHAPE[2:], False, *WINDOW))[0]
-    check(pool.max_pool_pick_op, (with_strides(dx, way) if way != "expanded" else dx, codes, False, *WINDOW))
+    check(pool.max_pool_pick_op, (with_strides(dx, way) if way != "expanded" else dx, codes, SHAPE[2:], False, *WINDOW))
 
 
 @pytest.mark.parametrize("way", WAYS)
