@@ -3,8 +3,9 @@
 import sys
 import types
 
-from . import _backend, functional, memory, unet
+from . import _backend, functional, losses, memory, unet
 from .conversion import ConversionReport, convert, revert
+from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss
 from .nn import (
     ABN,
     BatchNormAct,
@@ -40,6 +41,9 @@ __all__ = [
     "ConvBank2d",
     "ConvBank3d",
     "ConversionReport",
+    "CrossEntropyLoss",
+    "DiceCELoss",
+    "DiceLoss",
     "GroupNormAct",
     "InPlaceABN",
     "InPlaceABNSync",
@@ -54,6 +58,7 @@ __all__ = [
     "convert",
     "convert_sync",
     "functional",
+    "losses",
     "memory",
     "recompute",
     "reuse_output",

@@ -18,9 +18,11 @@ from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
+from .ops.segmentation.call import SegmentationSums, segmentation_sums
 
 __all__ = [
     "Interpolated",
+    "SegmentationSums",
     "conv_abn",
     "inplace_abn",
     "inplace_group_norm_act",
@@ -30,6 +32,7 @@ __all__ = [
     "max_pool",
     "norm_act",
     "save_conv_choices",
+    "segmentation_sums",
 ]
 
 
@@ -56,8 +59,7 @@ def inplace_abn(
     Args:
         x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  It is overwritten; use the returned
             tensor instead.
-        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
-            fp16 or bf16.
+        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 if that is fp16 or bf16.
         training: True normalises with the statistics of the batch, and moves the running statistics by ``momentum``;
             False normalises with the running statistics.
         eps: added to the variance.
@@ -154,8 +156,7 @@ def inplace_group_norm_act(
 ) -> Tensor:
     """Group normalisation and an invertible activation, written over ``x``.
 
-    It is ``inplace_abn`` with a mean and a variance for each of ``num_groups`` groups of adjacent channels of each
-    sample.
+    It is ``inplace_abn`` with a mean and a variance for each of ``num_groups`` groups of channels of each sample.
 
     Equals, with the arguments of ``torch.nn.functional.group_norm`` in their order::
 
@@ -256,8 +257,7 @@ def conv_abn(
             stands for their concatenation along the channels, which is not kept; any of them may be an
             ``Interpolated``.  It keeps its values.
         conv_weight, conv_bias: (K, C / groups, *kernel), and (K,) or None; both in the dtype of ``x``.
-        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
-            fp16 or bf16.
+        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 if that is fp16 or bf16.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
         training, momentum, eps, activation, activation_param: as in ``inplace_abn``.
         conv_backend: "auto", "triton" or "aten", see ``ConvABN2d``.

@@ -1,0 +1,199 @@
+"""The sums of one tile of logits, and the gradient of the logits of a tile.
+
+With p the probability of a class, l = log(softmax(x)), and the gradients u of p and -v of l, which are
+
+    u = m (dPREDICTION (2 p if squared) + dOVERLAP y)        v = m (dNLL y + dOTHER_NLL)
+
+the gradient of the logits x is
+
+    softmax      p (u - sum of p u over the classes)         p (sum of v) - v
+    sigmoid      u p (1 - p)                                 m (dNLL y (p - 1) + dOTHER_NLL (1 - y) p)
+    identity     u
+
+where the first column belongs to the probability and the second one to the likelihood.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
+
+
+class Axes(NamedTuple):
+    """The axes of classes and of positions of a tile; axis 0 counts samples."""
+
+    classes: int
+    positions: int
+
+
+class Tile(NamedTuple):
+    """Logits in the dtype of the sums; labels, with one class, or a dense target; and the mask, with one class."""
+
+    logits: Tensor
+    target: Tensor
+    mask: Tensor | None
+
+
+def _is_short(spec: Spec) -> bool:
+    """Whether labels are looked up; otherwise they become a one-hot target of the tile."""
+    return not spec.dense and spec.probability in ("softmax", "none") and spec.nll != "sigmoid" and not spec.squared
+
+
+def _weights(of_value: Tensor, mask: Tensor | None, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+    """m: the mask, and 0 where the target is the ignored label; None stands for 1 everywhere."""
+    if spec.ignore is None:
+        return mask
+    valid = (of_value != spec.ignore).to(dtype)
+    return valid if mask is None else valid * mask
+
+
+class _Labels(NamedTuple):
+    """Labels in int64, in which ignored ones are 0, and their weights m (None: 1 everywhere)."""
+
+    index: Tensor
+    m: Tensor | None
+
+
+def _labels(tile: Tile, spec: Spec) -> _Labels:
+    m = _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+    index = tile.target.long()
+    if spec.ignore is not None:
+        index = index.masked_fill(index == spec.ignore, 0)
+    return _Labels(index, m)
+
+
+def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
+    """y for every class, and m."""
+    if not spec.dense:
+        labels = _labels(tile, spec)
+        return torch.zeros_like(tile.logits).scatter_(axes.classes, labels.index, 1), labels.m
+    return tile.target.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+
+
+def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
+    if spec.probability == "softmax":
+        return torch.softmax(x, axes.classes)
+    return x.sigmoid() if spec.probability == "sigmoid" else x
+
+
+def _times(t: Tensor, m: Tensor | None) -> Tensor:
+    return t if m is None else t * m
+
+
+def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+    """Adds the sums of a tile to ``sums``, (ROWS, samples, K) in float64."""
+    if _is_short(spec):
+        _sums_of_labels(tile, spec, axes, sums)
+    else:
+        _sums_of_target(tile, spec, axes, sums)
+
+
+def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+    x, (index, m) = tile.logits, _labels(tile, spec)
+    flat = index.squeeze(axes.classes)
+
+    def add_by_class(row: int, values: Tensor) -> None:
+        sums[row].scatter_add_(1, flat, _times(values, m).squeeze(axes.classes).double())
+
+    p = log_p = None
+    if spec.nll == "softmax":
+        log_p = torch.log_softmax(x, axes.classes)
+        add_by_class(NLL, -log_p.gather(axes.classes, index))
+        if spec.other:
+            sums[OTHER_NLL] -= _times(log_p, m).sum(axes.positions)
+    if spec.probability == "softmax":
+        p = torch.softmax(x, axes.classes) if log_p is None else log_p.exp_()
+        add_by_class(OVERLAP, p.gather(axes.classes, index))
+        sums[PREDICTION] += _times(p, m).sum(axes.positions)
+    add_by_class(TARGET, torch.ones_like(index, dtype=x.dtype))
+
+
+def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+    x, (y, m) = tile.logits, _target(tile, spec, axes)
+
+    def total(values: Tensor) -> Tensor:
+        return _times(values, m).sum(axes.positions)
+
+    sums[TARGET] += total(y * y if spec.squared else y)
+    if spec.probability != "none":
+        p = _probability(x, spec, axes)
+        sums[OVERLAP] += total(torch.minimum(p, y) if spec.minimum else p * y)
+        sums[PREDICTION] += total(p * p if spec.squared else p)
+    if spec.nll == "softmax":
+        nll = torch.log_softmax(x, axes.classes).neg_()
+        sums[NLL] += total(nll * y)
+        if spec.other:
+            sums[OTHER_NLL] += total(nll)
+    elif spec.nll == "sigmoid":
+        sums[NLL] += total(F.logsigmoid(x).neg_() * y)
+        sums[OTHER_NLL] += total(F.logsigmoid(-x).neg_() * (1 - y))
+
+
+def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the logits of a tile into ``dx``.
+
+    ``dsums`` has the gradients of the sums, in shapes (ROWS, samples, K, 1) or (ROWS, samples, 1, K).
+    """
+    if _is_short(spec):
+        _grad_of_labels(tile, spec, axes, dsums, dx)
+    else:
+        dx.copy_(_grad_of_target(tile, spec, axes, dsums))
+
+
+def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
+    """With u and v at the label apart, dx = m p (dPREDICTION + factor) - m dOTHER_NLL, and more at the label."""
+    x, (index, m) = tile.logits, _labels(tile, spec)
+    p = torch.softmax(x, axes.classes)
+    at = p.gather(axes.classes, index)
+    flat = index.squeeze(axes.classes)
+
+    def of_label(row: int) -> Tensor:
+        return dsums[row].squeeze(axes.positions).gather(1, flat).unsqueeze(axes.classes)
+
+    factor = extra = None
+    dx_tile = p
+    if spec.probability == "softmax":
+        overlap = of_label(OVERLAP) * at
+        dx_tile = p * dsums[PREDICTION]
+        factor, extra = -(dx_tile.sum(axes.classes, keepdim=True) + overlap), overlap
+    if spec.nll == "softmax":
+        nll = of_label(NLL)
+        extra = -nll if extra is None else extra - nll
+        if spec.other:
+            nll = nll + dsums[OTHER_NLL].sum(axes.classes, keepdim=True)
+        factor = nll if factor is None else factor + nll
+    if factor is None or extra is None:
+        dx.zero_()
+        return
+    dx_tile = p.mul_(factor) if dx_tile is p else dx_tile.addcmul_(p, factor)
+    dx_tile.scatter_add_(axes.classes, index, extra)
+    if spec.other:
+        dx_tile -= dsums[OTHER_NLL]
+    if m is None:
+        dx.copy_(dx_tile)
+    else:
+        dx.copy_(dx_tile.mul_(m))
+
+
+def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor) -> Tensor:
+    x, (y, m) = tile.logits, _target(tile, spec, axes)
+    dx = torch.zeros_like(x)
+    if spec.probability != "none":
+        p = _probability(x, spec, axes)
+        u = dsums[PREDICTION] * (2 * p) if spec.squared else dsums[PREDICTION]
+        # At p = y, autograd takes half of the gradient of a minimum.
+        u = _times(u + dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y), m)
+        if spec.probability == "softmax":
+            dx += p * (u - (p * u).sum(axes.classes, keepdim=True))
+        else:
+            dx += u * p * (1 - p) if spec.probability == "sigmoid" else u
+    if spec.nll == "softmax":
+        v = _times(dsums[NLL] * y + dsums[OTHER_NLL] if spec.other else dsums[NLL] * y, m)
+        dx += torch.softmax(x, axes.classes) * v.sum(axes.classes, keepdim=True) - v
+    elif spec.nll == "sigmoid":
+        p = x.sigmoid()
+        dx += _times(dsums[NLL] * y * (p - 1) + dsums[OTHER_NLL] * (1 - y) * p, m)
+    return dx
