@@ -81,7 +81,7 @@ class _Package(types.ModuleType):
 
     @property
     def reuse_output(self) -> bool:
-        """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept.
+        """Whether backward may write over the output that ``InPlaceABN`` or ``ConvABN`` has kept, or a loss's logits.
 
         The option saves one full tensor at the peak.  It is off by default.  On a CPU it saves memory for large tensors
         only.

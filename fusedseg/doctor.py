@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from . import _backend
 from .cli import Progress
 from .ops.layout import layout_of
+from .ops.segmentation.spec import Spec, sizes_of
 
 # Two shapes that take different launches: one program keeps a channel on chip, or several programs share it.
 SHAPES = {"one launch": (2, 8, 16, 16), "split": (2, 8, 128, 128)}
@@ -33,6 +34,8 @@ NORM: dict[str, Any] = {"running_mean": None, "running_var": None, "training": T
 # The stride, padding, dilation and groups of the convolution.
 CONVOLUTION = ((1, 1), (1, 1), (1, 1), 1)
 POOL = ((2, 2), (0, 0), (1, 1), 1)
+# A number of classes that do not fit in one tile.
+MANY_CLASSES = 512
 
 
 class Inputs(NamedTuple):
@@ -133,6 +136,39 @@ def _max_pool(inputs: Inputs) -> dict[str, Tensor]:
     return {"z": z, "dx": dx}
 
 
+def _logits(inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits and labels: the input itself, and the input as MANY_CLASSES classes."""
+    many = (inputs.x.shape[0], MANY_CLASSES, -1)
+    pairs = {"few": (inputs.x, inputs.dz), "many": (inputs.x.reshape(many), inputs.dz.reshape(many))}
+    return {name: (x, dz.argmax(1).short()) for name, (x, dz) in pairs.items()}
+
+
+def _segmentation_sums(inputs: Inputs) -> dict[str, Tensor]:
+    """The gradient is that of the sum of all sums."""
+    from .kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
+
+    found = {}
+    for name, (x, labels) in _logits(inputs).items():
+        sizes, spec, dx = sizes_of(x), Spec("softmax", "smoothed"), torch.empty_like(x)
+        sums = segmentation_sums_fwd(x, labels, None, sizes, spec)
+        segmentation_sums_bwd(torch.ones_like(sums), x, labels, None, dx, sizes, spec)
+        found |= {f"sums of {name} classes": sums, f"dx of {name} classes": dx}
+    return found
+
+
+def _segmentation_sums_float64(inputs: Inputs) -> dict[str, Tensor]:
+    found = {}
+    for name, (x, labels) in _logits(inputs).items():
+        leaf = x.detach().double().requires_grad_()
+        logits, p = leaf.flatten(2), leaf.flatten(2).softmax(1)
+        y = torch.zeros_like(p).scatter_(1, labels.flatten(1)[:, None].long(), 1)
+        nll = -logits.log_softmax(1)
+        sums = torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), (nll * y).sum(2), nll.sum(2)])
+        (dx,) = torch.autograd.grad(sums.sum(), leaf)
+        found |= {f"sums of {name} classes": sums.detach(), f"dx of {name} classes": dx}
+    return found
+
+
 def _normalised(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.leaky_relu(F.batch_norm(y, None, None, weight, bias, training=True, eps=EPS), SLOPE)
 
@@ -163,6 +199,7 @@ CHECKS: dict[str, tuple[Run, Run]] = {
     "norm_act": (_norm_act, _norm_act_float64),
     "conv_abn": (_conv_abn, _conv_abn_float64),
     "max_pool": (_max_pool, _max_pool_float64),
+    "segmentation_sums": (_segmentation_sums, _segmentation_sums_float64),
 }
 
 
