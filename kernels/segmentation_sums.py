@@ -6,8 +6,9 @@ With p the probability of a class, y its target, m the weight of a position (0 i
     PREDICTION  sum of m p, or m p**2              OTHER_NLL   sum of -m l
     TARGET      sum of m y, or m y**2
 
-For the likelihood "sigmoid", NLL sums -m y log(sigmoid(x)), and OTHER_NLL sums -m (1 - y) log(1 - sigmoid(x)).  The
-gradients of p and of -l are
+For counts, p is 1 for the first class with the largest logit ("argmax"), or for each class with a logit above 0
+("positive"), and there is no gradient.  For the likelihood "sigmoid", NLL sums -m y log(sigmoid(x)), and OTHER_NLL sums
+-m (1 - y) log(1 - sigmoid(x)).  The gradients of p and of -l are
 
     u = m (dPREDICTION (2 p if squared) + dOVERLAP y)        v = m (dNLL y + dOTHER_NLL)
 
@@ -136,9 +137,25 @@ def online_lse(x_ptr, n, s, K, S, blocks_k, LAST: tl.constexpr, ACC: tl.constexp
 
 
 @triton.jit
-def segmentation_lse_kernel(x_ptr, lse_ptr, K, S, tiles_per_program, blocks_k, LAST: tl.constexpr,
-                            ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
-                            BLOCK_S: tl.constexpr):  # fmt: skip
+def online_argmax(x_ptr, n, s, K, S, blocks_k, LAST: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
+                  BLOCK_S: tl.constexpr):  # fmt: skip
+    """The first class with the largest logit of each position."""
+    most = tl.full((1, BLOCK_S), float("-inf"), ACC)
+    best = tl.zeros((1, BLOCK_S), tl.int32)
+    for j in range(blocks_k):
+        k = j * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+        x = load_logits(x_ptr, n, k, s, K, S, LAST, ACC)
+        higher = tl.max(x, 0, keep_dims=True)
+        best = tl.where(higher > most, j * BLOCK_K + tl.argmax(x, 0, keep_dims=True), best)
+        most = tl.maximum(most, higher)
+    return best
+
+
+@triton.jit
+def segmentation_positions_kernel(x_ptr, out_ptr, K, S, tiles_per_program, blocks_k, ARGMAX: tl.constexpr,
+                                  LAST: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
+                                  BLOCK_S: tl.constexpr):  # fmt: skip
+    """Leaves one value of each position, (N, S): lse, or with ARGMAX the first class with the largest logit."""
     if LAST:
         K = K // ALIGN * ALIGN
     else:
@@ -146,19 +163,22 @@ def segmentation_lse_kernel(x_ptr, lse_ptr, K, S, tiles_per_program, blocks_k, L
     n, first, last = program_of(S, tiles_per_program, BLOCK_S)
     for j in range(first, last):
         s = tl.cast(j, tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
-        lse = online_lse(x_ptr, n, s, K, S, blocks_k, LAST, ACC, BLOCK_K, BLOCK_S)
-        tl.store(lse_ptr + n * S + s, lse, mask=s < S)
+        if ARGMAX:
+            value = online_argmax(x_ptr, n, s, K, S, blocks_k, LAST, ACC, BLOCK_K, BLOCK_S)
+        else:
+            value = online_lse(x_ptr, n, s, K, S, blocks_k, LAST, ACC, BLOCK_K, BLOCK_S)
+        tl.store(out_ptr + n * S + s, value.to(out_ptr.dtype.element_ty), mask=s < S)
 
 
 @triton.jit
-def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, lse_ptr, out_ptr, N, K, S, stride_n, tiles_per_program,
+def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, N, K, S, stride_n, tiles_per_program,
                                  PROBABILITY: tl.constexpr, NLL: tl.constexpr, OTHER: tl.constexpr,
                                  SQUARED: tl.constexpr, MINIMUM: tl.constexpr, IGNORE: tl.constexpr,
                                  DENSE: tl.constexpr, Y_LAST: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
                                  ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Leaves the sums of a program's tiles in its row of (ROWS, N * programs, K).
 
-    ``lse_ptr`` is None if a tile has all classes of its positions.
+    ``position_ptr`` has lse or the argmax of each position; it is None if a tile has all classes of its positions.
     """
     if LAST:
         K = K // ALIGN * ALIGN
@@ -178,11 +198,18 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, lse_ptr, out_ptr, N, K,
         p = x
         lse = m
         if PROBABILITY == "softmax" or NLL == "softmax":
-            if lse_ptr is None:
+            if position_ptr is None:
                 p, lse = softmax(x)
             else:
-                lse = tl.load(lse_ptr + n * S + s, mask=s < S, other=0.0)
+                lse = tl.load(position_ptr + n * S + s, mask=s < S, other=0.0)
                 p = tl.exp(x - lse)
+        if PROBABILITY == "argmax":
+            if position_ptr is None:
+                p = (k == tl.argmax(x, 0, keep_dims=True)).to(ACC)
+            else:
+                p = (k == tl.load(position_ptr + n * S + s, mask=s < S, other=0)).to(ACC)
+        if PROBABILITY == "positive":
+            p = (x > 0.0).to(ACC)
         if PROBABILITY == "sigmoid":
             p = sigmoid(x)
         if PROBABILITY == "identity":
@@ -338,31 +365,50 @@ def laid(target, mask, sizes, dense):
     return target, mask, last, target.stride(0)
 
 
-@plan
-def fwd_plan(sizes, dtype, device, spec, y_last, stride_n):
-    """The launchers of lse (None if nothing needs it) and of the sums, and the number of programs of a sample."""
+def positions_launcher(sizes, dtype, device, argmax):
     N, K, S, _ = sizes
     per_program, programs, blocks_k, constants = blocks(sizes, dtype, device)
-    lse = None
-    if blocks_k > 1 and "softmax" in (spec.probability, spec.nll):
-        lse = Launcher(segmentation_lse_kernel, (N * programs,), (K, S, per_program, blocks_k), constants)
+    named = constants | {"ARGMAX": argmax}
+    return Launcher(segmentation_positions_kernel, (N * programs,), (K, S, per_program, blocks_k), named)
+
+
+@plan
+def argmax_plan(sizes, dtype, device):
+    return positions_launcher(sizes, dtype, device, True)
+
+
+def segmentation_argmax(x, labels, sizes):
+    """Writes the first class with the largest logit of each position into ``labels``, (N, S)."""
+    argmax_plan(sizes, x.dtype, x.device)((x, labels))
+
+
+@plan
+def fwd_plan(sizes, dtype, device, spec, y_last, stride_n):
+    """The launcher for the values of positions (None if none are needed), that of the sums, and the programs."""
+    N, K, S, _ = sizes
+    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device)
+    positions = None
+    if blocks_k > 1 and (spec.probability in ("softmax", "argmax") or spec.nll == "softmax"):
+        positions = positions_launcher(sizes, dtype, device, spec.probability == "argmax")
     named = meaning(spec, y_last) | constants
     numbers = (N, K, S, stride_n, per_program)
-    return lse, Launcher(segmentation_sums_fwd_kernel, (N * programs, blocks_k), numbers, named), programs
+    return positions, Launcher(segmentation_sums_fwd_kernel, (N * programs, blocks_k), numbers, named), programs
 
 
 def segmentation_sums_fwd(x, target, mask, sizes, spec):
-    """The sums, (ROWS, N, K), in fp32, or in fp64 for fp64 logits.  ``x`` is contiguous or channels_last."""
+    """The sums, (ROWS, N, K), in fp32, or in fp64 for fp64 logits and counts.  ``x`` is contiguous or channels_last."""
     target, mask, y_last, stride_n = laid(target, mask, sizes, spec.dense)
-    launch_lse, launch, programs = fwd_plan(sizes, x.dtype, x.device, spec, y_last, stride_n)
+    launch_positions, launch, programs = fwd_plan(sizes, x.dtype, x.device, spec, y_last, stride_n)
     wide = torch.promote_types(x.dtype, torch.float32)
-    lse = None
-    if launch_lse is not None:
-        lse = torch.empty(sizes.N, sizes.S, dtype=wide, device=x.device)
-        launch_lse((x, lse))
+    positions = None
+    if launch_positions is not None:
+        dtype = torch.int32 if spec.probability == "argmax" else wide
+        positions = torch.empty(sizes.N, sizes.S, dtype=dtype, device=x.device)
+        launch_positions((x, positions))
     out = torch.empty(ROWS, sizes.N, programs, sizes.K, dtype=wide, device=x.device)
-    launch((x, target, mask, lse, out))
-    return out.sum(2, dtype=torch.float64).to(wide)
+    launch((x, target, mask, positions, out))
+    sums = out.sum(2, dtype=torch.float64)
+    return sums if spec.hard else sums.to(wide)
 
 
 @plan

@@ -93,6 +93,19 @@ def test_classes_in_several_tiles(name, rows, device):
     check((2, 5, 9), *CASES[name], rows, device)
 
 
+@pytest.mark.usefixtures("poison", "split")
+@FORMATS
+def test_counts_of_classes_in_several_tiles(rows, device):
+    from fusedseg.kernels.segmentation_sums import segmentation_sums_fwd
+
+    x, labels, _, _ = inputs((2, 5, 9), "labels", rows, device)
+    x = x.round()
+    sums = segmentation_sums_fwd(x, labels, None, sizes_of(x), Spec("argmax", "none"))
+    p, y = (torch.nn.functional.one_hot(of.long(), 5) for of in (x.argmax(1), labels))
+    assert sums.dtype == torch.float64
+    assert torch.equal(sums[:3].long(), torch.stack([(p * y).sum(1), p.sum(1), y.sum(1)]))
+
+
 @pytest.mark.usefixtures("poison")
 @FORMATS
 def test_one_class_and_one_position(rows, device):
@@ -122,7 +135,7 @@ def test_many_classes_are_read_twice_and_three_times(device, record_property):
         pytest.skip("counts in the interpreter")
     x, labels, mask, dsums = inputs((1, 5, 12), "labels", False, device)
     _, dx, moved = launch(x, labels, mask, DICE_CE, dsums)
-    assert moved.loaded("segmentation_lse_kernel") == x.nbytes
+    assert moved.loaded("segmentation_positions_kernel") == x.nbytes
     assert moved.loaded("segmentation_sums_fwd_kernel", "x_ptr") == x.nbytes
     assert moved.loaded("segmentation_sums_bwd_kernel", "x_ptr") == 3 * x.nbytes
     assert moved.stored("segmentation_sums_bwd_kernel") == dx.nbytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedseg
-from fusedseg.functional import segmentation_sums
+from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
 from fusedseg.ops.segmentation import aten, op
 from fusedseg.ops.segmentation.spec import Given, Spec
 from tests import reference
@@ -193,6 +193,41 @@ def test_only_what_was_asked_for(device):
     assert found.overlap is not None
 
 
+@FORMATS
+@pytest.mark.parametrize("kind", ["labels", "regions"])
+def test_counts(backend, device, kind, rows):
+    """Counts equal those of one-hot tensors, and ties go to the first class."""
+    x = torch.randint(-2, 3, (2, 5, 4, 6), device=device).half()
+    x = channels_last(x) if rows else x
+    target, mask = targets(x.shape, kind).to(device), torch.rand(2, 4, 6, device=device) < 0.8
+    classes = torch.arange(5, device=device).view(1, 5, 1, 1)
+    for regions in (False, True) if kind == "regions" else (False,):
+        counts = tp_fp_fn(x.requires_grad_(), target, mask, ignore_index=None if kind == "regions" else 255,
+                          regions=regions)  # fmt: skip
+        p = x > 0 if regions else x.argmax(1, keepdim=True) == classes
+        y = target if kind == "regions" else target[:, None] == classes
+        m = mask[:, None] & ((target != 255) if kind == "regions" else (target[:, None] != 255))
+        expected = [(m & of).sum((2, 3)) for of in (p & y, p & ~y, ~p & y)]
+        assert all(torch.equal(a, b) for a, b in zip(counts, expected, strict=True))
+        assert counts.tp.dtype == torch.int64
+    assert not counts.tp.requires_grad
+
+
+@FORMATS
+def test_argmax_labels(backend, device, rows, monkeypatch):
+    monkeypatch.setattr(aten, "TILE", 16)
+    for K, dtype in ((1, torch.uint8), (5, torch.uint8), (300, torch.int16)):
+        x = torch.randint(-9, 9, (2, K, 3, 4), device=device).float()
+        labels = argmax_labels(channels_last(x) if rows else x)
+        assert labels.dtype == dtype
+        assert torch.equal(labels, x.argmax(1).to(dtype))
+    assert argmax_labels(x[:0]).shape == (0, 3, 4)
+    with pytest.raises(ValueError, match=r"argmax_labels: x must have at least one class, got \(2, 0, 3, 4\)"):
+        argmax_labels(x[:, :0])
+    compiled = torch.compile(argmax_labels, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), labels)
+
+
 def test_refused():
     x, labels = torch.randn(2, 3, 4, 5), torch.zeros(2, 4, 5)
 
@@ -203,10 +238,12 @@ def test_refused():
     refused(ValueError, r"segmentation_sums: target must have shape \(2, 4, 5\) or \(2, 1, 4, 5\), .* got \(2, 5, 4\)",
             x, labels.mT)  # fmt: skip
     refused(ValueError, r"mask must have shape .* got \(2, 3, 4, 5\)", x, labels, x > 0)
-    refused(ValueError, "probability must be one of softmax, sigmoid, identity, none, got 'relu'", x, labels,
+    refused(ValueError, r"probability must be one of softmax, .* positive, none, got 'relu'", x, labels,
             probability="relu")  # fmt: skip
     refused(ValueError, "likelihood must be one of softmax, smoothed, sigmoid, none, got 'ce'", x, labels,
             likelihood="ce")  # fmt: skip
+    refused(ValueError, "likelihood must be none for probability 'argmax', got 'softmax'", x, labels,
+            probability="argmax")  # fmt: skip
     refused(TypeError, "ignore_index must be an integer or None, got 1.5", x, labels, ignore_index=1.5)
     refused(TypeError, "x must be float16, .* got torch.int64", x.long(), labels)
     refused(TypeError, "target must be a tensor, got list", x, [1])

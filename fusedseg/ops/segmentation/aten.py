@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .spec import ROWS, Given, Sizes, Spec, sums_dtype
+from .spec import ROWS, Given, Sizes, Spec, sums_dtype, wide_dtype
 from .tile import Axes, Tile, tile_grad, tile_sums
 
-# The number of logits of a tile, for each thread.  A tile of fp32 and its copies have about 2 MiB.
-TILE = 1 << 17
+# The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside two or three copies.
+TILE = 1 << 18
 # On a GPU, where each op is one launch.
 DEVICE_TILE = 1 << 24
 
@@ -47,19 +47,26 @@ def _tiles(logits: Tensor, sizes: Sizes) -> Iterator[tuple[slice, slice]]:
 
 def forward(given: Given, sizes: Sizes, spec: Spec) -> Tensor:
     """The sums, (ROWS, N, K)."""
-    dtype = sums_dtype(given.logits)
+    dtype = wide_dtype(given.logits)
     # Sums of tiles are added in float64: one fp32 number for each class would lose 4e-4 of a large class.
     sums = torch.zeros(ROWS, sizes.N, sizes.K, dtype=torch.float64, device=given.logits.device)
     logits, target, mask, axes = _views(given, sizes, spec)
     for n, s in _tiles(given.logits, sizes):
         tile = _tile((logits, target, mask), (n, s), axes, dtype)
         tile_sums(tile, spec, axes, sums[:, n])
-    return sums.to(dtype)
+    return sums.to(sums_dtype(given.logits, spec))
+
+
+def argmax(logits: Tensor, sizes: Sizes, labels: Tensor) -> None:
+    """Writes the first class with the largest logit of each position into ``labels``, (N, S)."""
+    views, _, _, axes = _views(Given(logits, labels), sizes, Spec("none", "none"))
+    for n, s in _tiles(logits, sizes):
+        labels[n, s] = views[_at(n, s, axes)].argmax(axes.classes)
 
 
 def backward(dsums: Tensor, given: Given, sizes: Sizes, spec: Spec, dx: Tensor) -> None:
     """Writes the gradient of the logits into ``dx``, which may have their memory."""
-    dtype = sums_dtype(given.logits)
+    dtype = wide_dtype(given.logits)
     logits, target, mask, axes = _views(given, sizes, spec)
     out, _, _, _ = _views(given._replace(logits=dx), sizes, spec)
     # The classes of dsums lie along the axis of classes.

@@ -10,6 +10,8 @@ def check(given: Given, spec: Spec) -> None:
     """Raises ValueError or TypeError if an argument does not fit."""
     check_choice(OP, "probability", spec.probability, PROBABILITIES)
     check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))
+    if spec.hard and spec.likelihood != "none":
+        raise ValueError(f"{OP}: likelihood must be none for probability {spec.probability!r}, got {spec.likelihood!r}")
     check_input(OP, given.logits)
     check_tensor(OP, given.target, "target")
     _check_target(given.logits, given.target, spec.dense)

@@ -29,7 +29,7 @@ OVERWRITTEN = (
 )
 
 
-def _dense(given: Given) -> tuple[Given, Sizes]:
+def dense(given: Given) -> tuple[Given, Sizes]:
     """The tensors with logits that are contiguous or channels_last, and their sizes."""
     sizes = sizes_of(given.logits)
     if sizes is None:
@@ -42,9 +42,9 @@ def _dense(given: Given) -> tuple[Given, Sizes]:
 @recipes.unwatched
 def forward(given: Given, spec: Spec) -> Tensor:
     """The sums, (ROWS, N, K)."""
-    given, sizes = _dense(given)
+    given, sizes = dense(given)
     if given.logits.numel() == 0:
-        return given.logits.new_zeros(ROWS, sizes.N, sizes.K, dtype=sums_dtype(given.logits))
+        return given.logits.new_zeros(ROWS, sizes.N, sizes.K, dtype=sums_dtype(given.logits, spec))
     if not _backend.use_triton(given.logits):
         return aten.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
@@ -55,7 +55,7 @@ def forward(given: Given, spec: Spec) -> Tensor:
 
 def backward(dsums: Tensor, given: Given, spec: Spec, into: Tensor | None = None) -> Tensor:
     """The gradient of the logits, in their dtype and strides; it is written to ``into``, if that is given."""
-    given, sizes = _dense(given)
+    given, sizes = dense(given)
     dx = torch.empty_like(given.logits) if into is None else into
     if dx.numel() == 0:
         return dx
@@ -110,8 +110,8 @@ def sums_op(logits, target, mask, *spec):
 
 
 @sums_op.register_fake
-def _(logits, *rest):
-    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits))
+def _(logits, target, mask, *spec):
+    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits, Spec(*spec)))
 
 
 @torch.library.custom_op(
@@ -123,7 +123,7 @@ def sums_backward_op(dsums, logits, target, mask, *spec):
 
 @sums_backward_op.register_fake
 def _(dsums, logits, *rest):
-    given, _ = _dense(Given(logits, logits))
+    given, _ = dense(Given(logits, logits))
     return torch.empty_like(given.logits)
 
 
@@ -145,8 +145,10 @@ sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, in
 
 
 def sums(given: Given, spec: Spec) -> Tensor:
-    """The op on unchecked arguments: (ROWS, N, K), in float64 for float64 logits, otherwise in float32."""
+    """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
     check(given, spec)
+    if spec.hard:
+        given = given._replace(logits=given.logits.detach())
     if torch.compiler.is_compiling():
         return sums_op(*given, *spec)
     if not (torch.is_grad_enabled() and given.logits.requires_grad):

@@ -20,7 +20,10 @@ OP = "fusedseg.segmentation_sums"
 OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
 ROWS = 5
 
-PROBABILITIES = ("softmax", "sigmoid", "identity", "none")
+# The functions of the logits that give p, and those of them that are 1 or 0: the first class with the largest logit,
+# and every class with a logit above 0.
+HARD = ("argmax", "positive")
+PROBABILITIES = ("softmax", "sigmoid", "identity", *HARD, "none")
 
 
 class Likelihood(NamedTuple):
@@ -66,6 +69,11 @@ class Spec(NamedTuple):
     def other(self) -> bool:
         return LIKELIHOODS[self.likelihood].other
 
+    @property
+    def hard(self) -> bool:
+        """Whether p is 1 or 0, so that the sums are counts and have no gradient."""
+        return self.probability in HARD
+
 
 class Given(NamedTuple):
     """The tensors of one call.
@@ -96,6 +104,11 @@ def sizes_of(logits: Tensor) -> Sizes | None:
     return Sizes(*logits.shape[:2], math.prod(logits.shape[2:]), layout.rows)
 
 
-def sums_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of the sums: float64 for float64 logits, otherwise float32."""
+def wide_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: float64 for float64 logits, otherwise float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def sums_dtype(logits: Tensor, spec: Spec) -> torch.dtype:
+    """The dtype of the sums; that of counts is float64, in which they are exact."""
+    return torch.float64 if spec.hard else wide_dtype(logits)

@@ -39,7 +39,8 @@ class Tile(NamedTuple):
 
 def _is_short(spec: Spec) -> bool:
     """Whether labels are looked up; otherwise they become a one-hot target of the tile."""
-    return not spec.dense and spec.probability in ("softmax", "none") and spec.nll != "sigmoid" and not spec.squared
+    looked_up = spec.probability in ("softmax", "argmax", "none") and spec.nll != "sigmoid"
+    return not spec.dense and looked_up and not spec.squared
 
 
 def _weights(of_value: Tensor, mask: Tensor | None, spec: Spec, dtype: torch.dtype) -> Tensor | None:
@@ -60,9 +61,7 @@ class _Labels(NamedTuple):
 def _labels(tile: Tile, spec: Spec) -> _Labels:
     m = _weights(tile.target, tile.mask, spec, tile.logits.dtype)
     index = tile.target.long()
-    if spec.ignore is not None:
-        index = index.masked_fill(index == spec.ignore, 0)
-    return _Labels(index, m)
+    return _Labels(index if spec.ignore is None else index * (index != spec.ignore), m)
 
 
 def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +75,14 @@ def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
 def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
     if spec.probability == "softmax":
         return torch.softmax(x, axes.classes)
-    return x.sigmoid() if spec.probability == "sigmoid" else x
+    if spec.probability == "argmax":
+        return torch.zeros_like(x).scatter_(axes.classes, x.argmax(axes.classes, keepdim=True), 1)
+    if spec.probability == "positive":
+        return (x > 0).to(x.dtype)
+    if spec.probability == "sigmoid":
+        return x.sigmoid()
+    assert spec.probability == "identity"
+    return x
 
 
 def _times(t: Tensor, m: Tensor | None) -> Tensor:
@@ -95,8 +101,8 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     x, (index, m) = tile.logits, _labels(tile, spec)
     flat = index.squeeze(axes.classes)
 
-    def add_by_class(row: int, values: Tensor) -> None:
-        sums[row].scatter_add_(1, flat, _times(values, m).squeeze(axes.classes).double())
+    def add_by_class(row: int, values: Tensor, classes: Tensor = flat) -> None:
+        sums[row].scatter_add_(1, classes, _times(values, m).squeeze(axes.classes).double())
 
     p = log_p = None
     if spec.nll == "softmax":
@@ -108,7 +114,12 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         p = torch.softmax(x, axes.classes) if log_p is None else log_p.exp_()
         add_by_class(OVERLAP, p.gather(axes.classes, index))
         sums[PREDICTION] += _times(p, m).sum(axes.positions)
-    add_by_class(TARGET, torch.ones_like(index, dtype=x.dtype))
+    ones = torch.ones_like(index, dtype=x.dtype)
+    add_by_class(TARGET, ones)
+    if spec.probability == "argmax":
+        predicted = x.argmax(axes.classes, keepdim=True)
+        add_by_class(OVERLAP, (predicted == index).to(x.dtype))
+        add_by_class(PREDICTION, ones, predicted.squeeze(axes.classes))
 
 
 def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
@@ -147,7 +158,6 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     """With u and v at the label apart, dx = m p (dPREDICTION + factor) - m dOTHER_NLL, and more at the label."""
     x, (index, m) = tile.logits, _labels(tile, spec)
     p = torch.softmax(x, axes.classes)
-    at = p.gather(axes.classes, index)
     flat = index.squeeze(axes.classes)
 
     def of_label(row: int) -> Tensor:
@@ -156,7 +166,7 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     factor = extra = None
     dx_tile = p
     if spec.probability == "softmax":
-        overlap = of_label(OVERLAP) * at
+        overlap = of_label(OVERLAP) * p.gather(axes.classes, index)
         dx_tile = p * dsums[PREDICTION]
         factor, extra = -(dx_tile.sum(axes.classes, keepdim=True) + overlap), overlap
     if spec.nll == "softmax":
