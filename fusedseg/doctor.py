@@ -147,7 +147,7 @@ def _segmentation_sums(inputs: Inputs) -> dict[str, Tensor]:
     """The gradient is that of the sum of all sums."""
     from .kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, (x, labels) in _logits(inputs).items():
         sizes, spec, dx = sizes_of(x), Spec("softmax", "smoothed"), torch.empty_like(x)
         sums = segmentation_sums_fwd(x, labels, None, sizes, spec)
@@ -157,7 +157,7 @@ def _segmentation_sums(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _segmentation_sums_float64(inputs: Inputs) -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, (x, labels) in _logits(inputs).items():
         leaf = x.detach().double().requires_grad_()
         logits, p = leaf.flatten(2), leaf.flatten(2).softmax(1)

@@ -20,7 +20,8 @@ class _SumOfProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t):
-        ctx.group = distributed.group.WORLD.group_name
+        world: Any = distributed.group.WORLD
+        ctx.group = world.group_name
         return gather(t, ctx.group).sum(0)
 
     @staticmethod

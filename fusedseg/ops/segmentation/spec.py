@@ -101,7 +101,8 @@ def sizes_of(logits: Tensor) -> Sizes | None:
     layout = layout_of(logits)
     if layout is None:
         return None
-    return Sizes(*logits.shape[:2], math.prod(logits.shape[2:]), layout.rows)
+    N, K, *spatial = logits.shape
+    return Sizes(N, K, math.prod(spatial), layout.rows)
 
 
 def wide_dtype(logits: Tensor) -> torch.dtype:

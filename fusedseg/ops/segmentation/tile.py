@@ -54,7 +54,7 @@ def _weights(of_value: Tensor, mask: Tensor | None, spec: Spec, dtype: torch.dty
 class _Labels(NamedTuple):
     """Labels in int64, in which ignored ones are 0, and their weights m (None: 1 everywhere)."""
 
-    index: Tensor
+    label: Tensor
     m: Tensor | None
 
 
@@ -68,7 +68,7 @@ def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
     """y for every class, and m."""
     if not spec.dense:
         labels = _labels(tile, spec)
-        return torch.zeros_like(tile.logits).scatter_(axes.classes, labels.index, 1), labels.m
+        return torch.zeros_like(tile.logits).scatter_(axes.classes, labels.label, 1), labels.m
     return tile.target.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
 
 
@@ -163,12 +163,11 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     def of_label(row: int) -> Tensor:
         return dsums[row].squeeze(axes.positions).gather(1, flat).unsqueeze(axes.classes)
 
-    factor = extra = None
-    dx_tile = p
+    factor = extra = of_prediction = None
     if spec.probability == "softmax":
         overlap = of_label(OVERLAP) * p.gather(axes.classes, index)
-        dx_tile = p * dsums[PREDICTION]
-        factor, extra = -(dx_tile.sum(axes.classes, keepdim=True) + overlap), overlap
+        of_prediction = p * dsums[PREDICTION]
+        factor, extra = -(of_prediction.sum(axes.classes, keepdim=True) + overlap), overlap
     if spec.nll == "softmax":
         nll = of_label(NLL)
         extra = -nll if extra is None else extra - nll
@@ -178,14 +177,19 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     if factor is None or extra is None:
         dx.zero_()
         return
-    dx_tile = p.mul_(factor) if dx_tile is p else dx_tile.addcmul_(p, factor)
-    dx_tile.scatter_add_(axes.classes, index, extra)
-    if spec.other:
-        dx_tile -= dsums[OTHER_NLL]
-    if m is None:
-        dx.copy_(dx_tile)
+    # Half precision is rounded once, at the end.
+    out = dx if dx.dtype == p.dtype else p
+    if of_prediction is None:
+        torch.mul(p, factor, out=out)
     else:
-        dx.copy_(dx_tile.mul_(m))
+        torch.addcmul(of_prediction, p, factor, out=out)
+    out.scatter_add_(axes.classes, index, extra)
+    if spec.other:
+        out -= dsums[OTHER_NLL]
+    if m is not None:
+        out *= m
+    if out is not dx:
+        dx.copy_(out)
 
 
 def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor) -> Tensor:
