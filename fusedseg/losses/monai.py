@@ -114,9 +114,9 @@ class DiceLoss(_Loss):
     Equals ``monai.losses.DiceLoss`` with the same arguments, in value and gradient.
 
     Args:
-        include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr, batch, weight,
-            soft_label, ignore_index: as in MONAI.  Without sigmoid and softmax, the input are the probabilities
-            themselves; with soft_label they must not be negative.
+        include_background, to_onehot_y, squared_pred, jaccard, smooth_nr, smooth_dr, batch, weight: as in MONAI.
+        sigmoid, softmax: as in MONAI; without both, the input are the probabilities themselves.
+        soft_label, ignore_index: as in MONAI; with soft_label, probabilities must not be negative.
         other_act: not supported; leave it None.
         reduction: "mean", "sum" or "none".
 
@@ -238,8 +238,8 @@ class DiceCELoss(_Loss):
     softmax.
 
     Args:
-        include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr, batch, weight,
-            lambda_dice, lambda_ce, label_smoothing: as in MONAI.
+        include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr: as in MONAI.
+        batch, weight, lambda_dice, lambda_ce, label_smoothing: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
         ignore_index: as in ``DiceLoss``, for both parts; MONAI's ``DiceCELoss`` has no such argument.

@@ -69,8 +69,8 @@ def test_against_the_reference(device, name, rows, monkeypatch):
     for shape in SHAPES.values():
         if shape[1] == 1 and kind == "labels":
             continue
-        for tile in (8, 100):
-            monkeypatch.setattr(aten, "TILE", tile)
+        for size in (8, 100):
+            monkeypatch.setattr(aten, "TILE", size)
             x = torch.randn(shape, dtype=torch.float64, device=device)
             x = channels_last(x) if rows else x
             dx = compare(x, targets(shape, kind).to(device), options)

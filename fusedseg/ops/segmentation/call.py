@@ -14,12 +14,11 @@ class SegmentationSums(NamedTuple):
 
     With the weight m of a position (0 if it is ignored), the probability p and the target y of a class:
 
-    Attributes:
-        overlap: the sum of m p y, or of m min(p, y).
-        prediction: the sum of m p, or of m p**2.
-        target: the sum of m y, or of m y**2.  It has no gradient.
-        nll: the sum of -m y log(p).
-        other_nll: for "smoothed" the sum of -m log(p); for "sigmoid" the sum of -m (1 - y) log(1 - p).
+    * ``overlap`` sums m p y, or m min(p, y);
+    * ``prediction`` sums m p, or m p**2;
+    * ``target`` sums m y, or m y**2, and has no gradient;
+    * ``nll`` sums -m y log(p);
+    * ``other_nll`` sums -m log(p) for "smoothed", and -m (1 - y) log(1 - p) for "sigmoid".
     """
 
     overlap: Tensor | None
@@ -68,7 +67,7 @@ def segmentation_sums(
 
     Returns:
         ``SegmentationSums`` in float64 for float64 logits and for counts, otherwise in float32.  A label that is
-        neither a class nor ignored is an error of the caller: it raises on aten, and counts for no class in Triton.
+        neither a class nor ignored is an error of the caller: it counts for no class, or raises an IndexError on aten.
 
     Kept for backward: ``logits``, ``target`` and ``mask`` of the caller, and no other tensor.  Backward computes the
     probabilities again, and writes the gradient in one pass, when the gradients of the sums, and with them the scale

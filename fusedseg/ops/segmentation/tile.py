@@ -66,10 +66,12 @@ def _labels(tile: Tile, spec: Spec) -> _Labels:
 
 def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
     """y for every class, and m."""
+    y = tile.target
     if not spec.dense:
-        labels = _labels(tile, spec)
-        return torch.zeros_like(tile.logits).scatter_(axes.classes, labels.label, 1), labels.m
-    return tile.target.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+        shape = [1, 1, 1]
+        shape[axes.classes] = tile.logits.shape[axes.classes]
+        y = y == torch.arange(shape[axes.classes], dtype=y.dtype, device=y.device).view(shape)
+    return y.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
 
 
 def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
@@ -129,18 +131,21 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         return _times(values, m).sum(axes.positions)
 
     sums[TARGET] += total(y * y if spec.squared else y)
-    if spec.probability != "none":
-        p = _probability(x, spec, axes)
-        sums[OVERLAP] += total(torch.minimum(p, y) if spec.minimum else p * y)
-        sums[PREDICTION] += total(p * p if spec.squared else p)
+    log_p = None
     if spec.nll == "softmax":
-        nll = torch.log_softmax(x, axes.classes).neg_()
-        sums[NLL] += total(nll * y)
+        log_p = torch.log_softmax(x, axes.classes)
+        # A class with a logit of -inf has no part in the sum of labels of other classes.
+        sums[NLL] -= total(log_p * y if spec.dense else torch.where(y > 0, log_p, 0.0))
         if spec.other:
-            sums[OTHER_NLL] += total(nll)
+            sums[OTHER_NLL] -= total(log_p)
     elif spec.nll == "sigmoid":
-        sums[NLL] += total(F.logsigmoid(x).neg_() * y)
-        sums[OTHER_NLL] += total(F.logsigmoid(-x).neg_() * (1 - y))
+        sums[NLL] -= total(F.logsigmoid(x) * y)
+        sums[OTHER_NLL] -= total(F.logsigmoid(-x) * (1 - y))
+    if spec.probability != "none":
+        shared = log_p is not None and spec.probability == "softmax"
+        p = log_p.exp_() if shared else _probability(x, spec, axes)  # type: ignore[union-attr]
+        sums[PREDICTION] += total(p * p if spec.squared else p)
+        sums[OVERLAP] += total(torch.minimum(p, y) if spec.minimum else p * y)
 
 
 def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
@@ -194,20 +199,37 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
 
 def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor) -> Tensor:
     x, (y, m) = tile.logits, _target(tile, spec, axes)
-    dx = torch.zeros_like(x)
+    dx = u = softmax = None
+    if "softmax" in (spec.probability, spec.nll):
+        softmax = torch.softmax(x, axes.classes)
     if spec.probability != "none":
-        p = _probability(x, spec, axes)
-        u = dsums[PREDICTION] * (2 * p) if spec.squared else dsums[PREDICTION]
+        p = softmax if softmax is not None and spec.probability == "softmax" else _probability(x, spec, axes)
         # At p = y, autograd takes half of the gradient of a minimum.
-        u = _times(u + dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y), m)
-        if spec.probability == "softmax":
-            dx += p * (u - (p * u).sum(axes.classes, keepdim=True))
-        else:
-            dx += u * p * (1 - p) if spec.probability == "sigmoid" else u
-    if spec.nll == "softmax":
-        v = _times(dsums[NLL] * y + dsums[OTHER_NLL] if spec.other else dsums[NLL] * y, m)
-        dx += torch.softmax(x, axes.classes) * v.sum(axes.classes, keepdim=True) - v
-    elif spec.nll == "sigmoid":
+        u = dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y)
+        u = _times(u.add_(dsums[PREDICTION] * (2 * p) if spec.squared else dsums[PREDICTION]), m)
+        if spec.probability == "sigmoid":
+            dx = u * p * (1 - p)
+        elif spec.probability == "identity":
+            dx = u
+    if softmax is not None:
+        v = None
+        if spec.nll == "softmax":
+            v = _times(dsums[NLL] * y + dsums[OTHER_NLL] if spec.other else dsums[NLL] * y, m)
+        of_softmax = _grad_of_softmax(softmax, u if spec.probability == "softmax" else None, v, axes)
+        dx = of_softmax if dx is None else dx + of_softmax
+    if spec.nll == "sigmoid":
         p = x.sigmoid()
-        dx += _times(dsums[NLL] * y * (p - 1) + dsums[OTHER_NLL] * (1 - y) * p, m)
-    return dx
+        of_nll = _times(dsums[NLL] * y * (p - 1) + dsums[OTHER_NLL] * (1 - y) * p, m)
+        dx = of_nll if dx is None else dx + of_nll
+    return torch.zeros_like(x) if dx is None else dx
+
+
+def _grad_of_softmax(p: Tensor, u: Tensor | None, v: Tensor | None, axes: Axes) -> Tensor:
+    """p (u + r) - v, where r is the sum of v - p u over the classes; None stands for 0."""
+    r = None if v is None else v.sum(axes.classes, keepdim=True)
+    if u is not None:
+        pu = (p * u).sum(axes.classes, keepdim=True)
+        r = u - pu if r is None else u + (r - pu)
+    assert r is not None
+    dx = r * p
+    return dx if v is None else dx.sub_(v)
