@@ -9,8 +9,9 @@ import types
 _collects = gc.isenabled()
 gc.disable()
 try:
-    from . import _backend, functional, memory, unet
+    from . import _backend, functional, losses, memory, unet
     from .conversion import ConversionReport, convert, revert
+    from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss
     from .nn import (
         ABN,
         BatchNormAct,
@@ -49,6 +50,9 @@ __all__ = [
     "ConvBank2d",
     "ConvBank3d",
     "ConversionReport",
+    "CrossEntropyLoss",
+    "DiceCELoss",
+    "DiceLoss",
     "GroupNormAct",
     "InPlaceABN",
     "InPlaceABNSync",
@@ -63,6 +67,7 @@ __all__ = [
     "convert",
     "convert_sync",
     "functional",
+    "losses",
     "memory",
     "recompute",
     "reuse_output",
@@ -85,7 +90,7 @@ class _Package(types.ModuleType):
 
     @property
     def reuse_output(self) -> bool:
-        """Whether backward may write a gradient over the output that ``InPlaceABN`` or ``ConvABN`` has kept.
+        """Whether backward may write over the output that ``InPlaceABN`` or ``ConvABN`` has kept, or a loss's logits.
 
         The option saves one full tensor at the peak.  It is off by default.  On a CPU it saves memory for large tensors
         only.

@@ -16,9 +16,14 @@ from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
+from .ops.segmentation.call import SegmentationSums, TpFpFn, segmentation_sums, tp_fp_fn
+from .ops.segmentation.labels import argmax_labels
 
 __all__ = [
     "Interpolated",
+    "SegmentationSums",
+    "TpFpFn",
+    "argmax_labels",
     "conv_abn",
     "inplace_abn",
     "inplace_group_norm_act",
@@ -28,6 +33,8 @@ __all__ = [
     "max_pool",
     "norm_act",
     "save_conv_choices",
+    "segmentation_sums",
+    "tp_fp_fn",
 ]
 
 
@@ -52,10 +59,8 @@ def inplace_abn(
         leaky_relu(batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
 
     Args:
-        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  It is overwritten; use the returned
-            tensor instead.
-        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
-            fp16 or bf16.
+        x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  It is overwritten; use the result.
+        running_mean, running_var, weight, bias: (C,) or None, in the dtype of ``x``, or fp32 if that is fp16 or bf16.
         training: True normalises with the statistics of the batch, and moves the running statistics by ``momentum``;
             False normalises with the running statistics.
         eps: added to the variance.
@@ -81,10 +86,9 @@ def inplace_abn(
     compile the module, which does not read them.
 
     Raises:
-        ValueError: the activation cannot be inverted (relu, or a slope <= 0; the message names the module that is exact
-            for it); a shape is wrong; there is one value per channel in training; ``x`` is a leaf that requires grad,
-            overlaps itself, or is one of several views that one call returned; the residual has another shape, or
-            shares memory with ``x``.
+        ValueError: the activation cannot be inverted (relu, or a slope <= 0; the message names an exact module); a
+            shape is wrong; there is one value per channel in training; ``x`` is a leaf that requires grad, overlaps
+            itself, or is one of several views of one call; the residual has another shape, or shares memory with ``x``.
         TypeError: ``x`` is integer or complex, or a parameter has another dtype.
         RuntimeError: backward itself is differentiated.
 
@@ -153,8 +157,7 @@ def inplace_group_norm_act(
 ) -> Tensor:
     """Group normalisation and an invertible activation, written over ``x``.
 
-    It is ``inplace_abn`` with a mean and a variance for each of ``num_groups`` groups of adjacent channels of each
-    sample.
+    It is ``inplace_abn`` with a mean and a variance for each of ``num_groups`` groups of channels of each sample.
 
     Equals, with the arguments of ``torch.nn.functional.group_norm`` in their order::
 
@@ -252,12 +255,10 @@ def conv_abn(
         leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
 
     Args:
-        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64.  A sequence of such tensors
-            stands for their concatenation along the channels, which is not kept; any of them may be an
-            ``Interpolated``.  It keeps its values.
+        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; it keeps its values.  A
+            sequence of such tensors, or ``Interpolated``, stands for their concatenation, which is not kept.
         conv_weight, conv_bias: (K, C / groups, *kernel), and (K,) or None; both in the dtype of ``x``.
-        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``; fp32 is also allowed if ``x`` is
-            fp16 or bf16.
+        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 if that is fp16 or bf16.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
         training, momentum, eps, activation, activation_param: as in ``inplace_abn``.
         conv_backend: "auto", "triton" or "aten", see ``ConvABN2d``.
@@ -269,9 +270,8 @@ def conv_abn(
     channels whose weight is too small to rebuild it (see ``inplace_abn``).  In training the gradient of ``conv_bias``
     is exactly zero, because the mean of the batch contains the bias and is subtracted.
 
-    Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  Under
-    ``torch.compile`` this function breaks the graph, because it reads the parameters; compile the module for
-    ``fullgraph=True``.
+    Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  ``torch.compile``
+    breaks the graph here, where parameters are read; compile the module for ``fullgraph=True``.
 
     ``ConvABN2d`` lists the errors and the source.
     """

@@ -74,6 +74,12 @@ def warps(elements: int, per_thread: int) -> int:
     return min(16, max(1, elements // (32 * per_thread)))
 
 
+def warps_of(elements: int, per_thread: int) -> int:
+    """The number of warps that have ``per_thread`` elements per thread on any GPU; AMD's warps have 64 threads."""
+    size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
+    return max(1, warps(elements, per_thread) * 32 // size)
+
+
 def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
     """Blocks for programs that read whole statistics groups at once; None if such a slab exceeds the capacity.
 

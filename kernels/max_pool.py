@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .conv import Geometry, three
-from .launch import acc_dtype, row_lanes, warps
+from .launch import acc_dtype, row_lanes, warps_of
 from .launcher import Launcher, plan
 from .tile import tiles_of
 
@@ -248,12 +248,6 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
     block_r = max(1, min(triton.next_power_of_2(rows), tile // block_l))
     meta = {"BLOCK_R": block_r, "BLOCK_L": block_l}
     return triton.cdiv(rows, block_r) * triton.cdiv(lanes, block_l), meta
-
-
-def warps_of(elements: int, per_thread: int) -> int:
-    """The number of warps that have ``per_thread`` elements per thread on any GPU; AMD's warps have 64 threads."""
-    size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
-    return max(1, warps(elements, per_thread) * 32 // size)
 
 
 @plan

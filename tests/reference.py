@@ -162,6 +162,44 @@ def gradients(
     return Gradients(*(None if t is None else next(found) for t in leaves))
 
 
+def segmentation_sums(
+    logits: Tensor,
+    target: Tensor,
+    mask: Tensor | None = None,
+    probability: str = "softmax",
+    likelihood: str = "softmax",
+    ignore_index: int | None = None,
+    squared: bool = False,
+    minimum: bool = False,
+) -> Tensor:
+    """The sums of ``fusedseg.functional.segmentation_sums``, (5, N, K), 0 for those that were not asked for.
+
+    Every tensor of the formulas is formed; autograd can differentiate it.
+    """
+    N, K = logits.shape[:2]
+    x = logits.double().reshape(N, K, -1)
+    t = target.reshape(N, -1, x.shape[2])
+    m = torch.ones_like(t[:, :1]).double() if mask is None else mask.double().reshape(N, 1, -1)
+    if ignore_index is not None:
+        m = m * (t != ignore_index)
+    classes = torch.arange(K, device=x.device).view(1, K, 1)
+    y = t.double() if target.shape == logits.shape else (t == classes).double()
+    sums = [torch.zeros(N, K, dtype=x.dtype, device=x.device)] * 5
+    if probability != "none":
+        p = {"softmax": lambda: x.softmax(1), "sigmoid": x.sigmoid, "identity": lambda: x}[probability]()
+        sums[0] = (m * (torch.minimum(p, y) if minimum else p * y)).sum(2)
+        sums[1] = (m * (p * p if squared else p)).sum(2)
+    sums[2] = (m * (y * y if squared else y)).sum(2)
+    if likelihood == "sigmoid":
+        sums[3] = (m * y * functional.softplus(-x)).sum(2)
+        sums[4] = (m * (1 - y) * functional.softplus(x)).sum(2)
+    elif likelihood != "none":
+        nll = -x.log_softmax(1)
+        sums[3] = (m * torch.where(y == 0, 0, y * nll)).sum(2)
+        sums[4] = (m * nll).sum(2) if likelihood == "smoothed" else sums[4]
+    return torch.stack(sums)
+
+
 def relative_error(value: Tensor, reference: Tensor) -> float:
     """|value - reference| / |reference| in 2-norms; |value| if the reference is zero, and NaN if any value is NaN."""
     assert value.shape == reference.shape, (value.shape, reference.shape)

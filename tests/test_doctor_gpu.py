@@ -12,6 +12,7 @@ from fusedseg import _backend
 from fusedseg.__main__ import main
 from fusedseg.doctor import gpu, report, speed, worker
 from fusedseg.ops.self_test import first_use, verdicts
+from fusedseg.ops.self_test.checks import CHECKS
 from tests.test_doctor import program
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     path = tmp_path / "fusedseg.json"
     assert main(["doctor", "--gpu", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    for family in ("norm", "conv", "pool"):
+    for family in CHECKS:
         for dtype in ("float16", "bfloat16", "float32"):
             assert f"  cuda:0 {family} {dtype}: passed (0.5 s)\n" in out
     # The other GPU is of the same model.
@@ -127,7 +128,7 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     assert any(line.startswith("torch ") for line in content["versions"])
     (card,) = content["gpus"]
     assert (card["gpu"], card["architecture"], card["multiprocessors"]) == ("Card", "sm_90", 132)
-    assert len(content["jobs"]) == 9 + len(speed.SPEEDS)
+    assert len(content["jobs"]) == 3 * len(CHECKS) + len(speed.SPEEDS)
 
 
 def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):

@@ -20,7 +20,7 @@ LONG = {
     ("functional.py", "conv_abn"): "the arguments of F.conv2d and F.batch_norm, and those of the activation",
     ("memory/plan.py", "plan"): "options of a search, by keyword only",
 }
-MODULES = ("nn", "unet")
+MODULES = ("nn", "losses", "unet")
 
 
 def files() -> Iterator[tuple[str, ast.Module, int]]:

@@ -16,6 +16,8 @@ NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 ACTIVATIONS = tuple(({row.node for row in TABLE.values()} | {other.node for other in OTHERS}) - {""})
 # A saving below this share of the kept bytes gets no sentence.
 WORTH = 0.01
+# The same for what a loss keeps.
+LOSS_WORTH = 0.05
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def summary(report: Record) -> str:
     if report.allocator_peak is not None:
         lines.append(f"CUDA's allocator had handed out {mib(report.allocator_peak)} MiB at most, rounded up by block.")
     lines += _largest(report)
+    lines += _loss(report)
     at_peak = report.peak_by("kind")
     if at_peak:
         alive = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in list(at_peak.items())[:4])
@@ -137,6 +140,21 @@ def summary(report: Record) -> str:
         lines.append(f"Savings available, {mib(less)} MiB of the {mib(report.saved)} kept:")
         lines += [f"  • {finding}" for finding in found]
     return "\n".join(lines)
+
+
+def _loss(report: Record) -> list[str]:
+    """A sentence about what the loss keeps for backward."""
+    start = report.marks.get("backward", 0)
+    copies = [
+        s for s in report.storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)
+    ]
+    kept = sum(storage.nbytes for storage in copies)
+    if kept < LOSS_WORTH * max(report.saved, 1):
+        return []
+    return [
+        f"The loss keeps {mib(kept)} MiB for backward, beside the outputs; the losses of fusedseg.losses keep nothing "
+        "but the outputs."
+    ]
 
 
 def _largest(report: Record) -> list[str]:

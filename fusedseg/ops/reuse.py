@@ -47,14 +47,37 @@ class _Probe(torch.autograd.Function):
         return dx, None
 
 
+class _InputProbe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, found):
+        ctx.save_for_backward(released(x))
+        ctx.found = found
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, dx):
+        (x,) = ctx.saved_tensors
+        ctx.found.append(_holders(x))
+        return dx.expand(x.shape), None
+
+
 @functools.cache
-def _holders_of_what_only_autograd_keeps() -> int:
+def _holders_of_what_only_autograd_keeps(probe: type[torch.autograd.Function] = _Probe) -> int:
     """The number of holders of a storage that only autograd keeps, measured because it depends on torch's version."""
     found: list[int] = []
     with torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
-        _Probe.apply(x * 1, found).sum().backward()
+        probe.apply(x * 1, found).sum().backward()
     return found[0]
+
+
+def released(x: Tensor) -> Tensor:
+    """The tensor to save for ``x``, an input, if backward may write over it.
+
+    Autograd saves an input itself, which the caller may hold too.  The detached tensor is another holder of the memory,
+    so that backward can count them.
+    """
+    return x.detach()
 
 
 def wanted() -> bool:
@@ -67,7 +90,12 @@ def wanted() -> bool:
     return _holders_of_what_only_autograd_keeps() > 0
 
 
-def take(z: Tensor, dz: Tensor) -> Tensor | None:
+def take_input(x: Tensor, dz: Tensor) -> Tensor | None:
+    """``take`` for an input that was saved as ``released``."""
+    return take(x, dz, _InputProbe)
+
+
+def take(z: Tensor, dz: Tensor, probe: type[torch.autograd.Function] = _Probe) -> Tensor | None:
     """The memory of an unpacked output ``z``, to write over; backward asks for it.
 
     The result is None if another tensor shares this memory.  It is also None if ``dz`` is a batch of gradients, because
@@ -75,7 +103,7 @@ def take(z: Tensor, dz: Tensor) -> Tensor | None:
     """
     if batched((dz,)):
         return None
-    if _holders(z) > _holders_of_what_only_autograd_keeps():
+    if _holders(z) > _holders_of_what_only_autograd_keeps(probe):
         return None
     # The version tells autograd that the tensor has changed, so that it cannot be unpacked again.
     torch.autograd.graph.increment_version(z)

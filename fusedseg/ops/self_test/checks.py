@@ -2,7 +2,7 @@
 
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
-norm, and the convolution in training and in eval mode.
+norm, the convolution in training and in eval mode, and the sums of losses of few and of many classes.
 
 The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
 """
@@ -16,11 +16,14 @@ from torch.nn import functional as F
 
 from ..check import HALF
 from ..layout import layout_of
+from ..segmentation.spec import Spec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 SHAPE = (2, 8, 16, 16)
 CONV_SHAPE, CONV_CHANNELS = (2, 32, 8, 8), 64
+# Logits of classes that do not fit in one tile.
+MANY_CLASSES = (1, 300, 4, 8)
 # The largest allowed relative errors.  Those of the norm are what docs/design.md promises.  A kernel for fp64 takes the
 # slope as fp32, which rounds it by 2e-8.
 NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -200,10 +203,36 @@ def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, expected[1], 0.0 if kernel == 2 else NORM_TOLERANCE[dtype])
 
 
+def _sums_float64(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``segmentation_sums``, and the gradient of their total, in which the sum of p is constant."""
+    x = x.double().flatten(2)
+    log_p = x.log_softmax(1)
+    p, y = log_p.exp(), torch.zeros_like(x).scatter_(1, labels.flatten(1)[:, None].long(), 1.0)
+    sums = torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), -(log_p * y).sum(2), -log_p.sum(2)])
+    of_label = (p * y).sum(1, keepdim=True)
+    return sums, of_label * (y - p) + (p - y) + (x.shape[1] * p - 1)
+
+
+def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
+
+    spec = Spec("softmax", "smoothed")
+    for fmt, shape in (("contiguous", SHAPE), ("channels_last", SHAPE), ("contiguous", MANY_CLASSES)):
+        x = _random(shape, dtype, device, fmt, 0)
+        labels = _random(shape, torch.float32, device, fmt, 1).argmax(1).short()
+        sizes, dx = sizes_of(x), torch.empty_like(x)
+        found = segmentation_sums_fwd(x, labels, None, sizes, spec)
+        segmentation_sums_bwd(torch.ones_like(found), x, labels, None, dx, sizes, spec)
+        sums, of_logits = _sums_float64(x, labels)
+        what = f"({fmt}, {shape[1]} classes)"
+        yield Compared(f"sums {what}", found, sums, NORM_TOLERANCE[found.dtype])
+        yield Compared(f"dx {what}", dx.flatten(2), of_logits, NORM_TOLERANCE[dtype])
+
+
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
-CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool}
-DTYPES = {"norm": tuple(NORM_TOLERANCE), "conv": tuple(CONV_TOLERANCE), "pool": tuple(NORM_TOLERANCE)}
+CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums}
+DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
 
 
 def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:

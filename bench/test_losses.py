@@ -1,0 +1,173 @@
+"""Times Dice + cross-entropy, and cross-entropy alone, for 3 to 118 classes: stock functions, the compiler, and ours.
+
+The stock contender computes Dice and cross-entropy as nnU-Net and MONAI do, with a softmax, a one-hot target, and their
+sums.  The loss of nnU-Net competes as well where it is installed.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.losses import DC_and_CE_loss
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, segmentation_sums
+
+from .contenders import compiled
+from .data import DTYPES, Source, describe, parametrize_cases
+from .harness import Copy, Missing, Result, Timing, compete, once
+from .jobs import LayerJob, Treat, as_it_is
+from .replay import CLOCK, report_step
+from .results import COPY, Section
+
+SECONDS = {"cpu": 1.0, "cuda": 1.0}
+# The arguments that nnU-Net's trainer passes.
+DICE = {"batch_dice": False, "smooth": 1e-5, "do_bg": False, "ddp": False}
+
+
+class StockDiceCE(nn.Module):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        p, axes = x.softmax(1), tuple(range(2, x.dim()))
+        with torch.no_grad():
+            y = torch.zeros_like(p).scatter_(1, labels.long(), 1)[:, 1:]
+        overlap, prediction, target = (p[:, 1:] * y).sum(axes), p[:, 1:].sum(axes), y.sum(axes)
+        dice = (2 * overlap + 1e-5) / (prediction + target + 1e-5).clamp_min(1e-8)
+        return F.cross_entropy(x, labels[:, 0].long()) - dice.mean()
+
+
+class StockCrossEntropy(nn.Module):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(x, labels[:, 0].long())
+
+
+def original(module: str, name: str, build: Callable[[Any], nn.Module]) -> nn.Module:
+    try:
+        return build(getattr(importlib.import_module(module), name))
+    except ImportError as error:
+        raise Missing(f"{module} is not installed") from error
+
+
+def nnunet() -> nn.Module:
+    dice = "nnunetv2.training.loss.dice", "MemoryEfficientSoftDiceLoss"
+    dice_class: list[type] = []
+    original(*dice, lambda of: dice_class.append(of) or nn.Identity())
+    build = lambda of: of(dict(DICE), {}, dice_class=dice_class[0])  # noqa: E731
+    return original("nnunetv2.training.loss.compound_losses", "DC_and_CE_loss", build)
+
+
+# The loss -> contender -> (a function that makes the module, how the module is treated).
+LOSSES: dict[str, dict[str, tuple[Callable[[], nn.Module], Treat]]] = {
+    "dice_ce": {
+        "eager": (StockDiceCE, as_it_is),
+        "compiled": (StockDiceCE, compiled),
+        "nnunet": (nnunet, as_it_is),
+        "ours": (partial(DC_and_CE_loss, DICE, {}), as_it_is),
+    },
+    "ce": {
+        "eager": (StockCrossEntropy, as_it_is),
+        "compiled": (StockCrossEntropy, compiled),
+        "ours": (fusedseg.CrossEntropyLoss, as_it_is),
+    },
+}
+
+
+class Case(NamedTuple):
+    loss: str
+    shape: tuple[int, ...]
+    dtype: str
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.loss} {describe(*self[1:])}"
+
+
+SHAPES = {
+    "cpu": [(2, 3, 96, 96, 96), (2, 14, 60, 60, 60), (2, 50, 40, 40, 40), (1, 118, 40, 40, 40)],
+    "cuda": [(2, K, 128, 128, 128) for K in (3, 14, 50, 118)],
+}
+CASES = {
+    "cpu": [Case("dice_ce", shape, "fp32") for shape in SHAPES["cpu"]],
+    "cuda": [Case("dice_ce", shape, "fp16") for shape in SHAPES["cuda"]],
+}
+MORE = {
+    "cpu": [Case("ce", shape, "fp32") for shape in SHAPES["cpu"]]
+    + [Case("dice_ce", shape, "fp32", channels_last=True) for shape in SHAPES["cpu"]],
+    "cuda": [Case("ce", shape, "fp16") for shape in SHAPES["cuda"]]
+    + [Case("dice_ce", shape, "fp16", channels_last=True) for shape in SHAPES["cuda"]],
+}
+
+
+def contenders(kind: str) -> list[str]:
+    """The names of the contenders.  Compiling takes longer on a CPU than the rest, so it is left out there."""
+    return [name for name in LOSSES["dice_ce"] if kind == "cuda" or name != "compiled"]
+
+
+class OfLabels(nn.Module):
+    """A loss as a function of the logits."""
+
+    def __init__(self, loss: nn.Module, labels: Tensor) -> None:
+        super().__init__()
+        self.loss, self.labels = loss, labels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(x, self.labels)
+
+
+class LossJob(LayerJob):
+    names = ()
+
+    def prepare(self) -> Tensor:
+        # No contender overwrites the logits.
+        return self.x
+
+    def owned(self) -> list[Tensor]:
+        return [*super().owned(), self.x]
+
+
+def exact(case: Case, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    leaf = x.detach().double().requires_grad_()
+    overlap, prediction, target, nll, _ = segmentation_sums(leaf, labels)
+    loss = nll.sum() / target.sum()
+    if case.loss == "dice_ce":
+        loss = loss - ((2 * overlap + 1e-5) / (prediction + target + 1e-5))[:, 1:].mean()
+    return {"z": loss.detach(), "dx": torch.autograd.grad(loss, leaf)[0]}
+
+
+@once
+def run(case: Case, device: torch.device) -> dict[str, Result]:
+    source = Source(device)
+    x = source.normal(*case[1:])
+    labels = torch.randint(x.shape[1], (x.shape[0], 1, *x.shape[2:]), device=device, generator=source.generator).short()
+    data = {"x": x.requires_grad_(), "dz": torch.ones((), device=device)}
+
+    def build(name: str) -> LossJob:
+        make, treat = LOSSES[case.loss][name]
+        return LossJob(OfLabels(make(), labels), data, treat)
+
+    names = [name for name in contenders(device.type) if name in LOSSES[case.loss]]
+    return compete(
+        {name: partial(build, name) for name in names},
+        {"": partial(exact, case, x, labels)},
+        {"z": FORWARD_TOLERANCE[torch.float32], "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
+        Timing(device, SECONDS[device.type]),
+        probes={COPY: Copy(x)},
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("contender", contenders(torch.device(metafunc.config.getoption("--device")).type))
+    parametrize_cases(metafunc, CASES, MORE)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_step(case, contender, device, report, benchmark):
+    if contender not in LOSSES[case.loss]:
+        pytest.skip(f"{contender} has no such loss")
+    section = report.section("losses", Section("Losses, forward + backward of the loss alone"))
+    results = section.cases[str(case)] = run(case, device)
+    report_step(benchmark, f"step of {case}", contender, results[contender])

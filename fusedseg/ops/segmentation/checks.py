@@ -1,0 +1,54 @@
+"""Checks of the arguments of the op."""
+
+from torch import Tensor
+
+from ..check import check_choice, check_input, check_tensor
+from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, Spec
+
+
+def check(given: Given, spec: Spec) -> None:
+    """Raises ValueError or TypeError if an argument does not fit."""
+    check_choice(OP, "probability", spec.probability, PROBABILITIES)
+    check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))
+    if spec.hard and spec.likelihood != "none":
+        raise ValueError(f"{OP}: likelihood must be none for probability {spec.probability!r}, got {spec.likelihood!r}")
+    check_input(OP, given.logits)
+    check_tensor(OP, given.target, "target")
+    _check_target(given.logits, given.target, spec.dense)
+    if given.mask is not None:
+        check_tensor(OP, given.mask, "mask")
+        _check_positions("mask", given.logits, given.mask)
+        if given.mask.is_complex():
+            raise TypeError(f"{OP}: mask must be bool, integer or floating point, got {given.mask.dtype}")
+    if spec.ignore is not None and (not isinstance(spec.ignore, int) or isinstance(spec.ignore, bool)):
+        raise TypeError(f"{OP}: ignore_index must be an integer or None, got {spec.ignore!r}")
+
+
+def _check_target(logits: Tensor, target: Tensor, dense: bool) -> None:
+    if target.is_complex():
+        raise TypeError(f"{OP}: target must be bool, integer or floating point, got {target.dtype}")
+    if not dense:
+        _check_positions("target", logits, target)
+        return
+    if target.shape != logits.shape:
+        raise ValueError(
+            f"{OP}: target must have the shape of logits {tuple(logits.shape)}, or labels without channels, "
+            f"got {tuple(target.shape)}"
+        )
+    _check_device("target", logits, target)
+
+
+def _check_positions(name: str, logits: Tensor, t: Tensor) -> None:
+    """Raises an error unless ``t`` has one value per position of the logits."""
+    N, _, *spatial = logits.shape
+    if t.shape not in ((N, *spatial), (N, 1, *spatial)):
+        raise ValueError(
+            f"{OP}: {name} must have shape {(N, *spatial)} or {(N, 1, *spatial)}, one value per position of logits "
+            f"{tuple(logits.shape)}, got {tuple(t.shape)}"
+        )
+    _check_device(name, logits, t)
+
+
+def _check_device(name: str, logits: Tensor, t: Tensor) -> None:
+    if t.device != logits.device:
+        raise ValueError(f"{OP}: {name} must be on {logits.device}, the device of logits, got {t.device}")

@@ -1,0 +1,49 @@
+"""``fusedseg.functional.argmax_labels``: the predicted labels in a small dtype."""
+
+import torch
+from torch import Tensor
+
+from ... import _backend
+from ..check import check_input
+from . import aten
+from .op import dense
+from .spec import Given
+
+OP = "fusedseg.argmax_labels"
+
+
+def argmax_labels(logits: Tensor) -> Tensor:
+    """The predicted label of each position, ``logits.argmax(1)``, in the smallest dtype that holds all classes.
+
+    ``logits.argmax(1)`` takes 8 bytes for each position; this function takes one byte for up to 256 classes, two for
+    up to 32768, and no other memory.
+
+    Args:
+        logits: (N, K, *spatial), fp16, bf16, fp32 or fp64.
+
+    Returns:
+        (N, *spatial), uint8, int16 or int32.  The first of equal classes wins.  There is no gradient.
+
+    Raises:
+        ValueError: ``logits`` have fewer than two dimensions, or no class.
+        TypeError: ``logits`` are no floating-point tensor.
+    """
+    check_input(OP, logits)
+    K = logits.shape[1]
+    if K < 1:
+        raise ValueError(f"{OP}: x must have at least one class, got {tuple(logits.shape)}")
+    dtype = torch.uint8 if K <= 256 else torch.int16 if K <= 2**15 else torch.int32
+    if torch.compiler.is_compiling():
+        return logits.detach().argmax(1).to(dtype)
+    given, sizes = dense(Given(logits.detach(), logits))
+    labels = torch.empty(sizes.N, sizes.S, dtype=dtype, device=logits.device)
+    if labels.numel() == 0:
+        pass
+    elif _backend.use_triton(logits, "sums"):
+        from ...kernels.segmentation_sums import segmentation_argmax
+
+        with _backend.device_of(logits):
+            segmentation_argmax(given.logits, labels, sizes)
+    else:
+        aten.argmax(given.logits, sizes, labels)
+    return labels.view(logits.shape[0], *logits.shape[2:])

@@ -1,0 +1,157 @@
+"""The op ``fusedseg.segmentation_sums``: one pass over logits and target gives the sums of Dice and cross-entropy.
+
+    sums = segmentation_sums(logits, target)        (ROWS, N, K), see ``spec.py``
+    loss = a function of the sums in stock PyTorch, differentiated by autograd at this small scale
+
+Kept for backward: the logits and the target of the caller, and no other tensor.  Backward computes the probabilities
+again and writes the gradient in one pass.  Because it runs when the gradient of the sums is known, and with it the
+scale of the loss, gradients in half precision do not become 0 before they are scaled.
+
+Eager calls go through ``SumsFunction``; under ``torch.compile`` the op ``fusedseg::segmentation_sums`` runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _backend
+from .. import double_backward, reuse
+from ..double_backward import batched, differentiated_once
+from ..recompute import recipes
+from . import aten
+from .checks import check
+from .spec import OP, ROWS, Given, Sizes, Spec, sizes_of, sums_dtype
+
+OVERWRITTEN = (
+    f"{OP}: a second backward is not possible, because the first one has written the gradient over the logits "
+    "(fusedseg.reuse_output is True); set fusedseg.reuse_output = False to use retain_graph=True"
+)
+
+
+def dense(given: Given) -> tuple[Given, Sizes]:
+    """The tensors with logits that are contiguous or channels_last, and their sizes."""
+    sizes = sizes_of(given.logits)
+    if sizes is None:
+        given = given._replace(logits=given.logits.contiguous())
+        sizes = sizes_of(given.logits)
+        assert sizes is not None
+    return given, sizes
+
+
+@recipes.unwatched
+def forward(given: Given, spec: Spec) -> Tensor:
+    """The sums, (ROWS, N, K)."""
+    given, sizes = dense(given)
+    if given.logits.numel() == 0:
+        return given.logits.new_zeros(ROWS, sizes.N, sizes.K, dtype=sums_dtype(given.logits, spec))
+    if not _backend.use_triton(given.logits, "sums"):
+        return aten.forward(given, sizes, spec)
+    from ...kernels.segmentation_sums import segmentation_sums_fwd
+
+    with _backend.device_of(given.logits):
+        return segmentation_sums_fwd(*given, sizes, spec)
+
+
+def backward(dsums: Tensor, given: Given, spec: Spec, into: Tensor | None = None) -> Tensor:
+    """The gradient of the logits, in their dtype and strides; it is written to ``into``, if that is given."""
+    given, sizes = dense(given)
+    dx = torch.empty_like(given.logits) if into is None else into
+    if dx.numel() == 0:
+        return dx
+    dsums = dsums.contiguous()
+    if not _backend.use_triton(given.logits, "sums"):
+        aten.backward(dsums, given, sizes, spec, dx)
+        return dx
+    from ...kernels.segmentation_sums import segmentation_sums_bwd
+
+    with _backend.device_of(given.logits):
+        segmentation_sums_bwd(dsums, *given, dx, sizes, spec)
+    return dx
+
+
+class SumsFunction(torch.autograd.Function):
+    """The op in eager mode."""
+
+    @staticmethod
+    def forward(ctx, logits, target, mask, spec):
+        ctx.spec, ctx.overwritten = spec, False
+        # Logits that are copied to another layout cannot take the gradient in their place.
+        ctx.reused = reuse.wanted() and sizes_of(logits) is not None
+        # A detached tensor lets go of the variable, so that backward can tell whether the caller still has it.
+        ctx.save_for_backward(reuse.released(logits) if ctx.reused else logits, target, mask)
+        return forward(Given(logits, target, mask), spec)
+
+    @staticmethod
+    def backward(ctx, dsums):
+        if ctx.overwritten:
+            raise RuntimeError(OVERWRITTEN)
+        (logits, *rest), spec = ctx.saved_tensors, ctx.spec
+        recorded = torch.is_grad_enabled()
+        into = reuse.take_input(logits, dsums) if ctx.reused and not recorded else None
+        if into is not None:
+            ctx.overwritten = True
+        elif recorded or batched((dsums,)):
+            dx, *_ = differentiated_once(
+                OP, lambda dsums, logits, *rest: (backward(dsums, Given(logits, *rest), spec),), dsums, logits, *rest
+            )
+            return dx, None, None, None
+        return backward(dsums, Given(logits, *rest), spec, into), None, None, None
+
+
+# The fields of a ``Spec`` in the schemas of both ops, in their order.
+_SPEC = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense"
+_GIVEN = "Tensor logits, Tensor target, Tensor? mask"
+
+
+@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_GIVEN}, {_SPEC}) -> Tensor")
+def sums_op(logits, target, mask, *spec):
+    return forward(Given(logits, target, mask), Spec(*spec))
+
+
+@sums_op.register_fake
+def _(logits, target, mask, *spec):
+    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits, Spec(*spec)))
+
+
+@torch.library.custom_op(
+    "fusedseg::segmentation_sums_backward", mutates_args=(), schema=f"(Tensor dsums, {_GIVEN}, {_SPEC}) -> Tensor"
+)
+def sums_backward_op(dsums, logits, target, mask, *spec):
+    return backward(dsums, Given(logits, target, mask), Spec(*spec))
+
+
+@sums_backward_op.register_fake
+def _(dsums, logits, *rest):
+    given, _ = dense(Given(logits, logits))
+    return torch.empty_like(given.logits)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, mask, *ctx.spec = inputs
+    ctx.save_for_backward(logits, target, mask)
+
+
+def _op_backward(ctx, dsums):
+    return sums_backward_op(dsums, *ctx.saved_tensors, *ctx.spec), *(None,) * (2 + len(ctx.spec))
+
+
+def _backward_twice(ctx, ddx):
+    raise RuntimeError(double_backward.message(OP))
+
+
+sums_op.register_autograd(_op_backward, setup_context=_setup_context)
+sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
+
+
+def sums(given: Given, spec: Spec) -> Tensor:
+    """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
+    check(given, spec)
+    if spec.hard:
+        given = given._replace(logits=given.logits.detach())
+    if torch.compiler.is_compiling():
+        return sums_op(*given, *spec)
+    if not (torch.is_grad_enabled() and given.logits.requires_grad):
+        return forward(given, spec)
+    found: Any = SumsFunction.apply(*given, spec)
+    return found

@@ -1,0 +1,115 @@
+"""The description of the sums that a segmentation loss needs, and of the form of its target."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import layout_of
+
+OP = "fusedseg.segmentation_sums"
+
+# The rows of the tensor of sums, (ROWS, N, K).  Over the positions s of a sample, with the weight m of a position (0 if
+# it is ignored), the probability p and the target y of a class:
+#     OVERLAP     sum of m p y, or of m min(p, y)
+#     PREDICTION  sum of m p,   or of m p**2
+#     TARGET      sum of m y,   or of m y**2
+#     NLL         sum of -m y log(p)
+#     OTHER_NLL   softmax: sum of -m log(p), which label smoothing needs; sigmoid: sum of -m (1 - y) log(1 - p)
+OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
+ROWS = 5
+
+# The functions of the logits that give p, and those of them that are 1 or 0: the first class with the largest logit,
+# and every class with a logit above 0.
+HARD = ("argmax", "positive")
+PROBABILITIES = ("softmax", "sigmoid", "identity", *HARD, "none")
+
+
+class Likelihood(NamedTuple):
+    """What a kind of negative log-likelihood means: the function of the logits, and whether OTHER_NLL is computed."""
+
+    function: str
+    other: bool
+
+
+LIKELIHOODS = {
+    "softmax": Likelihood("softmax", False),
+    "smoothed": Likelihood("softmax", True),
+    "sigmoid": Likelihood("sigmoid", True),
+    "none": Likelihood("none", False),
+}
+
+
+class Spec(NamedTuple):
+    """The description of one call.
+
+    probability: the function of the logits that gives p in the first three sums, a value of PROBABILITIES; with "none"
+        there is no OVERLAP and no PREDICTION.
+    likelihood: a key of LIKELIHOODS; with "none" there is no NLL.
+    ignore: the label that is ignored, or None.
+    squared: whether PREDICTION and TARGET are sums of squares.
+    minimum: whether OVERLAP sums min(p, y) instead of p y.
+    dense: whether the target has a channel for each class, (N, K, *spatial), instead of labels (N, *spatial).
+    """
+
+    probability: str
+    likelihood: str
+    ignore: int | None = None
+    squared: bool = False
+    minimum: bool = False
+    dense: bool = False
+
+    @property
+    def nll(self) -> str:
+        """The function of the logits in NLL: "softmax", "sigmoid" or "none"."""
+        return LIKELIHOODS[self.likelihood].function
+
+    @property
+    def other(self) -> bool:
+        return LIKELIHOODS[self.likelihood].other
+
+    @property
+    def hard(self) -> bool:
+        """Whether p is 1 or 0, so that the sums are counts and have no gradient."""
+        return self.probability in HARD
+
+
+class Given(NamedTuple):
+    """The tensors of one call.
+
+    logits: (N, K, *spatial).  target: labels (N, *spatial) or (N, 1, *spatial), or, if it is dense,
+    (N, K, *spatial).  mask: the weight of each position, (N, *spatial) or (N, 1, *spatial), or None.
+    """
+
+    logits: Tensor
+    target: Tensor
+    mask: Tensor | None = None
+
+
+class Sizes(NamedTuple):
+    """N samples of K classes and S positions; with ``rows`` the classes of a position are adjacent (channels_last)."""
+
+    N: int
+    K: int
+    S: int
+    rows: bool
+
+
+def sizes_of(logits: Tensor) -> Sizes | None:
+    """The sizes of logits in memory; None if they are neither contiguous nor channels_last."""
+    layout = layout_of(logits)
+    if layout is None:
+        return None
+    N, K, *spatial = logits.shape
+    return Sizes(N, K, math.prod(spatial), layout.rows)
+
+
+def wide_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: float64 for float64 logits, otherwise float32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def sums_dtype(logits: Tensor, spec: Spec) -> torch.dtype:
+    """The dtype of the sums; that of counts is float64, in which they are exact."""
+    return torch.float64 if spec.hard else wide_dtype(logits)

@@ -1,0 +1,57 @@
+"""Launches of the kernels of segmentation losses that are compiled for GPUs, aligned to 16 bytes.
+
+``tests.tools.codegen`` reads CASES, or its parts FEW and FORMS.  The tensors are never touched, so their size costs
+nothing.
+"""
+
+import itertools
+from functools import partial
+
+import torch
+from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
+
+from fusedseg.ops.segmentation.spec import Spec, sizes_of
+
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+# The loss: its spec, and the dtype of its target.
+LOSSES = {
+    "dice_ce": (Spec("softmax", "softmax"), torch.int16),
+    "dice_ce_ignore": (Spec("softmax", "smoothed", ignore=255), torch.uint8),
+    "ce": (Spec("none", "softmax", ignore=-100), torch.int64),
+    "regions": (Spec("sigmoid", "sigmoid", dense=True), torch.bool),
+    "soft": (Spec("softmax", "smoothed", minimum=True, dense=True), torch.float32),
+    "squared": (Spec("softmax", "softmax", squared=True), torch.int16),
+}
+SPATIAL = (128, 128, 128)
+
+
+def launch(loss, K, dtype, rows):
+    spec, target_dtype = LOSSES[loss]
+    fmt = torch.channels_last_3d if rows else torch.contiguous_format
+    x = torch.empty((2, K, *SPATIAL), dtype=dtype, memory_format=fmt)
+    target = torch.empty((2, K if spec.dense else 1, *SPATIAL), dtype=target_dtype)
+    if spec.dense and rows:
+        target = target.to(memory_format=fmt)
+    sums = torch.empty(5, 2, K)
+    segmentation_sums_fwd(x, target, None, sizes_of(x), spec)
+    segmentation_sums_bwd(sums, x, target, None, x, sizes_of(x), spec)
+
+
+def case(loss, K, dtype, fmt):
+    return partial(launch, loss, K, DTYPES[dtype], fmt == "rows")
+
+
+def cases(losses, classes, dtypes, formats):
+    return {
+        f"{loss}-{K}-{dtype}-{fmt}": case(loss, K, dtype, fmt)
+        for loss, K, dtype, fmt in itertools.product(losses, classes, dtypes, formats)
+    }
+
+
+CASES = cases(["dice_ce"], [2, 3, 4, 8, 14, 16, 50, 64, 118, 128, 256], DTYPES, ["planes"])
+CASES |= cases(["dice_ce"], [8, 16, 64, 128, 256], DTYPES, ["rows"])
+CASES |= cases(LOSSES, [14, 118, 512], ["fp16"], ["planes"])
+# Every run compiles these.
+FEW = {name: CASES[name] for name in ("dice_ce-3-fp16-planes", "dice_ce-118-fp16-planes", "dice_ce-16-fp16-rows")}
+# The number of classes is no multiple of 8, and channels are adjacent: no access is wide.
+NARROW = cases(["dice_ce"], [3, 105, 118], ["fp16"], ["rows"])

@@ -1,0 +1,61 @@
+"""Checks the compiled kernels of segmentation losses: no spills, and wide loads and stores."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.tools.codegen import TARGETS, VENDORS
+
+MODULE = "tests.kernels.segmentation_sums_launches"
+SUITES = [("FEW", target) for target in VENDORS]
+SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
+suites = pytest.mark.parametrize(("cases", "target"), SUITES)
+
+# Bytes per thread that are known to spill: ptxas spills two registers of the sums to make one more program resident.
+SPILLS = {
+    **{("sm_90", f"{of}-fp16-planes"): 8 for of in ("dice_ce_ignore-118", "dice_ce_ignore-512")},
+    ("sm_90", "dice_ce-64-fp32-rows"): 8,
+}
+
+
+@pytest.fixture
+def launches(compiled, cases, target):
+    return compiled(MODULE, cases, VENDORS if cases == "FEW" else TARGETS)[target]
+
+
+@suites
+def test_no_spills(launches, target, record_property):
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
+    record_property("registers", registers)
+    print(f"\nregisters a thread, {target}")
+    for name, count in registers.items():
+        print(f"{count:5d}  {name}")
+    assert {name.split()[1] for name in registers} >= {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel"}
+    spilled = {
+        f"{of['case']} {of['kernel']}": of["spilled"]
+        for of in launches
+        if of["spilled"] > SPILLS.get((target, of["case"]), 0)
+    }
+    assert spilled == {}
+
+
+@suites
+def test_16_byte_loads_and_stores(launches):
+    """Logits and gradient move 16 bytes at a time, in planes and in rows of a multiple of 8 classes."""
+    narrow, seen = [], set()
+    for of in launches:
+        for argument, kind in (("x_ptr", "load"), ("dx_ptr", "store")):
+            widths = of["accesses"].get(argument, {kind: {}})[kind]
+            seen |= {(argument, kind)} if widths else set()
+            if set(widths) - {"16"}:
+                narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
+    assert not narrow
+    assert seen == {("x_ptr", "load"), ("dx_ptr", "store")}
+
+
+@pytest.mark.slow
+def test_rows_of_other_numbers_of_classes_are_narrow(compiled):
+    """This is a limit, stated in the documentation: the classes of a position begin at any address."""
+    for of in compiled(MODULE, "NARROW", ["sm_90"])["sm_90"]:
+        assert of["spilled"] == 0
+        assert set(of["accesses"]["x_ptr"]["load"]) <= {"2", "4"}

@@ -1,0 +1,42 @@
+"""CrossEntropyLoss equals the stock loss in value and gradient, in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from tests.losses.compare import check_same
+
+WEIGHT = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (1, 3, 2, 3, 4), (6, 3)], ids=str)
+def test_as_stock(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    labels = torch.randint(3, (shape[0], *shape[2:]))
+    labels.view(-1)[:3] = -100
+    for weight, reduction, smoothing in itertools.product((None, WEIGHT), ("mean", "sum"), (0.0, 0.1)):
+        options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+        stock, ours = nn.CrossEntropyLoss(**options), fusedseg.CrossEntropyLoss(**options)
+        check_same((ours, labels.short()), (stock, labels), x)
+        soft = torch.rand_like(x)
+        check_same((ours, soft), (stock, soft), x)
+        stock, ours = (of(**options, ignore_index=1) for of in (nn.CrossEntropyLoss, fusedseg.CrossEntropyLoss))
+        check_same((ours, labels.clamp(min=0)), (stock, labels.clamp(min=0)), x)
+
+
+def test_all_ignored_is_nan_as_in_stock():
+    x, labels = torch.randn(1, 3, 4), torch.full((1, 4), -100)
+    assert fusedseg.CrossEntropyLoss()(x, labels).isnan()
+    assert nn.CrossEntropyLoss()(x, labels).isnan()
+
+
+def test_refused():
+    with pytest.raises(ValueError, match=r"reduction must be mean or sum, got 'none'; use torch.nn.CrossEntropyLoss"):
+        fusedseg.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ValueError, match="size_average and reduce must be None"):
+        fusedseg.CrossEntropyLoss(size_average=True)
+    with pytest.raises(ValueError, match="ignore_index must be < 0 for a target of probabilities, got 1"):
+        fusedseg.CrossEntropyLoss(ignore_index=1)(torch.randn(1, 3, 4), torch.rand(1, 3, 4))

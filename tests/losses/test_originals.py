@@ -1,0 +1,194 @@
+"""The losses equal those of MONAI, nnU-Net and segmentation_models_pytorch, where these packages are installed.
+
+All are compared in float64, over products of options.  nnU-Net sums in float32 whatever the dtype, so its ``float32``
+is replaced.  The packages are not needed anywhere else; ``pip install --no-deps`` of them is enough.
+"""
+
+import importlib.util
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+
+import fusedseg
+from fusedseg import losses
+from tests.losses.compare import check_same
+
+pytestmark = pytest.mark.slow
+N, K = 2, 4
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
+SHAPES = pytest.mark.parametrize("spatial", [(6, 7), (3, 4, 5)], ids=str)
+
+
+@pytest.fixture
+def monai():
+    return pytest.importorskip("monai.losses")
+
+
+@pytest.fixture
+def nnunet(monkeypatch):
+    compound = pytest.importorskip("nnunetv2.training.loss.compound_losses")
+    dice = pytest.importorskip("nnunetv2.training.loss.dice")
+
+    class Wide:
+        float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(dice, "torch", Wide())
+    # DC_and_BCE_loss casts its target by this method.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return compound, dice
+
+
+@pytest.fixture
+def smp():
+    """The losses alone; the package itself imports its encoders, which need torchvision."""
+    name = "segmentation_models_pytorch"
+    if name not in sys.modules:
+        found = importlib.util.find_spec(name)
+        if found is None:
+            pytest.skip(f"{name} is not installed")
+        sys.modules[name] = package = types.ModuleType(name)
+        package.__path__ = list(found.submodule_search_locations)
+    return pytest.importorskip(f"{name}.losses")
+
+
+def data(spatial):
+    return torch.randn(N, K, *spatial, dtype=torch.float64), torch.randint(K, (N, 1, *spatial))
+
+
+def products(**options):
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+
+
+@SHAPES
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "neither"])
+def test_monai_dice_ce(monai, kind, spatial):
+    x, labels = data(spatial)
+    x = x.sigmoid() if kind == "neither" else x
+    y = torch.zeros_like(x).scatter_(1, labels, 1)
+    for options in products(
+        include_background=(True, False), squared_pred=(True, False), jaccard=(True, False), reduction=("mean", "sum"),
+        batch=(True, False), weight=(None, WEIGHT), label_smoothing=(0.0, 0.1),
+    ):  # fmt: skip
+        options |= {"lambda_dice": 0.7, "lambda_ce": 1.3, "smooth_nr": 1e-4, "smooth_dr": 1e-3}
+        if kind != "neither":
+            options[kind] = True
+        # MONAI's one-hot tensor is float32, so that its square is rounded to float32.
+        tolerance = 1e-6 if options["squared_pred"] else 1e-12
+        ours, stock = (of(to_onehot_y=True, **options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
+        check_same((ours, labels), (stock, labels), x, tolerance)
+        ours, stock = (of(**options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
+        check_same((ours, y), (stock, y), x)
+        if kind == "sigmoid" and options["include_background"]:
+            options["weight"] = None if options["weight"] is None else WEIGHT[2]
+            ours, stock = (of(**options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
+            check_same((ours, y[:, :1]), (stock, y[:, :1]), x[:, :1])
+
+
+@SHAPES
+def test_monai_dice(monai, spatial):
+    x, labels = data(spatial)
+    soft = torch.rand_like(x)
+    for options in products(
+        include_background=(True, False), jaccard=(True, False), reduction=("mean", "none"), batch=(True, False),
+        soft_label=(True, False), weight=(None, 2.0), sigmoid=(True, False),
+    ):  # fmt: skip
+        options["softmax"] = not options["sigmoid"]
+        ours, stock = (of(**options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
+        check_same((ours, soft), (stock, soft), x)
+        ours, stock = (of(to_onehot_y=True, **options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
+        check_same((ours, labels), (stock, labels), x)
+    for ignore, options in itertools.product(
+        (255, 3, -1), products(include_background=(True, False), batch=(True, False))
+    ):
+        t = labels.clone()
+        t[1, 0, :2] = ignore
+        ours, stock = (
+            of(softmax=True, to_onehot_y=True, ignore_index=ignore, **options)
+            for of in (fusedseg.DiceLoss, monai.DiceLoss)
+        )
+        check_same((ours, t), (stock, t), x)
+        y = torch.zeros_like(x).scatter_(1, labels, 1)
+        y[1, :, :2] = 0
+        ours, stock = (of(softmax=True, ignore_index=ignore, **options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
+        check_same((ours, y), (stock, y), x)
+
+
+@SHAPES
+def test_monai_tversky(monai, spatial):
+    x, labels = data(spatial)
+    for options in products(
+        include_background=(True, False), alpha=(0.3, 0.5), beta=(0.7,), reduction=("mean", "sum", "none"),
+        batch=(True, False), ignore_index=(None, 2),
+    ):  # fmt: skip
+        ours, stock = (of(softmax=True, to_onehot_y=True, **options) for of in (losses.TverskyLoss, monai.TverskyLoss))
+        check_same((ours, labels), (stock, labels), x)
+
+
+@SHAPES
+def test_nnunet_dc_and_ce(nnunet, spatial):
+    compound, dice = nnunet
+    x, labels = data(spatial)
+    for options in products(batch_dice=(True, False), do_bg=(True, False), smooth=(1e-5, 1.0)):
+        for clip, ignore, weight, smoothing in itertools.product(
+            (None, 2.0), (None, 255, 1), (None, WEIGHT), (0.0, 0.1)
+        ):
+            t = labels.clone()
+            if ignore is not None:
+                t[1, 0, :2] = ignore
+            of_dice = options | {"ddp": False} | ({} if clip is None else {"clip_tp": clip})
+            of_ce = {"weight": weight, "label_smoothing": smoothing}
+            dice_class = dice.MemoryEfficientSoftDiceLoss if clip is None else dice.SoftDiceLoss
+            ours, stock = (
+                of(dict(of_dice), dict(of_ce), 1.2, 0.8, ignore, dice_class)
+                for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss)
+            )
+            check_same((ours, t.short()), (stock, t.short()), x)
+    ours, stock = (of({"ddp": False}, {}, ignore_label=255) for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss))
+    check_same((ours, torch.full_like(labels, 255)), (stock, torch.full_like(labels, 255)), x)
+
+
+@SHAPES
+def test_nnunet_dc_and_bce(nnunet, spatial):
+    compound, _ = nnunet
+    x, _ = data(spatial)
+    regions = torch.rand(N, K + 1, *spatial) < 0.4
+    for options, ignore in itertools.product(
+        products(batch_dice=(True, False), do_bg=(True, False), smooth=(1e-5, 1.0)), (True, False)
+    ):
+        for t in (regions, regions.double()):
+            ours, stock = (
+                of({}, options | {"ddp": False}, 1.2, 0.8, ignore)
+                for of in (losses.DC_and_BCE_loss, compound.DC_and_BCE_loss)
+            )
+            t = t if ignore else t[:, :K]
+            check_same((ours, t), (stock, t), x)
+
+
+@SHAPES
+def test_smp(smp, spatial):
+    x, labels = data(spatial)
+    labels[labels == 3] = 0
+    for options in products(
+        classes=(None, [1, 2]), log_loss=(False, True), smooth=(0.0, 1.0), ignore_index=(None, 255),
+        class_weights=(None, WEIGHT.tolist()),
+    ):  # fmt: skip
+        for mode in ("multiclass", "multilabel", "binary"):
+            given = options
+            if mode == "binary":
+                given = {key: value for key, value in options.items() if key not in ("classes", "class_weights")}
+            logits = x[:, :1] if mode == "binary" else x
+            t = labels.clone() if mode != "multilabel" else torch.zeros_like(x).scatter_(1, labels, 1)
+            t = (t > 0).long() if mode == "binary" else t
+            if options["ignore_index"] is not None:
+                t[1, 0, :2] = 255
+            ours, stock = (of(mode, **given) for of in (losses.SMPDiceLoss, smp.DiceLoss))
+            check_same((ours, t), (stock, t), logits)
+            more = {"alpha": 0.3, "beta": 0.7, "gamma": 1.5}
+            ours, stock = (of(mode, **given, **more) for of in (losses.SMPTverskyLoss, smp.TverskyLoss))
+            check_same((ours, t), (stock, t), logits)

@@ -1,0 +1,251 @@
+"""The op on both backends: sums and gradients against float64, forms of targets, memory formats, and refused calls."""
+
+import pytest
+import torch
+
+import fusedseg
+from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
+from fusedseg.ops.segmentation import aten, op
+from fusedseg.ops.segmentation.spec import Given, Spec
+from tests import reference
+from tests.reference import relative_error
+from tests.tools.tensors import channels_last
+
+FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
+# Options, and the kind of target: labels, or values for each class.
+CASES = {
+    "dice-ce": ({}, "labels"),
+    "dice": ({"likelihood": "none"}, "labels"),
+    "ce-ignore": ({"probability": "none", "ignore_index": 2}, "labels"),
+    "smoothed-ignore": ({"likelihood": "smoothed", "ignore_index": 255}, "labels"),
+    "squared": ({"squared": True}, "labels"),
+    "sigmoid-labels": ({"probability": "sigmoid", "likelihood": "smoothed"}, "labels"),
+    "one-hot": ({"ignore_index": 1}, "regions"),
+    "regions": ({"probability": "sigmoid", "likelihood": "sigmoid"}, "regions"),
+    "probabilities": ({"likelihood": "smoothed", "squared": True}, "soft"),
+    "minimum": ({"likelihood": "none", "minimum": True}, "soft"),
+    "raw-and-softmax": ({"probability": "identity"}, "soft"),
+}
+# The shape of the logits: planes of several tiles, a volume, one class, and no spatial dimension.
+SHAPES = {"2d": (2, 5, 6, 7), "3d": (1, 4, 3, 4, 5), "one-class": (3, 1, 8), "rows": (7, 3)}
+
+
+def targets(shape, kind):
+    N, K, *spatial = shape
+    if kind == "labels":
+        labels = torch.randint(K, (N, *spatial), dtype=torch.int16)
+        labels.view(N, -1)[0, :1] = 255
+        return labels
+    values = torch.rand(shape)
+    return values < 0.4 if kind == "regions" else values
+
+
+def compare(x, target, options, mask=None, tolerance=1e-13):
+    """Compares sums and gradients with the reference."""
+    if target.shape != x.shape and options.get("ignore_index") != 255:
+        target = target.clamp(max=x.shape[1] - 1)
+    spec = {"probability": "softmax", "likelihood": "softmax"} | options
+    x.requires_grad_()
+    sums = op.sums(Given(x, target, mask), Spec(
+        spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
+        spec.get("minimum", False), target.shape == x.shape,
+    ))  # fmt: skip
+    leaf = x.detach().double().requires_grad_()
+    expected = reference.segmentation_sums(leaf, target, mask, **options)
+    assert relative_error(sums, expected) <= tolerance
+    dsums = torch.randn_like(sums)
+    (dx,) = torch.autograd.grad(sums, x, dsums)
+    (wanted,) = torch.autograd.grad(expected, leaf, dsums.double(), allow_unused=True)
+    assert dx.dtype == x.dtype
+    assert relative_error(dx, torch.zeros_like(leaf) if wanted is None else wanted) <= tolerance
+    return dx
+
+
+@FORMATS
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(device, name, rows, monkeypatch):
+    """Tiles hold few positions, or few samples."""
+    options, kind = CASES[name]
+    for shape in SHAPES.values():
+        if shape[1] == 1 and kind == "labels":
+            continue
+        for size in (8, 100):
+            monkeypatch.setattr(aten, "TILE", size)
+            x = torch.randn(shape, dtype=torch.float64, device=device)
+            x = channels_last(x) if rows else x
+            dx = compare(x, targets(shape, kind).to(device), options)
+            assert dx.stride() == x.stride()
+
+
+@pytest.mark.parametrize("name", ["dice-ce", "smoothed-ignore", "regions", "probabilities"])
+@FORMATS
+def test_triton_agrees(device, name, rows, monkeypatch):
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    options, kind = CASES[name]
+    shape = SHAPES["2d"]
+    x = torch.randn(shape, dtype=torch.float64, device=device)
+    mask = torch.rand(2, 1, 6, 7, device=device) < 0.7
+    compare(channels_last(x) if rows else x, targets(shape, kind).to(device), options, mask)
+
+
+def test_masks_and_forms_of_labels(backend, device):
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, device=device)
+    labels = torch.randint(3, (2, 4, 5), device=device)
+    weights = torch.rand(2, 4, 5, device=device)
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float16):
+        compare(x.clone(), labels.to(dtype), {"ignore_index": 1})
+    compare(x.clone(), labels[:, None], {}, weights)
+    compare(x.clone(), labels, {}, weights[:, None] < 0.5)
+
+
+def test_other_strides(backend, device):
+    """Logits, target and mask that are slices, transposed, or in different memory formats."""
+    x = torch.randn(2, 6, 5, 4, dtype=torch.float64, device=device)
+    sliced = x[:, ::2]
+    labels = torch.randint(3, (2, 4, 5), device=device).transpose(1, 2)
+    mask = (torch.rand(2, 2, 5, 4, device=device) < 0.5)[:, 1:]
+    compare(sliced.detach(), labels, {}, mask)
+    regions = torch.rand(2, 4, 5, 4, device=device) < 0.5
+    compare(sliced.detach(), regions[:, :-1], {})
+    compare(channels_last(sliced.detach()), regions[:, :-1], {})
+    compare(sliced.detach(), channels_last(regions)[:, 1:], {})
+
+
+@FORMATS
+def test_half_precision(backend, device, rows):
+    """The sums are computed in fp32, and rounded nowhere else; the gradient is rounded once."""
+    for dtype, u in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
+        x = torch.randn(2, 5, 4, 6, device=device).to(dtype)
+        x = (channels_last(x) if rows else x).requires_grad_()
+        labels = torch.randint(5, (2, 4, 6), device=device)
+        sums = op.sums(Given(x, labels), Spec("softmax", "softmax"))
+        assert sums.dtype == torch.float32
+        leaf = x.detach().double().requires_grad_()
+        expected = reference.segmentation_sums(leaf, labels)
+        assert relative_error(sums, expected) <= 1e-6
+        dsums = torch.randn_like(sums)
+        (dx,) = torch.autograd.grad(sums, x, dsums)
+        (wanted,) = torch.autograd.grad(expected, leaf, dsums.double())
+        assert relative_error(dx, wanted) <= u
+
+
+def test_the_gradient_waits_for_the_scale_of_the_loss(device):
+    """A gradient in fp16 that is written before it is scaled becomes 0: nearly all of a large plane."""
+    x = torch.randn(1, 3, 64, 64, device=device).half().requires_grad_()
+    labels = torch.randint(3, (1, 64, 64), device=device)
+    loss = segmentation_sums(x, labels).nll.sum() / labels.numel() / 4096
+    (unscaled,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * 2.0**16, x)
+    assert (unscaled == 0).float().mean() > 0.3
+    assert (scaled == 0).float().mean() < 0.01
+
+
+def test_a_class_of_many_positions_loses_nothing(device):
+    """One fp32 number for a class lost 4e-4 of a class of 700,000 positions."""
+    x = torch.zeros(1, 2, 1 << 20, device=device)
+    x[:, 0] = 1.0
+    sums = segmentation_sums(x, torch.zeros(1, 1 << 20, dtype=torch.uint8, device=device))
+    p = torch.tensor(1.0).sigmoid().double()
+    expected = torch.stack([p, p, torch.tensor(1.0), -p.log()]) * (1 << 20)
+    found = torch.stack([sums.overlap[0, 0], sums.prediction[0, 0], sums.target[0, 0], sums.nll[0, 0]])
+    assert relative_error(found, expected) <= 1e-6
+
+
+def test_extreme_logits(backend, device):
+    """A class with a logit of -inf counts for nothing, and large logits neither overflow nor lose the likelihood."""
+    x = torch.tensor([[[-300.0, 90.0], [300.0, -90.0], [-torch.inf, -torch.inf]]], dtype=torch.float64, device=device)
+    labels = torch.tensor([[0, 1]], device=device)
+    compare(x, labels, {}, tolerance=1e-14)
+    leaf = x[:, :2].detach()
+    compare(leaf, torch.tensor([[[1.0, 0.0], [1.0, 1.0]]], device=device), CASES["regions"][0])
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["smoothed-ignore", "minimum", "regions"])
+def test_gradcheck(backend, device, name, rows):
+    options, kind = CASES[name]
+    x = torch.randn(1, 3, 2, 2, dtype=torch.float64, device=device)
+    x = (channels_last(x) if rows else x).requires_grad_()
+    target = targets(x.shape, kind).to(device)
+
+    def f(x):
+        return [of for of in segmentation_sums(x, target, **options) if of is not None and of.requires_grad]
+
+    assert torch.autograd.gradcheck(f, x, fast_mode=True)
+
+
+def test_empty(backend, device):
+    for shape in ((0, 3, 4), (2, 3, 0)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        sums = segmentation_sums(x, torch.zeros(shape[0], shape[2], device=device))
+        assert sums.overlap.shape == shape[:2]
+        sums.overlap.sum().backward()
+        assert x.grad.shape == shape
+
+
+def test_only_what_was_asked_for(device):
+    x, labels = torch.randn(1, 3, 4, device=device), torch.zeros(1, 4, device=device)
+    found = segmentation_sums(x, labels, probability="none")
+    assert found.overlap is found.prediction is found.other_nll is None
+    assert found.nll is not None
+    found = segmentation_sums(x, labels, likelihood="none")
+    assert found.nll is found.other_nll is None
+    assert found.overlap is not None
+
+
+@FORMATS
+@pytest.mark.parametrize("kind", ["labels", "regions"])
+def test_counts(backend, device, kind, rows):
+    """Counts equal those of one-hot tensors, and ties go to the first class."""
+    x = torch.randint(-2, 3, (2, 5, 4, 6), device=device).half()
+    x = channels_last(x) if rows else x
+    target, mask = targets(x.shape, kind).to(device), torch.rand(2, 4, 6, device=device) < 0.8
+    classes = torch.arange(5, device=device).view(1, 5, 1, 1)
+    for regions in (False, True) if kind == "regions" else (False,):
+        counts = tp_fp_fn(x.requires_grad_(), target, mask, ignore_index=None if kind == "regions" else 255,
+                          regions=regions)  # fmt: skip
+        p = x > 0 if regions else x.argmax(1, keepdim=True) == classes
+        y = target if kind == "regions" else target[:, None] == classes
+        m = mask[:, None] & ((target != 255) if kind == "regions" else (target[:, None] != 255))
+        expected = [(m & of).sum((2, 3)) for of in (p & y, p & ~y, ~p & y)]
+        assert all(torch.equal(a, b) for a, b in zip(counts, expected, strict=True))
+        assert counts.tp.dtype == torch.int64
+    assert not counts.tp.requires_grad
+
+
+@FORMATS
+def test_argmax_labels(backend, device, rows, monkeypatch):
+    monkeypatch.setattr(aten, "TILE", 16)
+    for K, dtype in ((1, torch.uint8), (5, torch.uint8), (300, torch.int16)):
+        x = torch.randint(-9, 9, (2, K, 3, 4), device=device).float()
+        labels = argmax_labels(channels_last(x) if rows else x)
+        assert labels.dtype == dtype
+        assert torch.equal(labels, x.argmax(1).to(dtype))
+    assert argmax_labels(x[:0]).shape == (0, 3, 4)
+    with pytest.raises(ValueError, match=r"argmax_labels: x must have at least one class, got \(2, 0, 3, 4\)"):
+        argmax_labels(x[:, :0])
+    compiled = torch.compile(argmax_labels, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), labels)
+
+
+def test_refused():
+    x, labels = torch.randn(2, 3, 4, 5), torch.zeros(2, 4, 5)
+
+    def refused(error, text, *args, **options):
+        with pytest.raises(error, match=text):
+            segmentation_sums(*args, **options)
+
+    refused(ValueError, r"segmentation_sums: target must have shape \(2, 4, 5\) or \(2, 1, 4, 5\), .* got \(2, 5, 4\)",
+            x, labels.mT)  # fmt: skip
+    refused(ValueError, r"mask must have shape .* got \(2, 3, 4, 5\)", x, labels, x > 0)
+    refused(ValueError, r"probability must be one of softmax, .* positive, none, got 'relu'", x, labels,
+            probability="relu")  # fmt: skip
+    refused(ValueError, "likelihood must be one of softmax, smoothed, sigmoid, none, got 'ce'", x, labels,
+            likelihood="ce")  # fmt: skip
+    refused(ValueError, "likelihood must be none for probability 'argmax', got 'softmax'", x, labels,
+            probability="argmax")  # fmt: skip
+    refused(TypeError, "ignore_index must be an integer or None, got 1.5", x, labels, ignore_index=1.5)
+    refused(TypeError, "x must be float16, .* got torch.int64", x.long(), labels)
+    refused(TypeError, "target must be a tensor, got list", x, [1])
+    refused(TypeError, "target must be bool, integer or floating point, got torch.complex64", x, labels.cfloat())
+    refused(ValueError, "target must be on cpu, the device of logits, got meta", x, labels.to("meta"))

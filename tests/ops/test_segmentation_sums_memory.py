@@ -1,0 +1,170 @@
+"""What the op keeps, its peak, gradients written over the logits, and the op under the compiler."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedseg
+from fusedseg.functional import segmentation_sums
+from fusedseg.memory import SavedBytes, allocator_peak
+from fusedseg.memory.meter import LiveBytes
+from fusedseg.ops.segmentation import op
+from tests.tools.tensors import channels_last
+
+
+@pytest.fixture
+def reuse(monkeypatch):
+    monkeypatch.setattr(fusedseg, "reuse_output", True)
+
+
+def dice_ce(x, labels, **options):
+    sums = segmentation_sums(x, labels, **options)
+    return sums.nll.sum() / sums.target.sum() - (2 * sums.overlap / (sums.prediction + sums.target + 1)).mean()
+
+
+def test_keeps_nothing_but_logits_and_target(backend, device):
+    x = torch.randn(2, 4, 8, 8, device=device).requires_grad_()
+    labels = torch.randint(4, (2, 8, 8), device=device)
+    with SavedBytes([x, labels]) as saved:
+        sums = op.SumsFunction.apply(x, labels, None, op.Spec("softmax", "softmax"))
+    saved.add_attributes(sums)
+    assert saved.nbytes == 0
+    del sums
+
+
+def test_overwrites_what_nobody_holds(reuse, backend, device):
+    """dx lies in the memory of the logits, and equals the dx that does not."""
+    labels = torch.randint(3, (2, 8, 8), device=device)
+    leaf = torch.randn(2, 3, 8, 8, device=device, requires_grad=True)
+    for x in (leaf, channels_last(leaf)):
+        seen = []
+        y = x * 1
+        y.register_hook(lambda dy, seen=seen: seen.append((dy.data_ptr(), dy.clone())))
+        address, loss = y.data_ptr(), dice_ce(y, labels)
+        del y
+        loss.backward(retain_graph=True)
+        ((where, dx),) = seen
+        assert where == address
+        held = x.detach().requires_grad_()
+        dice_ce(held, labels).backward()
+        assert torch.equal(held.grad, dx)
+        with pytest.raises(RuntimeError, match="second backward is not possible, because the first one has written"):
+            loss.backward()
+
+
+def held_by_variable(y):
+    return y
+
+
+def held_by_a_detached_view(y):
+    return y.detach()[:, 0]
+
+
+def held_by_another_op(y):
+    return y.square()
+
+
+@pytest.mark.parametrize("hold", [held_by_variable, held_by_a_detached_view, held_by_another_op])
+def test_leaves_alone_what_is_held(reuse, hold):
+    x, labels = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randint(3, (2, 8, 8))
+    y = x * 1
+    seen, address = [], y.data_ptr()
+    y.register_hook(lambda dy: seen.append(dy.data_ptr()))
+    held, before = hold(y), y.detach().clone()
+    loss = dice_ce(y, labels)
+    del y
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    assert address not in seen
+    assert torch.equal(torch.autograd.grad(loss, x)[0], first[0])
+    if hold is held_by_variable:
+        assert torch.equal(held.detach(), before)
+
+
+def test_does_not_overwrite_without_the_option():
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    loss = dice_ce(x * 1, torch.zeros(1, 4))
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], first[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("over", [False, True], ids=["out-of-place", "over"])
+def test_the_peak_is_the_gradient_or_a_tile(dtype, over, monkeypatch, record_property):
+    """At (2, 118, 128**3), on tensors without values: beyond logits and labels, in units of the logits."""
+    with FakeTensorMode():
+        x = torch.empty(2, 118, 128, 128, 128, dtype=dtype)
+        labels = torch.empty(2, 128, 128, 128, dtype=torch.int16)
+        given, spec, dsums = op.Given(x, labels), op.Spec("softmax", "softmax"), torch.empty(5, 2, 118)
+        with LiveBytes() as live:
+            op.forward(given, spec)
+            op.backward(dsums, given, spec, x if over else None)
+    record_property("peak", live.peak / x.nbytes)
+    assert live.peak / x.nbytes <= (0.02 if over else 1.02)
+
+
+def test_gradients_of_gradients_are_refused():
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(dice_ce(x, torch.zeros(1, 4)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
+        dx.sum().backward()
+
+
+def test_batches_of_gradients():
+    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+    sums = op.sums(op.Given(x, torch.zeros(1, 4)), op.Spec("softmax", "softmax"))
+    several = torch.randn(3, *sums.shape, dtype=torch.float64)
+    (together,) = torch.autograd.grad(sums, x, several, retain_graph=True, is_grads_batched=True)
+    apart = [torch.autograd.grad(sums, x, each, retain_graph=True)[0] for each in several]
+    assert torch.equal(together, torch.stack(apart))
+
+
+def test_opcheck(backend, device):
+    x = torch.randn(2, 3, 4, device=device)
+    labels, mask = torch.randint(3, (2, 4), device=device), torch.rand(2, 4, device=device) < 0.5
+    regions = torch.rand(2, 3, 4, device=device)
+    spec = ("softmax", "smoothed", 1, False, False)
+    torch.library.opcheck(op.sums_op, (x.requires_grad_(), labels, mask, *spec, False))
+    dsums = torch.randn(5, 2, 3, device=device)
+    torch.library.opcheck(op.sums_backward_op, (dsums, channels_last(x.detach()), regions, None, *spec, True))
+
+
+def test_fullgraph():
+    """A compiled network and its losses give the gradients of eager mode, without a break of the graph."""
+    net = nn.Conv2d(2, 4, 1)
+    x, labels = torch.randn(2, 2, 6, 5), torch.randint(4, (2, 1, 6, 5), dtype=torch.uint8)
+    losses = [
+        fusedseg.DiceCELoss(softmax=True, to_onehot_y=True),
+        fusedseg.losses.DC_and_CE_loss({"batch_dice": True}, {}, ignore_label=3),
+        fusedseg.losses.SMPDiceLoss("multiclass"),
+    ]
+
+    def step(x):
+        return sum(loss(net(x), labels) for loss in losses)
+
+    torch._dynamo.reset()
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), [*net.parameters()])
+    expected = torch.autograd.grad(step(x), [*net.parameters()])
+    torch.testing.assert_close(found, expected)
+
+
+class Tagged(torch.Tensor):
+    """A subclass such as MONAI's MetaTensor: what functions make of it has its class."""
+
+
+def test_a_subclass_of_tensor(backend, device):
+    x, labels = torch.randn(2, 3, 8, device=device), torch.randint(3, (2, 8), device=device)
+    grads = []
+    for kind in (torch.Tensor, Tagged):
+        leaf = x.clone().requires_grad_()
+        dice_ce((leaf * 1).as_subclass(kind), labels.as_subclass(kind)).backward()
+        grads.append(leaf.grad.as_subclass(torch.Tensor))
+    assert torch.equal(*grads)
+
+
+def test_a_network_peaks_lower_than_with_the_stock_loss():
+    net = nn.Conv2d(1, 40, 1)
+    x, labels = torch.randn(1, 1, 256, 256), torch.randint(40, (1, 256, 256))
+    stock = allocator_peak(lambda: nn.functional.cross_entropy(net(x), labels).backward())
+    ours = allocator_peak(lambda: fusedseg.CrossEntropyLoss()(net(x), labels).backward())
+    assert ours < stock - x.nbytes * 20
