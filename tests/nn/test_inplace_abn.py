@@ -216,7 +216,7 @@ def test_parameters_changed_between_calls_are_seen():
 
 # The graphs of both backends hold the same op, so one memory format on Triton is enough.
 COMPILED = [
-    pytest.param("aten", torch.contiguous_format, id="aten-contiguous"),
+    pytest.param("aten", torch.contiguous_format, id="aten-contiguous", marks=pytest.mark.slow),
     pytest.param("aten", torch.channels_last, id="aten-channels_last"),
     pytest.param("triton", torch.channels_last, id="triton-channels_last"),
     pytest.param("triton", torch.contiguous_format, id="triton-contiguous", marks=pytest.mark.slow),
