@@ -18,15 +18,18 @@ from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
-from .ops.segmentation.call import SegmentationSums, TpFpFn, segmentation_sums, tp_fp_fn
+from .ops.segmentation.call import SegmentationSums, TpFpFn, conv_dice_ce, segmentation_sums, tp_fp_fn
+from .ops.segmentation.conv_logits import ConvLogits
 from .ops.segmentation.labels import argmax_labels
 
 __all__ = [
+    "ConvLogits",
     "Interpolated",
     "SegmentationSums",
     "TpFpFn",
     "argmax_labels",
     "conv_abn",
+    "conv_dice_ce",
     "inplace_abn",
     "inplace_group_norm_act",
     "inplace_instance_norm_act",
