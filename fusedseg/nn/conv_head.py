@@ -35,7 +35,10 @@ DOC = """The last convolution, 1x1, of a segmentation network; in training its l
 
     Kept for backward: the features, the weight and the bias.
 
-    PAYS
+    **From how many classes on it pays**: the peak of convolution and loss is the gradient of the features and a few
+    tiles.  At (2, 32, 128, 128, 128) in fp16 it is 259 MiB for 118 classes, where a stock convolution and a fused loss
+    take 1891 and the stock loss 8496; for 14 classes it is 259 instead of 368 and 1008.  With three classes it changes
+    the peak by a few per cent, in either direction, and a stock convolution and a fused loss do as well.
 
     It falls back to stock functions, which form the logits, in eval mode without ``labels``.  FullyShardedDataParallel
     frees the weight before the loss needs it, and cannot hold this module apart from the loss.
@@ -88,15 +91,17 @@ class _ConvHead(Unscriptable):
             )
         if size is None:
             size = [n * self.scale_factor for n in spatial]
-        logits = ConvLogits(features, self.weight, self.bias, tuple(size), self.align_corners)
+        # Views, because DistributedDataParallel looks for parameters in the graph of the output, and a leaf has none.
+        weight, bias = self.weight.flatten(1), None if self.bias is None else self.bias.view(-1)
+        logits = ConvLogits(features, weight, bias, tuple(size), self.align_corners)
         if labels:
             return argmax_labels(logits)
         return logits if self.training else logits.formed()
 
 
-class ConvHead2d(_ConvHead, nn.Conv2d):
+class ConvHead2d(_ConvHead, nn.Conv2d):  # type: ignore[misc]
     __doc__ = DOC.format(dims=2, mode="bilinear", axes="H, W")
 
 
-class ConvHead3d(_ConvHead, nn.Conv3d):
+class ConvHead3d(_ConvHead, nn.Conv3d):  # type: ignore[misc]
     __doc__ = DOC.format(dims=3, mode="trilinear", axes="D, H, W")

@@ -78,6 +78,30 @@ class Wide(NamedTuple):
             grads.bias.add_(dx.sum((0, 2)))
         return None if grads.features is None else torch.bmm(self.weight.mT.expand(dx.shape[0], -1, -1), dx)
 
+    def chunks(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Positions of (C, *spatial), and the features of these, (1, C, s)."""
+        flat = features.reshape(1, features.shape[0], -1)
+        step = max(1, _tile_size(features) // max(self.weight.shape))
+        for s in range(0, flat.shape[2], step):
+            where = slice(s, s + step)
+            yield where, self.features(flat[:, :, where])
+
+    def logits_of(self, features: Tensor) -> Tensor:
+        """The logits (K, positions) of (C, *spatial), without a wide copy of all features."""
+        z = self.weight.new_empty(self.weight.shape[0], math.prod(features.shape[1:]))
+        for where, h in self.chunks(features):
+            z[:, where] = self.logits(h)[0]
+        return z
+
+    def backward_of(self, dz: Tensor, features: Tensor, grads: Grads, into: Tensor | None) -> None:
+        """``backward`` of ``logits_of``; ``into`` has the shape of ``features`` and gets their gradient."""
+        dz = dz.flatten(1)
+        for where, h in self.chunks(features):
+            dh = self.backward(dz[None, :, where], h, grads)
+            if dh is not None:
+                assert into is not None
+                into.view(into.shape[0], -1)[:, where] = dh[0]
+
 
 def _tile_size(t: Tensor) -> int:
     return DEVICE_TILE if t.is_cuda else aten.TILE * torch.get_num_threads()
@@ -140,11 +164,12 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
         later = None
         for d in range(0, planes.n_out, D):
             used, end = planes.inputs(d, min(d + D, planes.n_out)), min(d + D, planes.n_out)
-            h = wide.features(features[n, :, used])
-            C, shape = h.shape[0], (K, *h.shape[1:])
-            z = wide.logits(h.reshape(1, C, -1)).view(shape)
+            part = features[n, :, used]
+            shape = (K, *part.shape[1:])
+            z = wide.logits_of(part).view(shape)
             weights = of_planes[d:end, used]
-            z = torch.matmul(weights, z.flatten(2)).view(K, end - d, *shape[2:])
+            if planes.n_in > 1:
+                z = torch.matmul(weights, z.flatten(2)).view(K, end - d, *shape[2:])
             dz = None if grads is None else torch.zeros_like(z)
             for r in range(0, rows.n_out, H):
                 stop = min(r + H, rows.n_out)
@@ -159,17 +184,16 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 if _is_fake(features):
                     break
             if grads is not None and dz is not None:
-                dz = torch.matmul(weights.mT, dz.flatten(2)).view(shape)
+                if planes.n_in > 1:
+                    dz = torch.matmul(weights.mT, dz.flatten(2)).view(shape)
                 if later is not None:
                     dz[:, : later.shape[1]] += later
                 # The first plane that a later slab adds to.
                 first = used.stop if end == planes.n_out else min(planes.first[end], used.stop)
                 done = first - used.start
                 later = dz[:, done:]
-                dh = wide.backward(dz[:, :done].reshape(1, K, -1), h[:, :done].reshape(1, C, -1), grads)
-                if dh is not None:
-                    assert grads.features is not None
-                    _as_volume(grads.features)[n, :, used.start : first] = dh.view(C, done, *h.shape[2:])
+                into = None if grads.features is None else _as_volume(grads.features)[n, :, used.start : first]
+                wide.backward_of(dz[:, :done], part[:, :done], grads, into)
             if _is_fake(features) and d > 0:
                 break
 

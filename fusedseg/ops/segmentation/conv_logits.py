@@ -22,6 +22,10 @@ class Conv(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
+    def detached(self) -> "Conv":
+        bias = None if self.bias is None else self.bias.detach()
+        return Conv(self.features.detach(), self.weight.detach(), bias)
+
 
 class Form(NamedTuple):
     """The description of the convolution.
@@ -35,7 +39,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
 
-# A dataclass, because DistributedDataParallel looks for the tensors of an output in the fields of dataclasses.
+# A dataclass, because DistributedDataParallel looks for tensors in an output that is one.
 @dataclass(eq=False)
 class ConvLogits:
     """The logits of a 1x1 convolution and an optional linear interpolation, not yet computed.
@@ -63,10 +67,12 @@ class ConvLogits:
     Kept for backward: ``features``, ``weight`` and ``bias`` of the caller; of the target what the loss says.
 
     **From how many classes on it pays**: the peak of convolution and loss is the gradient of the features and a few
-    tiles, so it pays where K logits take more memory than the C features: from about K = C / 2 on for the peak, and the
-    more, the larger K is.  With three classes it costs more than it saves; use the fused losses on logits there.
+    tiles.  At (2, 32, 128, 128, 128) in fp16 it is 259 MiB for 118 classes, where a stock convolution and a fused loss
+    take 1891 and the stock loss 8496; for 14 classes it is 259 instead of 368 and 1008.  With three classes it changes
+    the peak by a few per cent, in either direction, and a stock convolution and a fused loss do as well.
 
-    All devices compute with aten ops, tile by tile; there is no Triton kernel.
+    All devices compute with aten ops, tile by tile; there is no Triton kernel.  With an interpolation in one or two
+    dimensions, the logits of one sample before it are held in fp32.
 
     Raises:
         ValueError: a shape, a device or a size does not fit.

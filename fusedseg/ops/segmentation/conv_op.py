@@ -76,7 +76,8 @@ def _form(size: Any, align_corners: bool, dtype: torch.dtype) -> Form:
 
 
 def _call(args: tuple) -> Call:
-    return Call(Conv(*args[:3]), _form(*args[5:8]), *args[3:5], Spec(*args[8:]))
+    target, mask = args[3:5]
+    return Call(Conv(*args[:3]), _form(*args[5:8]), target, mask, Spec(*args[8:]))
 
 
 @torch.library.custom_op("fusedseg::conv_segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
@@ -160,7 +161,7 @@ def sums(given: Given, spec: Spec) -> Tensor:
     conv, form = logits.conv, logits.form
     if torch.compiler.is_compiling():
         if spec.hard:
-            conv = Conv(*(None if t is None else t.detach() for t in conv))
+            conv = conv.detached()
         return conv_sums_op(*conv, given.target, given.mask, *form, *spec)
     differentiable = any(t is not None and t.requires_grad for t in conv)
     if spec.hard or not (torch.is_grad_enabled() and differentiable):
@@ -171,5 +172,4 @@ def sums(given: Given, spec: Spec) -> Tensor:
 
 def argmax(logits: ConvLogits, dtype: torch.dtype) -> Tensor:
     """The predicted labels, (N, *spatial)."""
-    conv = Conv(*(None if t is None else t.detach() for t in logits.conv))
-    return conv_argmax_op(*conv, *logits.form, dtype)
+    return conv_argmax_op(*logits.conv.detached(), *logits.form, dtype)
