@@ -40,8 +40,10 @@ def small(monkeypatch, replanned):
 
 
 @pytest.fixture
-def split(monkeypatch, small):
+def split(request, monkeypatch, small):
     """A tile has two classes, so that the softmax of a position comes from several tiles."""
+    if request.config.getoption("--ptx"):
+        pytest.skip("exp of float64 branches by thread, and tests/ptx lets only whole warps of a loop shuffle")
     from fusedseg.kernels import segmentation_sums
 
     monkeypatch.setattr(segmentation_sums, "MAX_BLOCK_K", 2)
@@ -114,10 +116,10 @@ def test_one_class_and_one_position(rows, device):
 
 
 @FORMATS
-def test_logits_are_read_once_and_the_gradient_is_written_once(rows, device, record_property):
+def test_logits_are_read_once_and_the_gradient_is_written_once(rows, device, request):
     """The labels are read in their own dtype.  What is left over are sums of programs, and gradients of sums."""
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
+    if device.type != "cpu" or request.config.getoption("--ptx"):
+        pytest.skip("counts in the interpreter; in compiled code several threads of a warp read the same label")
     x, labels, _, dsums = inputs((1, 14, 40, 48), "labels", rows, device, torch.float16)
     dsums = dsums.float()
     for dtype in (torch.uint8, torch.int64):
@@ -130,7 +132,7 @@ def test_logits_are_read_once_and_the_gradient_is_written_once(rows, device, rec
 
 
 @pytest.mark.usefixtures("split")
-def test_many_classes_are_read_twice_and_three_times(device, record_property):
+def test_many_classes_are_read_twice_and_three_times(device):
     if device.type != "cpu":
         pytest.skip("counts in the interpreter")
     x, labels, mask, dsums = inputs((1, 5, 12), "labels", False, device)
