@@ -138,8 +138,7 @@ def inplace_instance_norm_act(
         use_input_stats: True normalises with the statistics of each sample, and moves the running statistics by their
             averages; False normalises with the running statistics.
 
-    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
-    that 1 / sqrt(var + eps) has shape (N, C).
+    Everything else is as in ``inplace_abn``, except that 1 / sqrt(var + eps) has shape (N, C).
     """
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
@@ -167,8 +166,7 @@ def inplace_group_norm_act(
 
         leaky_relu(group_norm(x, num_groups, weight, bias, eps), 0.01)
 
-    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
-    that 1 / sqrt(var + eps) has shape (N, num_groups).
+    Everything else is as in ``inplace_abn``, except that 1 / sqrt(var + eps) has shape (N, num_groups).
     """
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
@@ -275,7 +273,6 @@ def conv_abn(
 
     Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  ``torch.compile``
     breaks the graph here, where parameters are read; compile the module for ``fullgraph=True``.
-
     ``ConvABN2d`` lists the errors and the source.
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)

@@ -247,8 +247,10 @@ def test_opcheck():
     torch.library.opcheck(conv_op.conv_sums_op, (h, weight, bias, labels, None, *form, *spec))
     dsums, detached = torch.randn(5, 2, 4), (h.detach(), weight.detach(), bias.detach())
     arguments = (dsums, [True, False, True], *detached, labels, None, *form, *spec)
-    torch.library.opcheck(conv_op.conv_sums_backward_op, arguments)
-    torch.library.opcheck(conv_op.conv_argmax_op, (*detached, *form, torch.uint8))
+    # Tracing takes most of the time; ``test_fullgraph`` of the module traces both.
+    quick = ("test_schema", "test_faketensor")
+    torch.library.opcheck(conv_op.conv_sums_backward_op, arguments, test_utils=quick)
+    torch.library.opcheck(conv_op.conv_argmax_op, (*detached, *form, torch.uint8), test_utils=quick)
 
 
 def test_empty():
