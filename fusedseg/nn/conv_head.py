@@ -78,10 +78,10 @@ class _ConvHead(Unscriptable):
         return f"{self.in_channels}, {self.out_channels}, bias={self.bias is not None}{enlarged}"
 
     def forward(
-        self: Any, features: Tensor, size: Sequence[int] | None = None, *, labels: bool = False
+        self: Any, features: Tensor, size: Sequence[int] | None = None, labels: bool = False
     ) -> Tensor | ConvLogits:
         if proxy_in(features) is not None:
-            return as_leaf(self, features, size)
+            return as_leaf(self, features, size, labels)
         check_tensor(self._name(), features, "features")
         dims, spatial = len(self.kernel_size), features.shape[2:]
         if len(spatial) != dims:

@@ -66,6 +66,17 @@ def test_traced_as_one_call():
     x = torch.randn(1, 2, 3, 3)
     assert torch.equal(torch.fx.symbolic_trace(net)(x), net(x))
 
+    class Labels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = net[1]
+
+        def forward(self, x):
+            return self.head(x, size=(6, 6), labels=True)
+
+    h = torch.randn(1, 6, 3, 3)
+    assert torch.equal(torch.fx.symbolic_trace(Labels())(h), Labels()(h))
+
 
 def test_distributed_data_parallel_finds_its_tensors(tmp_path):
     """With find_unused_parameters, DDP looks for tensors in the output; parameters it does not find get no gradient."""

@@ -77,9 +77,9 @@ def compare(given, size, align, options, target, mask=None, tolerance=1e-13):
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_against_the_reference(name, monkeypatch):
-    """Tiles of a few positions, or of the whole tensor."""
+    """Tiles of a few positions, and of all positions of the small cases."""
     spatial, size, align = GEOMETRIES[name]
-    for tile in (40, 400, aten.TILE):
+    for tile in (40, 400):
         monkeypatch.setattr(aten, "TILE", tile)
         for options, kind in SPECS.values():
             given = tensors(spatial)
@@ -210,12 +210,12 @@ def test_keeps_nothing_but_its_arguments():
     [
         ((2, 32, 128, 128, 128), None, 271),
         ((2, 32, 64, 64, 64), (128, 128, 128), 60),
-        ((2, 256, 128, 128), (512, 512), 48),
+        ((1, 256, 128, 128), (512, 512), 40),
     ],
     ids=["same", "3d", "2d"],
 )
 def test_the_peak_is_the_gradient_of_the_features(shape, size, most, record_property):
-    """In MiB, for 118 classes in fp16, on tensors without values.  The logits take 944, 944 and 118 MiB."""
+    """In MiB, for 118 classes in fp16, on tensors without values.  The logits take 944, 944 and 59 MiB."""
     with FakeTensorMode():
         h, weight, bias = (
             torch.empty(s, dtype=torch.float16, requires_grad=True) for s in (shape, (118, shape[1]), 118)
