@@ -165,7 +165,7 @@ def _check(given: ConvLogits, autocast: torch.dtype | None) -> None:
     check_tensor(OP, weight, "weight")
     check_tangents(OP, features, weight)
     C = features.shape[1]
-    if weight.dim() < 2 or weight.shape[1] != C or any(n != 1 for n in weight.shape[2:]):
+    if weight.dim() < 2 or weight.shape[0] < 1 or weight.shape[1] != C or any(n != 1 for n in weight.shape[2:]):
         raise ValueError(
             f"{OP}: weight must have shape (K, {C}) or (K, {C}, 1, ...), for features {tuple(features.shape)}, "
             f"got {tuple(weight.shape)}"

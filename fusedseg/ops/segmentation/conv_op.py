@@ -116,18 +116,23 @@ def _(dsums, needs, *args):
     "fusedseg::conv_argmax", mutates_args=(), schema=f"({_CONV}, {_FORM}, ScalarType labels) -> Tensor"
 )
 def conv_argmax_op(features, weight, bias, *form):
-    conv, (*of_form, dtype) = Conv(features, weight, bias), form
-    labels = _empty_labels(conv, _form(*of_form), dtype)
-    if labels.numel():
-        with _no_autocast(features):
-            conv_aten.argmax(conv, _form(*of_form), labels)
-    return labels
+    *of_form, dtype = form
+    return labels_of(Conv(features, weight, bias), _form(*of_form), dtype)
 
 
 @conv_argmax_op.register_fake
 def _(features, weight, bias, *form):
     *of_form, dtype = form
     return _empty_labels(Conv(features, weight, bias), _form(*of_form), dtype)
+
+
+@recipes.unwatched
+def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
+    labels = _empty_labels(conv, form, dtype)
+    if labels.numel():
+        with _no_autocast(labels):
+            conv_aten.argmax(conv, form, labels)
+    return labels
 
 
 def _empty_labels(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
@@ -172,4 +177,6 @@ def sums(given: Given, spec: Spec) -> Tensor:
 
 def argmax(logits: ConvLogits, dtype: torch.dtype) -> Tensor:
     """The predicted labels, (N, *spatial)."""
-    return conv_argmax_op(*logits.conv.detached(), *logits.form, dtype)
+    conv, form = logits.conv.detached(), logits.form
+    # The first call of a custom op imports the compiler, which takes a second.
+    return conv_argmax_op(*conv, *form, dtype) if torch.compiler.is_compiling() else labels_of(conv, form, dtype)
