@@ -48,9 +48,10 @@ def add_doctor(commands) -> None:
         "doctor",
         summary="check this installation: versions, backends, and whether the kernels work",
         description="Prints versions, and the backend that serves each device and why. With --compile it also tries "
-        "the kernels. The last line says whether all is well; if not, the exit status is 1.",
-        examples=["fusedseg doctor", "fusedseg doctor --compile"],
-        run=lambda args: doctor(args.compile),
+        "the kernels. With --gpu it tests and times them on each GPU, within a minute. The last line says whether all "
+        "is well; if not, the exit status is 1.",
+        examples=["fusedseg doctor", "fusedseg doctor --compile", "fusedseg doctor --gpu --json fusedseg.json"],
+        run=_doctor,
     )
     command.add_argument(
         "--compile",
@@ -58,6 +59,28 @@ def add_doctor(commands) -> None:
         help="also compile the kernels, which takes minutes the first time; each is run once on every GPU and compared "
         "with PyTorch in float64, or compiled for GPUs that are absent if there is none",
     )
+    command.add_argument(
+        "--gpu",
+        action="store_true",
+        help="test every family of kernels on each kind of GPU, in another process, and time a copy, the norms and the "
+        "convolutions",
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="PATH", help="with --gpu, also write the report as JSON, to attach to an issue"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace the file of --json if it exists")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if not args.gpu:
+        if args.json is not None:
+            print("fusedseg doctor: --json belongs to --gpu; see fusedseg doctor --help", file=sys.stderr)
+            return 2
+        return doctor(args.compile)
+    # The import stands here, because the report without it must be fast.
+    from .doctor.gpu import doctor_gpu
+
+    return doctor_gpu(args.json, args.overwrite)
 
 
 def add_demo(commands) -> None:

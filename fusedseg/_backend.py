@@ -1,8 +1,13 @@
-"""Chooses an implementation and the device of a launch.  ``auto`` takes Triton for tensors on a GPU, otherwise aten."""
+"""Chooses an implementation and the device of a launch.
+
+``auto`` takes Triton for tensors on a GPU if the kernels are tested for its architecture, and if their self-test passes
+there (``ops/self_test``); otherwise it takes aten.
+"""
 
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,6 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 NAMES = ("auto", "triton", "aten")
 HERE = nullcontext()
+# The generations of NVIDIA's GPUs, by the first number of the compute capability, and the architectures of AMD's GPUs
+# that the kernels are compiled for in tests.  AMD's have wavefronts of 64 threads.
+NVIDIA, AMD = (8, 9, 10, 12), ("gfx90a", "gfx942", "gfx950")
+
+# The first use of a family of kernels on a device: called with the family, a dtype and a device, it returns "" if the
+# kernels are right there, the reason if they are not, and None if that cannot be found out now.
+FirstUse = Callable[[str, torch.dtype, torch.device], str | None]
+_first_use: FirstUse | None = None
+# (family, dtype, device) -> the reason why Triton does not serve such tensors, or "" if it does.
+_reasons: dict[tuple[str | None, torch.dtype, torch.device], str] = {}
 
 
 def _checked(name: str, source: str) -> str:
@@ -28,6 +43,18 @@ def get() -> str:
 def set(name: str) -> None:
     global _name
     _name = _checked(name, "fusedseg.backend")
+    forget()
+
+
+def forget() -> None:
+    """Forgets all choices, so that the next call of every kind chooses again."""
+    _reasons.clear()
+
+
+def at_first_use(function: FirstUse) -> None:
+    """Registers the function that tests kernels at their first use.  The ops do so, because they know the kernels."""
+    global _first_use
+    _first_use = function
 
 
 @functools.cache
@@ -39,15 +66,55 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
+def self_test_wanted() -> bool:
+    """Whether kernels are tested at their first use: unless FUSEDSEG_SELF_TEST is 0."""
+    value = os.environ.get("FUSEDSEG_SELF_TEST", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"environment variable FUSEDSEG_SELF_TEST must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a GPU, such as "sm_90" or "gfx942"."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def unsupported(arch: str) -> str:
+    """The reason why the kernels do not run on an architecture unless they are asked for, or "" if they do."""
+    if arch.startswith("gfx"):
+        if arch in AMD:
+            return ""
+        # RDNA, whose names begin so, has wavefronts of 32 threads.
+        wave32 = arch.startswith(("gfx10", "gfx11", "gfx12"))
+        what = "has wavefronts of 32 threads, and the kernels" if wave32 else "is unknown to the kernels, which"
+        return f"{arch} {what} are tested for {', '.join(AMD)}"
+    generation = int(arch.removeprefix("sm_")[:-1])
+    if generation < min(NVIDIA):
+        return f"{arch} is older than sm_{min(NVIDIA)}0, the oldest that Triton and the kernels support"
+    if generation not in NVIDIA:
+        return f"{arch} is unknown to the kernels, which are tested for sm_{'x, sm_'.join(map(str, NVIDIA))}x"
+    return ""
+
+
 def explain(device: torch.device) -> tuple[str, str]:
-    """The backend that serves tensors on a device, "triton" or "aten", and the reason for it."""
+    """The backend that serves tensors on a device, "triton" or "aten", and the reason for it.
+
+    The self-test may still leave a family of kernels to aten; ``why_not`` has its reason.
+    """
     device = torch.device(device)
     if _name == "aten":
         return "aten", "fusedseg.backend is 'aten'"
     if not _has_triton():
         return "aten", "triton is not installed"
     if device.type == "cuda":
-        return "triton", "a GPU, and triton is installed"
+        arch = architecture(device)
+        reason = unsupported(arch)
+        if reason and _name != "triton":
+            return "aten", f"{reason}; FUSEDSEG_BACKEND=triton takes Triton nevertheless"
+        return "triton", f"a GPU ({arch}), and triton is installed"
     if _name == "triton" and device.type == "cpu" and _interpreted():
         return "triton", "fusedseg.backend is 'triton' and TRITON_INTERPRET=1 runs kernels on CPU tensors"
     if _name == "triton":
@@ -58,20 +125,50 @@ def explain(device: torch.device) -> tuple[str, str]:
     return "aten", f"'auto' takes Triton on GPUs only, and this is {device.type}"
 
 
-def use_triton(x: torch.Tensor) -> bool:
-    """Whether Triton kernels serve ``x``.
+def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
+    """Whether Triton kernels of a family ("norm", "conv", "pool" or "sums") serve ``x``.
+
+    The first call for a family, dtype and device tests the kernels there.  Without a family, only the device counts,
+    and nothing is tested.
 
     Raises:
-        RuntimeError: the backend is set to "triton", and Triton cannot serve the device of ``x``.
+        RuntimeError: the backend is set to "triton", and Triton cannot serve ``x``.
     """
-    if _name == "aten" or isinstance(x, FakeTensor):
+    if isinstance(x, FakeTensor):
         return False
-    if _name == "auto":
-        return x.is_cuda and _has_triton()
-    backend, reason = explain(x.device)
-    if backend == "aten":
-        raise RuntimeError(f"fusedseg.backend is 'triton', but a tensor on {x.device} cannot be served: {reason}")
-    return True
+    reason = _reasons.get((family, x.dtype, x.device))
+    return not (_find_out(x, family) if reason is None else reason)
+
+
+def why_not(x: torch.Tensor, family: str) -> str:
+    """The reason why Triton kernels of a family do not serve ``x``, or "" if they do.  It raises as ``use_triton``."""
+    if isinstance(x, FakeTensor):
+        return "a fake tensor has no values"
+    reason = _reasons.get((family, x.dtype, x.device))
+    return _find_out(x, family) if reason is None else reason
+
+
+def _find_out(x: torch.Tensor, family: str | None) -> str:
+    """The result of ``why_not``, which is remembered unless the next call may have another."""
+    device = x.device
+    backend, reason = explain(device)
+    if backend == "triton":
+        if not is_tested(device):
+            # The interpreter may be switched off again.
+            return "" if device.type == "cpu" else _reasons.setdefault((family, x.dtype, device), "")
+        found = "" if family is None or _first_use is None else _first_use(family, x.dtype, device)
+        if found is None:
+            # While a graph is captured or traced nothing is tested, and aten is right anyway.
+            return "" if _name == "triton" else "its kernels have not been tested yet, and cannot be tested now"
+        reason = found
+    if reason and _name == "triton":
+        raise RuntimeError(f"fusedseg.backend is 'triton', but a tensor on {device} cannot be served: {reason}")
+    return _reasons.setdefault((family, x.dtype, device), reason)
+
+
+def is_tested(device: torch.device) -> bool:
+    """Whether the kernels of a device are tested at their first use."""
+    return device.type == "cuda" and self_test_wanted()
 
 
 def device_of(x: torch.Tensor) -> AbstractContextManager:

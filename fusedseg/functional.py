@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from .activation import parse_activation, parse_invertible
-from .ops.check import check_choice
+from .ops.check import check_choice, check_tensor, keyword_only
 from .ops.conv import conv_abn as _conv_abn
 from .ops.conv import join_conv as _join_conv
-from .ops.conv.choice import check_conv_backend
-from .ops.conv.choice import load as load_conv_choices
-from .ops.conv.choice import save as save_conv_choices
+from .ops.conv.choice import check_conv_backend, load_conv_choices, save_conv_choices
 from .ops.conv.sources import Interpolated, Source
 from .ops.max_pool import op as _max_pool
 from .ops.norm.checks import check
@@ -102,12 +100,13 @@ def inplace_abn(
     op = NAMES["output"]
     act = parse_invertible(op, activation, activation_param)
     passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    return _written_over(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=training))
+    return _normalised(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=training))
 
 
-def _written_over(op: str, passed: Passed, spec: Spec) -> Tensor:
+def _normalised(op: str, passed: Passed, spec: Spec) -> Tensor:
     check(op, passed, spec)
-    kept = find(passed.weight, passed.bias, spec.act, passed.x.dtype, passed.residual is not None)
+    in_place, residual = spec.keep == "output", passed.residual is not None
+    kept = find(passed.weight, passed.bias, spec.act, passed.x.dtype, residual) if in_place else None
     return normalise(passed, spec, kept)
 
 
@@ -143,8 +142,8 @@ def inplace_instance_norm_act(
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
     passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    kind = "instance" if use_input_stats else "batch"
-    return _written_over(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind=kind))
+    spec = Spec("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance")
+    return _normalised(op, passed, spec)
 
 
 def inplace_group_norm_act(
@@ -171,9 +170,10 @@ def inplace_group_norm_act(
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
     passed = Passed(x, weight=weight, bias=bias, residual=residual)
-    return _written_over(op, passed, Spec("output", act, eps=eps, kind="group", groups=num_groups))
+    return _normalised(op, passed, Spec("output", act, eps=eps, kind="group", groups=num_groups))
 
 
+@keyword_only("activation", "activation_param")
 def norm_act(
     x: Tensor,
     running_mean: Tensor | None,
@@ -183,9 +183,9 @@ def norm_act(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
-    *,
     norm: str = "batch",
     num_groups: int | None = None,
     residual: Tensor | None = None,
@@ -220,15 +220,14 @@ def norm_act(
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
-    own, groups = training or norm == "group", 0 if num_groups is None else num_groups
-    passed = Passed(
-        x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean, running_var=running_var
-    )  # fmt: skip
+    own, groups = training or norm == "group", num_groups or 0
     spec = Spec("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
-    check(op, passed, spec)
-    return normalise(passed, spec)
+    passed = Passed(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
+                    running_var=running_var)  # fmt: skip
+    return _normalised(op, passed, spec)
 
 
+@keyword_only("activation", "activation_param", "conv_backend")
 def conv_abn(
     x: Source | Sequence[Source],
     conv_weight: Tensor,
@@ -244,6 +243,7 @@ def conv_abn(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     conv_backend: str = "auto",
@@ -344,7 +344,7 @@ def max_pool(
 
     It can be differentiated twice.  ``MaxPool2d`` says what is kept for backward and which errors are raised.
     """
-    op = _max_pool.OP
-    dims = _max_pool.dims_of(op, x, kernel_size)
-    pool = _max_pool.parse_pool(op, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    return _max_pool.pooled(op, x, dims, pool)
+    check_tensor(_max_pool.OP, x)
+    dims = 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
+    pool = _max_pool.parse_pool(_max_pool.OP, dims, kernel_size, stride, padding, dilation, ceil_mode)
+    return _max_pool.pooled(_max_pool.OP, x, pool)

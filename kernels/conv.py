@@ -20,6 +20,12 @@ MIN_REDUCED = 16
 STAGES = 3
 
 
+def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
+    """The values of two or three spatial dimensions as three values; ``first`` is used for a missing dimension."""
+    d, h, w = values if len(values) == 3 else (first, *values)
+    return d, h, w
+
+
 class Geometry(NamedTuple):
     """Stride, padding and dilation for each spatial dimension, and groups.  Zeros pad both sides equally."""
 
@@ -31,6 +37,14 @@ class Geometry(NamedTuple):
     def pointwise(self, kernel: tuple[int, ...]) -> bool:
         """Whether the kernel has one tap, which reads the position that it writes."""
         return set(kernel) == {1} and set(self.stride) == {1} and set(self.padding) == {0}
+
+    def constants(self, kernel: tuple[int, ...]) -> dict[str, int]:
+        """The constexprs of a window: KD to KW (taps), SD to SW (stride), PD to PW (padding), DD to DW (dilation)."""
+        named: dict[str, int] = {}
+        for letter, values in zip("KSPD", (kernel, *self[:3]), strict=True):
+            each = three(values, 0 if letter == "P" else 1)
+            named |= {letter + axis: value for axis, value in zip("DHW", each, strict=True)}
+        return named
 
 
 class ConvBlocks(NamedTuple):

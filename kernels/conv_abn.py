@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .conv import Geometry, conv_blocks
+from .conv import Geometry, conv_blocks, three
 from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
 from .tile import chan_merge
@@ -218,12 +218,6 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         tl.store(partial_ptrs + 2 * splits * all_k, m2, mask=in_k[None, :])
 
 
-def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
-    """The values of two or three spatial dimensions as three values; ``first`` is used for a missing dimension."""
-    d, h, w = values if len(values) == 3 else (first, *values)
-    return d, h, w
-
-
 def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
     """The strides of N, C, D, H and W of a dense tensor.  Its own stride of a size of 1 may have any value."""
     D, H, W = size
@@ -245,14 +239,7 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
     tensor_cores = tf32 or dtype != torch.float32
     blocks = conv_blocks(M, C, K // groups, groups, dtype, tensor_cores, device, epilogue == "norm")
-    constants: dict[str, Any] = {}
-    for names, values in (
-        (("KD", "KH", "KW"), three(kernel, 1)),
-        (("SD", "SH", "SW"), three(geometry.stride, 1)),
-        (("PD", "PH", "PW"), three(geometry.padding, 0)),
-        (("DD", "DH", "DW"), three(geometry.dilation, 1)),
-    ):
-        constants.update(zip(names, values, strict=True))
+    constants: dict[str, Any] = geometry.constants(kernel)
     constants |= {
         "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,
         "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "X_ROWS": x_layout.rows, "OUT_ROWS": layout.rows,

@@ -20,8 +20,7 @@ import math
 import triton
 import triton.language as tl
 
-from .conv import Geometry
-from .conv_abn import three
+from .conv import Geometry, three
 from .launch import acc_dtype, row_lanes, warps_of
 from .launcher import Launcher, plan
 from .tile import tiles_of
@@ -251,14 +250,6 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
     return triton.cdiv(rows, block_r) * triton.cdiv(lanes, block_l), meta
 
 
-def constants(kernel, geometry: Geometry) -> dict[str, int]:
-    named: dict[str, int] = {}
-    for letter, values, first in (("K", kernel, 1), ("S", geometry.stride, 1), ("P", geometry.padding, 0),
-                                  ("D", geometry.dilation, 1)):  # fmt: skip
-        named.update(zip((f"{letter}D", f"{letter}H", f"{letter}W"), three(values, first), strict=True))
-    return named
-
-
 @plan
 def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     geometry = Geometry(*geometry)
@@ -266,7 +257,7 @@ def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     L = C if rows else out[2]
     M = math.prod(out_shape) // L
-    named = constants(kernel, geometry)
+    named = geometry.constants(kernel)
     pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
     # A program reads 128 bytes of adjacent channels, or of x along w.
     along = 128 // dtype.itemsize
@@ -287,7 +278,7 @@ def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
     geometry = Geometry(*geometry)
     N, C = shape[:2]
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
-    named = constants(kernel, geometry)
+    named = geometry.constants(kernel)
     cells = []
     for axis, n in zip("DHW", size, strict=True):
         K, S, P, D = (named[letter + axis] for letter in "KSPD")

@@ -117,7 +117,7 @@ def test_a_parameter_that_an_invertible_activation_does_not_have(name):
     for param in (0.01, 0.0):
         assert parse_invertible("test", name, param) == Activation(name, 0.0)
     if name != "identity":
-        with pytest.raises(ValueError, match=f"activation '{name}' has no parameter, .* got 0.3"):
+        with pytest.raises(ValueError, match=f"activation '{name}' has no parameter; .* got 0.3"):
             parse_invertible("test", name, 0.3)
 
 
@@ -144,7 +144,7 @@ def test_conversion_refuses_what_the_table_fixes(row):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
         report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
         assert not report.replaced
-        assert f"the {attribute} of its activation is {value + 1!r}, and fused norms take {value!r} alone" in str(
+        assert f"the {attribute} of its activation is {value + 1!r}, and fused norms support only {value!r}" in str(
             report
         )
         setattr(act, attribute, value)

@@ -35,6 +35,10 @@ loaded = sorted(set(sys.modules) - before)
 found = {"loaded": loaded, "backend": fusedseg.backend, "names": fusedseg.__all__}
 for name in fusedseg.__all__:
     getattr(fusedseg, name)
+import fusedseg.__main__
+found["by the command line"] = sorted(sys.modules)
+import fusedseg.demo
+found["by the demo"] = sorted(sys.modules)
 try:
     import triton
 except ImportError:
@@ -64,7 +68,10 @@ def found(tmp_path_factory) -> dict:
 
 
 def test_without_triton(tmp_path):
-    """The import and a training step work; the error of the backend "triton" says that triton is missing."""
+    """The import and a training step work; the error of the backend "triton" says that triton is missing.
+
+    The backend comes from the environment variable.
+    """
     found = json.loads(python(WITHOUT_TRITON, tmp_path, FUSEDSEG_BACKEND="triton"))
     assert found["backend"] == "triton"
     assert "triton is not installed" in found["error"]
@@ -86,6 +93,12 @@ def test_import_leaves_the_compiler_alone(found):
     assert {"torch._dynamo", "triton", "sympy"}.isdisjoint(found["loaded"])
 
 
+def test_the_command_line_does_not_load_the_demo(found):
+    """Only a demo that runs needs the extras, and the seconds that nilearn takes to import.  (torch imports tqdm.)"""
+    assert {"fusedseg.demo", "nilearn", "matplotlib"}.isdisjoint(found["by the command line"])
+    assert {"nilearn", "matplotlib"}.isdisjoint(found["by the demo"])
+
+
 def test_a_function_is_marked_constant_as_pytorch_marks_it():
     """``assume_constant_result`` stands for PyTorch's decorator, so both must leave the same attributes."""
     from fusedseg.ops.unfused import assume_constant_result
@@ -103,10 +116,6 @@ def test_kernels_are_found_from_any_folder(found):
 
 def test_public_names(found):
     assert {"InPlaceABN", "backend", "functional", "memory", "unet"} <= set(found["names"])
-
-
-def test_backend_from_the_environment(tmp_path):
-    assert python("import fusedseg; print(fusedseg.backend)", tmp_path, FUSEDSEG_BACKEND="aten") == "aten"
 
 
 def test_backend_is_checked_when_set():

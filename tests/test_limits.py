@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "fusedseg"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
 LINES, FEWEST_LINES = 350, 20
+LINES_OF_TESTS = 400
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
@@ -67,6 +69,11 @@ def test_calls_pass_few_arguments_by_position():
 def test_files_are_neither_long_nor_tiny():
     sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
     assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
+
+
+def test_files_of_tests_are_not_long():
+    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
+    assert not {str(path): lines for path, lines in sizes.items() if lines > LINES_OF_TESTS}
 
 
 @pytest.mark.parametrize(("text", "parameters"), [("lambda self, a, *b: 0", 2), ("lambda a, /, b, *, c, **d: 0", 4)])

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Installs, tests and benches the package on a GPU, in one command that ends within nine minutes and needs no network:
 #
-#   bench/gpu/gpu.sh                    install, prove, bench, report
+#   bench/gpu/gpu.sh                    install, doctor, prove, bench, report
 #   bench/gpu/gpu.sh install variants   only the named stages, which are listed below
 #   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
 #   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
 #
 # install   installs the package, without its dependencies
+# doctor    tests every family of kernels and times a few calls, which says in a minute whether the rest is worth its time
 # prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
@@ -24,15 +25,15 @@ read -ra tests <<<"${TESTS:-tests}"
 # The most important benches come first, because time may run out.
 read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' inplace_abn inplace_norm_act \
   max_pool conv_abn) bench/gpu/test_conv_kernels.py $(printf 'bench/test_%s.py ' unet convert launch norm_act)}"
-stages=("${@:-install prove bench report}")
+stages=("${@:-install doctor prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # Limits in seconds; the default stages take nine minutes together.
-declare -A limits=([install]=20 [prove]=245 [bench]=250 [more]=500 [variants]=400 [report]=15)
+declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [more]=500 [variants]=400 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
 # The caller's settings must not decide how kernels run.
-unset FUSEDSEG_BACKEND TRITON_INTERPRET
+unset FUSEDSEG_BACKEND FUSEDSEG_SELF_TEST TRITON_INTERPRET
 
 outcomes=()
 failed=()
@@ -93,6 +94,13 @@ prove() {
 for stage in "${stages[@]}"; do
   case $stage in
     install) run install install "$python" -m pip install --no-deps --no-build-isolation -e . ; settle install ;;
+    doctor)
+      # Without a GPU there is nothing to test.
+      if [[ $device == cuda ]]; then
+        run doctor doctor "$python" -m fusedseg doctor --gpu --json "$logs/doctor.json" --overwrite
+        settle doctor
+      fi
+      ;;
     prove) prove ;;
     bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
     more) run more more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
@@ -103,7 +111,7 @@ print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, prove, bench, more, variants and report" >&2 && exit 2 ;;
+    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, more, variants and report" >&2 && exit 2 ;;
   esac
 done
 
@@ -111,7 +119,7 @@ for name in "${failed[@]}"; do
   printf '\n== %s, the end of its log\n' "$name"
   tail -n 40 "$logs/$name.log"
 done
-for name in bench variants more report; do
+for name in doctor bench variants more report; do
   if [[ " ${stages[*]} " == *" $name "* && -f $logs/$name.log && " ${failed[*]} " != *" $name "* ]]; then
     printf '\n== %s\n' "$name"
     tail -n 80 "$logs/$name.log"

@@ -1,6 +1,14 @@
 """Activation functions: a table of their properties (``table.py``), and the arguments that name them."""
 
-from .arguments import EXACT_ONLY, INVERTIBLE, NAMES, Activation, parse_activation, parse_invertible
+from .arguments import (
+    EXACT_ONLY,
+    INVERTIBLE,
+    NAMES,
+    Activation,
+    check_slope_given,
+    parse_activation,
+    parse_invertible,
+)
 from .table import OF_MODULE, OTHERS, TABLE, Inverse, Row, is_invertible
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "Activation",
     "Inverse",
     "Row",
+    "check_slope_given",
     "is_invertible",
     "parse_activation",
     "parse_invertible",

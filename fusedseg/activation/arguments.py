@@ -6,10 +6,11 @@ from typing import NamedTuple
 from .table import TABLE, is_invertible
 
 # The values of ``activation``: NAMES are all of them, INVERTIBLE are valid for an op that stores its output, and
-# EXACT_ONLY are valid only for an op that stores its input.
+# EXACT_ONLY are valid only for an op that stores its input, and LEARNED have slopes that are learned.
 NAMES = tuple(row.name for row in TABLE.values() if row.selected_by is None)
 INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
 EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)
+LEARNED = tuple(name for name in NAMES if TABLE[name].learned)
 
 
 class Activation(NamedTuple):
@@ -43,6 +44,10 @@ def _check_number(op: str, name: str, what: str, param: object) -> float:
     return float(param)
 
 
+def _no_parameter(op: str, name: str, param: object) -> ValueError:
+    return ValueError(f"{op}: activation {name!r} has no parameter; leave activation_param out, got {param!r}")
+
+
 def parse_activation(op: str, name: str, param: float | str | None = None) -> Activation:
     """The activation of an op that stores its input, which is exact for all activations.
 
@@ -53,9 +58,7 @@ def parse_activation(op: str, name: str, param: float | str | None = None) -> Ac
     parameter = TABLE[name].parameter
     if parameter is None:
         if param is not None and not TABLE[name].identity:
-            raise ValueError(
-                f"{op}: activation {name!r} has no parameter, activation_param must be None, got {param!r}"
-            )
+            raise _no_parameter(op, name, param)
         return Activation(name, 0.0)
     if parameter.choices is not None:
         if param not in (None, *parameter.choices):
@@ -80,7 +83,7 @@ def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAc
     parameter = TABLE[name].parameter
     if parameter is None:
         if not TABLE[name].identity and param not in (None, 0.0, 0.01):
-            raise ValueError(f"{op}: activation {name!r} has no parameter, leave activation_param out, got {param!r}")
+            raise _no_parameter(op, name, param)
         return Activation(name, 0.0)
     value = _check_number(op, name, parameter.name, param)
     if not is_invertible(name, value):
@@ -89,3 +92,12 @@ def parse_invertible(op: str, name: str, param: float, exact: str = "BatchNormAc
             f"use fusedseg.{exact}, which is exact for it"
         )
     return Activation(name, value)
+
+
+def check_slope_given(op: str, act: Activation, slope: object) -> None:
+    """Raises ValueError unless ``slope`` is given, and is not None, exactly if the activation has learned slopes."""
+    if (slope is not None) != TABLE[act.name].learned:
+        raise ValueError(
+            f"{op}: slope must be given for activation {' or '.join(map(repr, LEARNED))} and for no other, "
+            f"got activation {act.name!r}"
+        )

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# A call of ``torch.ops`` takes microseconds longer than a call of these bindings, which stock functions use.  Backward
+# functions have no such binding; a call of an overload, such as ``.default``, is the shortest there is for them.
+# PyTorch's type stubs lack some of them.
 aten = torch.ops.aten
+_nn: Any = torch._C._nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +61,7 @@ class Row:
     name: the name in ``Activation`` and in the kernels.
     module: the stock module; None for identity, which conversion does not look for.
     function: (y, p) -> z, by stock functions.
-    forward: (y, p) -> z, by aten ops, in the memory of y.
+    forward: (y, p) -> z, by aten's functions, in the memory of y.
     grad: (dz, y, p) -> dz * phi'(y), in the memory of y if aten has an op for that.  Autograd calls these ops for the
         stock function of y.  For the function that overwrites y, autograd calls other ops, which round differently.
     node: the beginning of the name of the node that autograd makes for it; "" if the memory report gives no advice.
@@ -89,18 +93,18 @@ class Row:
 
 
 def _leaky_relu_inverse(z: Tensor, p: float, out: Tensor | None) -> Tensor:
-    return aten.leaky_relu(z, 1.0 / p) if out is None else aten.leaky_relu.out(z, 1.0 / p, out=out)
+    return _nn.leaky_relu(z, 1.0 / p, out=out)
 
 
 def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
     if out is None:
-        return aten.leaky_relu_backward(dz, z, p, True)
+        return aten.leaky_relu_backward.default(dz, z, p, True)
     return aten.leaky_relu_backward.grad_input(dz, z, p, True, grad_input=out)
 
 
 def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     if out is None:
-        return aten.elu_backward(dz, p, scale, 1, True, z)
+        return aten.elu_backward.default(dz, p, scale, 1, True, z)
     return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
 
 
@@ -122,7 +126,7 @@ def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
 
 def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     w = _per_channel(slope, y)
-    g, dw = aten._prelu_kernel_backward(dz, y, w)
+    g, dw = aten._prelu_kernel_backward.default(dz, y, w)
     over = [d for d in range(y.dim()) if w.shape[d] == 1]
     return g, dw.sum(over, dtype=slope.dtype).view_as(slope)
 
@@ -134,14 +138,14 @@ _ROWS = (
         "leaky_relu",
         nn.LeakyReLU,
         function=F.leaky_relu,
-        forward=lambda y, p: aten.leaky_relu_(y, p),
+        forward=lambda y, p: _nn.leaky_relu_(y, p),
         grad=lambda dz, y, p: aten.leaky_relu_backward.grad_input(dz, y, p, False, grad_input=y),
         node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
             y=_leaky_relu_inverse,
             grad=_leaky_relu_grad,
-            into=lambda y, p, out: aten.leaky_relu.out(y, p, out=out),
+            into=lambda y, p, out: _nn.leaky_relu(y, p, out=out),
             slope=lambda p: min(p, 1.0),
         ),
     ),
@@ -149,14 +153,14 @@ _ROWS = (
         "elu",
         nn.ELU,
         function=F.elu,
-        forward=lambda y, p: aten.elu_(y, p),
+        forward=lambda y, p: _nn.elu_(y, p),
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=y),
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
         inverse=Inverse(
             y=_elu_inverse,
             grad=_elu_grad,
-            into=lambda y, p, out: aten.elu.out(y, p, out=out),
+            into=lambda y, p, out: _nn.elu(y, p, out=out),
             slope=lambda p: min(p, 1.0),
         ),
     ),
@@ -164,7 +168,7 @@ _ROWS = (
         "selu",
         nn.SELU,
         function=lambda y, p: F.selu(y),
-        forward=lambda y, p: aten.selu_(y),
+        forward=lambda y, p: torch.selu_(y),
         grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=y),
         node="Elu",
         inverse=Inverse(
@@ -191,17 +195,17 @@ _ROWS = (
         "relu",
         nn.ReLU,
         function=lambda y, p: F.relu(y),
-        forward=lambda y, p: aten.relu_(y),
+        forward=lambda y, p: torch.relu_(y),
         grad=lambda dz, y, p: aten.threshold_backward.grad_input(dz, y, 0, grad_input=y),
         node="Relu",
         idempotent=True,
-        grad_of_output=lambda dz, z: aten.threshold_backward(dz, z, 0),
+        grad_of_output=lambda dz, z: aten.threshold_backward.default(dz, z, 0),
     ),
     Row(
         "silu",
         nn.SiLU,
         function=lambda y, p: F.silu(y),
-        forward=lambda y, p: aten.silu_(y),
+        forward=lambda y, p: _nn.silu_(y),
         grad=lambda dz, y, p: aten.silu_backward.grad_input(dz, y, grad_input=y),
         node="Silu",
     ),
@@ -209,7 +213,7 @@ _ROWS = (
         "gelu",
         nn.GELU,
         function=lambda y, p: F.gelu(y),
-        forward=lambda y, p: aten.gelu_(y),
+        forward=lambda y, p: _nn.gelu_(y),
         grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, grad_input=y),
         node="Gelu",
         parameter=_APPROXIMATION,
@@ -218,7 +222,7 @@ _ROWS = (
         "gelu_tanh",
         nn.GELU,
         function=lambda y, p: F.gelu(y, approximate="tanh"),
-        forward=lambda y, p: aten.gelu_(y, approximate="tanh"),
+        forward=lambda y, p: _nn.gelu_(y, approximate="tanh"),
         grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, approximate="tanh", grad_input=y),
         node="Gelu",
         parameter=_APPROXIMATION,
@@ -228,33 +232,33 @@ _ROWS = (
         "mish",
         nn.Mish,
         function=lambda y, p: F.mish(y),
-        forward=lambda y, p: aten.mish_(y),
-        grad=lambda dz, y, p: aten.mish_backward(dz, y),
+        forward=lambda y, p: _nn.mish_(y),
+        grad=lambda dz, y, p: aten.mish_backward.default(dz, y),
         node="Mish",
     ),
     Row(
         "hardswish",
         nn.Hardswish,
         function=lambda y, p: F.hardswish(y),
-        forward=lambda y, p: aten.hardswish_(y),
-        grad=lambda dz, y, p: aten.hardswish_backward(dz, y),
+        forward=lambda y, p: _nn.hardswish_(y),
+        grad=lambda dz, y, p: aten.hardswish_backward.default(dz, y),
         node="Hardswish",
     ),
     Row(
         "relu6",
         nn.ReLU6,
         function=lambda y, p: F.relu6(y),
-        forward=lambda y, p: aten.hardtanh_(y, 0.0, 6.0),
+        forward=lambda y, p: _nn.hardtanh_(y, 0.0, 6.0),
         grad=lambda dz, y, p: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=y),
         node="Hardtanh",
         idempotent=True,
-        grad_of_output=lambda dz, z: aten.hardtanh_backward(dz, z, 0.0, 6.0),
+        grad_of_output=lambda dz, z: aten.hardtanh_backward.default(dz, z, 0.0, 6.0),
     ),
     Row(
         "softplus",
         nn.Softplus,
         function=lambda y, p: F.softplus(y),
-        forward=lambda y, p: aten.softplus.out(y, out=y),
+        forward=lambda y, p: _nn.softplus(y, out=y),
         grad=lambda dz, y, p: aten.softplus_backward.grad_input(dz, y, 1, 20, grad_input=y),
         node="Softplus",
         fixed=(("beta", 1.0), ("threshold", 20.0)),
@@ -263,7 +267,7 @@ _ROWS = (
         "prelu",
         nn.PReLU,
         function=lambda y, slope: F.prelu(y, slope.to(y.dtype)),
-        forward=lambda y, slope: aten._prelu_kernel(y, _per_channel(slope, y)),
+        forward=lambda y, slope: torch._prelu_kernel(y, _per_channel(slope, y)),
         grad=_prelu_grad,
         parameter=Parameter("initial slope", "init", 0.25),
         learned=True,

@@ -52,7 +52,7 @@ def spec_of(act: nn.Module) -> Spec:
     for attribute, value in row.fixed:
         found = getattr(act, attribute)
         if found != value:
-            raise Refused(f"the {attribute} of its activation is {found!r}, and fused norms take {value!r} alone")
+            raise Refused(f"the {attribute} of its activation is {found!r}, and fused norms support only {value!r}")
     if row.parameter is None:
         return Spec(row.name, None)
     value = getattr(act, row.parameter.attribute)

@@ -90,10 +90,6 @@ class _ConvABN(Unscriptable, nn.Module):
         )  # fmt: skip
         self._adopt(conv, norm, conv_backend)
 
-    @classmethod
-    def _name(cls) -> str:
-        return f"fusedseg.{cls.__name__}"
-
     def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: str) -> None:
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
@@ -150,7 +146,9 @@ class _ConvABN(Unscriptable, nn.Module):
                 raise TypeError(f"{name}: {what} must have no hooks, since the fused op would not call them")
         norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)
         if norm.num_features != conv.out_channels:
-            raise ValueError(f"{name}: bn must have {conv.out_channels} features, as conv has, got {norm.num_features}")
+            raise ValueError(
+                f"{name}: bn must have {conv.out_channels} features, one per output channel, got {norm.num_features}"
+            )
         return cls._of(conv, norm, conv_backend)
 
     @classmethod

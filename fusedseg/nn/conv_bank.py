@@ -57,16 +57,14 @@ class _ConvBank(Unscriptable, nn.Module):
             branches = [kernel] * branches
         sizes = list(branches)
         if not sizes:
-            raise ValueError(f"{name}: branches must be a number >= 1 or the kernel sizes of as many, got {branches!r}")
+            raise ValueError(
+                f"{name}: branches must be an integer >= 1, or the kernel size of each branch, got {branches!r}"
+            )
         self.in_channels, self.kernel_size, self.combine = in_channels, kernel, combine
         self.stride, padded, self.dilation, self.groups = geometry
         self.padding: str | tuple[int, ...] = "same" if padding == "same" else padded
         self.padding_mode = padding_mode
         self.branches = nn.ModuleList(self._branch(name, size, out_channels, bias, device, dtype) for size in sizes)
-
-    @classmethod
-    def _name(cls) -> str:
-        return f"fusedseg.{cls.__name__}"
 
     def _branch(self, op: str, kernel_size: Size, out_channels: int, bias: bool, device, dtype) -> nn.Module:
         """Makes a stock convolution whose kernel has the same centre as one of ``self.kernel_size``."""
@@ -106,10 +104,10 @@ class _ConvBank(Unscriptable, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
             return as_leaf(self, x)
-        check_tensor(self._name(), x, "input")
+        check_tensor(self._name(), x)
         if x.dim() not in (self.dims + 1, self.dims + 2) or x.shape[-self.dims - 1] != self.in_channels:
             raise ValueError(
-                f"{self._name()}: input must have shape (N, {self.in_channels}) with {self.dims} spatial dimensions "
+                f"{self._name()}: x must have shape (N, {self.in_channels}) with {self.dims} spatial dimensions "
                 f"after it, or one without N, got {tuple(x.shape)}"
             )
         if not self._is_merged():
@@ -302,6 +300,9 @@ DOC = """Parallel convolutions of one input, summed or concatenated, at the pric
             channels; the input has another number of channels or dimensions.
         TypeError: the input is no tensor.
         RuntimeError: a state dict has another number of branches.
+
+    Source: Ding et al., "Diverse Branch Block: Building a Convolution as an Inception-like Unit", CVPR 2021, adds up
+    and concatenates kernels after training; a bank does it in every step.
     """
 
 

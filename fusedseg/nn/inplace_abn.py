@@ -32,7 +32,7 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
         activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
             ignore it.
-        device, dtype: the device and dtype of parameters and buffers.
+        bias, device, dtype: as in ``nn.BatchNorm2d``.
 
     Kept for backward: the output, 1 / sqrt(var + eps), the parameters, the residual, and the normalised input of some
     channels.  These are the channels whose weight is too small, compared with the bias or the residual, to rebuild the
@@ -72,12 +72,14 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         *,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
-        act = self._parse(activation, activation_param, dtype)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._invert(act)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
 
     @classmethod
     def from_batchnorm(cls, bn: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:

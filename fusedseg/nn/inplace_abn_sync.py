@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..ops.check import keyword_only
 from .inplace_abn import InPlaceABN
 from .synchronised import Synchronised
 
@@ -17,8 +18,8 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
     Shapes are those of ``InPlaceABN``; the batch sizes of the processes may differ.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, activation, activation_param, device, dtype: as in
-            ``InPlaceABN``.
+        num_features, eps, momentum, affine, track_running_stats, activation, activation_param, bias, device, dtype: as
+            in ``InPlaceABN``.
         process_group: a group of ``torch.distributed``; None means the group of all processes.
 
     Kept for backward: the tensors that ``InPlaceABN`` keeps, and for each channel the fraction of the values of all
@@ -40,6 +41,7 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
 
     OP = "fusedseg.InPlaceABNSync"
 
+    @keyword_only("activation", "activation_param", "process_group")
     def __init__(
         self,
         num_features: int,
@@ -47,15 +49,16 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        *,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         process_group: Any = None,
-        *,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
-            device=device, dtype=dtype,
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group

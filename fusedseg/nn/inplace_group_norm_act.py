@@ -1,6 +1,6 @@
 """``InPlaceGroupNormAct``: GroupNorm and activation in one module that keeps one tensor."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from .invertible import Invertible
 from .norm_statistics import GroupStatistics
@@ -36,8 +36,8 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
 
     Raises:
         ValueError: the activation cannot be inverted (the error names the module that is exact for it); the groups do
-            not divide the channels; the input has another number of channels, or groups of one value; the input or the
-            residual is unfit in another way (see ``functional.inplace_group_norm_act``).
+            not divide the channels; the input has another number of channels, or is one sample whose groups have one
+            value; the input or the residual is unfit in another way (see ``functional.inplace_group_norm_act``).
         TypeError: the input or the dtype is integer or complex.
 
     Source: Wu and He, "Group Normalization", ECCV 2018.  Keeping the output: Rota Bulo et al., "In-Place Activated
@@ -56,17 +56,11 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
         device=None,
         dtype=None,
         *,
-        bias: bool = True,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
+        bias: bool = True,
     ) -> None:
-        act = self._parse(activation, activation_param, dtype)
-        # The stock modules of older PyTorch versions do not have the argument bias.
-        options = {} if bias else {"bias": False}
-        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **options)
-        self._invert(act)
-
-    def _check_shape(self, x: Tensor) -> None:
-        channels = self.num_channels
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != channels:
-            raise self._wrong_shape(x, f"(N, {channels}) or (N, {channels}, *spatial)")
+        super().__init__(
+            num_groups, num_channels, eps, affine, activation=activation, activation_param=activation_param, bias=bias,
+            device=device, dtype=dtype,
+        )  # fmt: skip

@@ -1,8 +1,5 @@
 """``InPlaceInstanceNormAct``: InstanceNorm and activation in one module that keeps one tensor."""
 
-import warnings
-
-from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .invertible import Invertible
@@ -65,24 +62,11 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         device=None,
         dtype=None,
         *,
-        bias: bool = True,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
+        bias: bool = True,
     ) -> None:
-        act = self._parse(activation, activation_param, dtype)
-        # The stock modules of older PyTorch versions do not have the argument bias.
-        options = {} if bias else {"bias": False}
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
-        self._invert(act)
-
-    def _check_shape(self, x: Tensor) -> None:
-        channels = self.num_features
-        if not isinstance(x, Tensor) or not 3 <= x.dim() <= 5:
-            raise self._wrong_shape(x, f"(N, {channels}) with one to three spatial dimensions after it")
-        if x.shape[1] == channels:
-            return
-        text = f"{self.OP}: input must have {channels} channels (num_features), got {tuple(x.shape)}"
-        if self.affine or self.running_mean is not None:
-            raise ValueError(text)
-        # The caller of the module is six frames above.
-        warnings.warn(f"{text}; it makes no difference, since affine is False", stacklevel=6)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activation import Activation, parse_invertible
+from ..activation import parse_invertible
 from ..ops import unfused
-from ..ops.check import check_dtype
 from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
 from .stock_norm import StockNorm
 
@@ -19,11 +18,19 @@ class Invertible(StockNorm):
     # The module that errors recommend if an activation cannot be inverted.
     EXACT: str
 
-    @classmethod
-    def _parse(cls, activation: str, activation_param: float, dtype: torch.dtype | None) -> Activation:
-        if dtype is not None:
-            check_dtype(cls.OP, "dtype", dtype)
-        return parse_invertible(cls.OP, activation, activation_param, cls.EXACT)
+    def __init__(self, *stock: Any, activation: str, activation_param: float, **options: Any) -> None:
+        act = parse_invertible(self.OP, activation, activation_param, self.EXACT)
+        super().__init__(*stock, **options)
+        self.activation = act.name
+        self.activation_param = act.param
+        self._act = act
+        self._kept = KeptChannels()
+        # Compiled code reads these two attributes, and refresh_kept() sets them.
+        self._kept_count = 0
+        self._kept_slots: Tensor | None = None
+        # The dtype of the output, and whether a residual is added to it.
+        self._kept_as = torch.float32, False
+        watch(self)
 
     @classmethod
     def from_norm(cls, norm: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
@@ -36,19 +43,6 @@ class Invertible(StockNorm):
             ValueError: the activation cannot be inverted.
         """
         return cls._from_stock(norm, activation=activation, activation_param=activation_param)
-
-    def _invert(self, act: Activation) -> None:
-        """Sets the activation; ``__init__`` calls this at its end."""
-        self.activation = act.name
-        self.activation_param = act.param
-        self._act = act
-        self._kept = KeptChannels()
-        # Compiled code reads these two attributes, and refresh_kept() sets them.
-        self._kept_count = 0
-        self._kept_slots: Tensor | None = None
-        # The dtype of the output, and whether a residual is added to it.
-        self._kept_as = torch.float32, False
-        watch(self)
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         """The kept channels of an output of this dtype; None if there are none, or if no backward will follow."""

@@ -22,7 +22,7 @@ def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tupl
     shape = shape_of(sources)
     if len(shape) != dims + 2:
         raise ValueError(
-            f"{name}: input must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
+            f"{name}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
         )
     return sources
 
@@ -43,6 +43,9 @@ DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A
     Any of them may be a ``functional.Interpolated``, whose interpolated tensor is not kept.  A single tensor counts as
     a sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.
 
+    Shapes: sources of (N, C_i, {sizes}), whose C_i add up to C, to (N, K, {out_sizes}), in fp16, bf16, fp32 or fp64.
+    The output is channels_last if the concatenation or the weight is.
+
     Kept for backward: the weight (under autocast the weight itself and no copy of it) and the sources; for an
     ``Interpolated``, the tensor before interpolation.
 
@@ -54,18 +57,20 @@ DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A
             several sources, and groups.
         TypeError: a source is no tensor, or has another dtype than the weight.
         RuntimeError: backward itself is differentiated.
+
+    Source: Pleiss et al., "Memory-Efficient Implementation of DenseNets", 2017, does not keep a concatenation either.
     """
 
 
 class JoinConv2d(Unscriptable, nn.Conv2d):
-    __doc__ = DOC.format(dims=2)
+    __doc__ = DOC.format(dims=2, sizes="H, W", out_sizes="OH, OW")
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
         return _forward(self, 2, x)
 
 
 class JoinConv3d(Unscriptable, nn.Conv3d):
-    __doc__ = DOC.format(dims=3)
+    __doc__ = DOC.format(dims=3, sizes="D, H, W", out_sizes="OD, OH, OW")
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
         return _forward(self, 3, x)

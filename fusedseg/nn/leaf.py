@@ -30,8 +30,8 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
     tracer: Any = proxy.tracer
     if module is getattr(tracer, "root", None):
         raise TypeError(
-            f"torch.fx: {type(module).__name__} is one call in a traced graph and cannot be traced itself; trace a "
-            "module that holds it, such as nn.Sequential(module)"
+            f"fusedseg.{type(module).__name__}: torch.fx records a call of this module as one node, and cannot trace "
+            "the module itself; trace a module that holds it, such as nn.Sequential(module)"
         )
     return tracer.create_proxy("call_module", tracer.path_of_module(module), _formed(args), {})
 
@@ -46,9 +46,14 @@ def _formed(value: Any) -> Any:
 class Unscriptable:
     """A base class beside ``nn.Module``: TorchScript cannot compile the module, and the error names alternatives."""
 
+    @classmethod
+    def _name(cls) -> str:
+        """The name of the module in errors."""
+        return f"fusedseg.{cls.__name__}"
+
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
-            f"fusedseg.{type(self).__name__}: torch.jit.script cannot compile its source; use torch.export, "
-            "torch.onnx.export or torch.jit.trace, which write it down in stock functions, or first give a model that "
-            "fusedseg.convert has converted its stock modules back by fusedseg.revert"
+            f"{self._name()}: torch.jit.script cannot compile this module; use torch.export, "
+            "torch.onnx.export or torch.jit.trace, whose programs call stock functions in place of the module.  If "
+            "fusedseg.convert made it, fusedseg.revert(model) gives the model its stock modules back"
         )

@@ -48,7 +48,7 @@ class _MaxPool(Unscriptable, nn.Module):
         if isinstance(input, Proxy):
             return as_leaf(self, input)
         # The attributes of a stock module may be set, so every call parses them.
-        return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self.dims, self._parsed())
+        return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self._parsed())
 
 
 class MaxPool2d(_MaxPool, nn.MaxPool2d):
@@ -57,6 +57,8 @@ class MaxPool2d(_MaxPool, nn.MaxPool2d):
     Equals ``nn.MaxPool2d`` with the same arguments, including ties (the first position wins), NaN (the last NaN wins),
     ``ceil_mode`` and windows partly outside the input.  The stock module keeps its input and an int64 index per output
     element.
+
+    Shapes: (N, C, H, W) to (N, C, OH, OW), or both without N, in fp16, bf16, fp32 or fp64.
 
     Args:
         kernel_size, stride, padding, dilation, ceil_mode: as in ``nn.MaxPool2d``; stride defaults to kernel_size.
@@ -72,6 +74,9 @@ class MaxPool2d(_MaxPool, nn.MaxPool2d):
             empty beyond its batch; a window steps over the whole input (dilation > 1 in an input narrower than the
             window), for which the stock module returns -inf and an index outside the input.
         TypeError: the input is integer, boolean or complex.
+
+    Source: Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training", ISCA 2018, keeps a small
+    number per window too.
     """
 
     dims = 2

@@ -1,10 +1,10 @@
 """One kernel that stands for several convolutions of one input: the sum of their kernels, or the concatenation.
 
-``branches`` are stock convolutions whose kernels have one centre.  ``kernel`` is the largest size in each dimension;
-smaller kernels get zeros around them.
+``branches`` is a ModuleList of stock convolutions whose kernels have one centre.  ``kernel`` is the largest size in
+each dimension; smaller kernels get zeros around them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from .branch_sum import running_sum
 STACKED = 8
 
 
-def summed(op: str, branches: Iterable[Any], kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def summed(op: str, branches: Any, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """The sums of kernels and of biases, added up in fp32 or wider."""
-    branches = list(branches)
     by_size: dict[torch.Size, list[Tensor]] = {}
     for branch in branches:
         by_size.setdefault(branch.weight.shape[2:], []).append(branch.weight)
@@ -51,9 +50,8 @@ def _embedded(weight: Tensor, kernel: Sequence[int]) -> Tensor:
     return F.pad(weight, [zeros for n in reversed(around) for zeros in (n, n)]) if any(around) else weight
 
 
-def stacked(branches: Iterable[Any], kernel: Sequence[int], groups: int) -> tuple[Tensor, Tensor | None]:
+def stacked(branches: Any, kernel: Sequence[int], groups: int) -> tuple[Tensor, Tensor | None]:
     """The concatenated kernels and biases; with groups they are concatenated within each group."""
-    branches = list(branches)
     weights = [_embedded(branch.weight, kernel) for branch in branches]
     biases = [branch.bias for branch in branches]
     return _joined(weights, groups), None if biases[0] is None else _joined(biases, groups)

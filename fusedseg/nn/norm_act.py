@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..activation import TABLE, parse_activation
-from ..ops.check import check_dtype
+from ..activation import TABLE, check_slope_given, parse_activation
+from ..ops.check import keyword_only
 from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
 from .stock_norm import StockNorm
 
@@ -21,23 +21,32 @@ class _NormAct(StockNorm):
 
     slope: nn.Parameter | None
 
-    def _set_activation(
-        self, activation: str, param: float | str | None, num_slopes: int, device: Any, dtype: Any
+    def __init__(
+        self,
+        *stock: Any,
+        activation: str,
+        activation_param: float | str | None,
+        num_slopes: int,
+        device: Any,
+        dtype: Any,
+        **options: Any,
     ) -> None:
-        """Sets the activation and the slope; ``__init__`` calls this at its end."""
-        name, channels = self.OP, getattr(self, self.CHANNELS)
-        if dtype is not None:
-            check_dtype(name, "dtype", dtype)
-        self._act = parse_activation(name, activation, param)
-        self.activation = activation
-        learned = TABLE[self._act.name].learned
+        act = parse_activation(self.OP, activation, activation_param)
+        super().__init__(*stock, device=device, dtype=dtype, **options)
+        self.activation, self._act = activation, act
+        learned, channels = TABLE[act.name].learned, getattr(self, self.CHANNELS)
         if num_slopes not in (1, channels):
-            raise ValueError(f"{name}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}")
+            raise ValueError(
+                f"{self.OP}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}"
+            )
         if not learned and num_slopes != 1:
-            raise ValueError(f"{name}: num_slopes is of activation 'prelu' alone, got {num_slopes} for {activation!r}")
+            raise ValueError(
+                f"{self.OP}: num_slopes must be 1 for activation {activation!r}, which has no learned slopes, "
+                f"got {num_slopes!r}"
+            )
         self.register_parameter("slope", None)
         if learned:
-            self.slope = nn.Parameter(torch.full((num_slopes,), self._act.param, device=device, dtype=dtype))
+            self.slope = nn.Parameter(torch.full((num_slopes,), act.param, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
@@ -67,10 +76,8 @@ class _NormAct(StockNorm):
             ValueError: ``slope`` is given for another activation, or missing for "prelu"; the activation is unknown.
             TypeError: ``norm`` is not one of the stock norms that the module stands for.
         """
-        if (slope is not None) != (activation == "prelu"):
-            raise ValueError(
-                f"{cls.OP}.from_norm: slope must be given for activation 'prelu' and for no other, got {activation!r}"
-            )
+        name = f"{cls.OP}.from_norm"
+        check_slope_given(name, parse_activation(name, activation, activation_param), slope)
         num_slopes = 1 if slope is None else slope.numel()
         options = {"activation": activation, "activation_param": activation_param, "num_slopes": num_slopes}
         made = cls._from_stock(norm, **options)
@@ -98,7 +105,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
             initial slope of prelu (None means 0.25), or the approximation of gelu, "none" or "tanh" (None means
             "none").  It must be None for activations without a parameter.
         num_slopes: the number of slopes of prelu, 1 or C, as in ``nn.PReLU``.
-        device, dtype: the device and dtype of parameters and buffers.
+        bias, device, dtype: as in ``nn.BatchNorm2d``.
 
     Shapes: x and ``residual`` have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape, dtype and memory
     format of x.  x and ``residual`` are not changed.
@@ -128,6 +135,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     OP = "fusedseg.BatchNormAct"
 
+    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_features: int,
@@ -135,15 +143,18 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        *,
         activation: str = "leaky_relu",
         activation_param: float | str | None = None,
-        *,
         num_slopes: int = 1,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
-        _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, device, dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, num_slopes=num_slopes, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
 
 
 class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
@@ -156,11 +167,13 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
     With a residual it equals ``F.leaky_relu(norm(x) + residual, 0.01)``.  The ``state_dict`` has the names and shapes
     of ``nn.InstanceNorm2d``.  An image without a batch is not supported, because its shape does not show that; pass
     ``x[None]``.  An input in channels_last gives an output in channels_last; the stock module copies it.
+    Without parameters and running statistics, another number of channels than ``num_features`` only gives a warning, as
+    in the stock module.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.  By default there are
             neither parameters nor running statistics.  Running statistics, if there are any, are used in eval mode.
-        activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
+        activation, activation_param, num_slopes, bias, device, dtype: see ``BatchNormAct``.
 
     ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
 
@@ -172,6 +185,7 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
 
     OP = "fusedseg.InstanceNormAct"
 
+    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_features: int,
@@ -179,15 +193,18 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
         momentum: float | None = 0.1,
         affine: bool = False,
         track_running_stats: bool = False,
+        *,
         activation: str = "leaky_relu",
         activation_param: float | str | None = None,
-        *,
         num_slopes: int = 1,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
-        _NormBase.__init__(self, num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, device, dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, num_slopes=num_slopes, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
 
 
 class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
@@ -202,33 +219,37 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine: as in ``nn.GroupNorm``.
-        activation, activation_param, num_slopes, device, dtype: see ``BatchNormAct``.
+        activation, activation_param, num_slopes, bias, device, dtype: see ``BatchNormAct``.
 
     ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
 
     Raises:
-        ValueError: ``num_groups`` does not divide the channels, or a group has one value.
+        ValueError: ``num_groups`` does not divide the channels, or the input is one sample whose groups have one value.
 
     Source: Wu and He, "Group Normalization", ECCV 2018.
     """
 
     OP = "fusedseg.GroupNormAct"
 
+    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_groups: int,
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
+        *,
         activation: str = "leaky_relu",
         activation_param: float | str | None = None,
-        *,
         num_slopes: int = 1,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
-        nn.GroupNorm.__init__(self, num_groups, num_channels, eps, affine, device=device, dtype=dtype)
-        self._set_activation(activation, activation_param, num_slopes, device, dtype)
+        super().__init__(
+            num_groups, num_channels, eps, affine, activation=activation,
+            activation_param=activation_param, num_slopes=num_slopes, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
 
 
 ABN = BatchNormAct

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..ops.check import keyword_only
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -25,10 +26,13 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         ValueError: ``BatchNormAct`` does not take the arguments.  One value per channel is enough here, if other
             processes have values too.
         RuntimeError: ``torch.distributed`` raises it if a process of the group has ended.
+
+    Shapes and source are those of ``BatchNormAct``.
     """
 
     OP = "fusedseg.BatchNormActSync"
 
+    @keyword_only("activation", "activation_param", "process_group")
     def __init__(
         self,
         num_features: int,
@@ -36,16 +40,17 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        *,
         activation: str = "leaky_relu",
         activation_param: float | str | None = None,
-        process_group: Any = None,
-        *,
         num_slopes: int = 1,
+        process_group: Any = None,
+        bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
-            num_slopes=num_slopes, device=device, dtype=dtype,
+            num_features, eps, momentum, affine, track_running_stats, activation=activation,
+            activation_param=activation_param, num_slopes=num_slopes, bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group

@@ -1,7 +1,7 @@
 """Base classes that decide which statistics a call of a norm module uses, and which running statistics it moves.
 
 There is one class for statistics of a batch, one for each sample, and one for groups.  A module has one of these base
-classes beside its stock norm, which brings the attributes.
+classes beside its stock norm, which brings the attributes.  Each class also says which inputs its stock norms take.
 """
 
 import sys
@@ -56,6 +56,9 @@ class BatchStatistics:
 
     KIND = "batch"
     CHANNELS = "num_features"
+    DIMS = range(2, 6)
+    SPATIAL = "with up to three spatial dimensions after it"
+    channels_matter = True
     stock = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
     training: bool
@@ -107,11 +110,20 @@ class InstanceStatistics:
 
     KIND = "instance"
     CHANNELS = "num_features"
+    DIMS = range(3, 6)
+    SPATIAL = "with one to three spatial dimensions after it"
     stock = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 
     training: bool
+    affine: bool
+    running_mean: Tensor | None
     track_running_stats: bool
     momentum: float | None
+
+    @property
+    def channels_matter(self) -> bool:
+        """Whether parameters or running statistics belong to the channels.  Otherwise any number of them will do."""
+        return self.affine or self.running_mean is not None
 
     def _statistics(self) -> Using:
         # As in the stock module, running statistics are used in eval mode only, and a momentum of None means 0.
@@ -127,6 +139,9 @@ class GroupStatistics:
 
     KIND = "group"
     CHANNELS = "num_channels"
+    DIMS = range(2, sys.maxsize)
+    SPATIAL = "with any spatial dimensions after it"
+    channels_matter = True
     stock = (nn.GroupNorm,)
 
     num_groups: int

@@ -1,5 +1,6 @@
 """The base class of all norm modules: the forward pass, and the conversion from a stock norm and back."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..activation import Activation
+from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
@@ -27,9 +29,13 @@ class StockNorm(Unscriptable, nn.Module):
     # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # The kind of statistics (``Spec.kind``), and the attribute that holds the number of channels.
+    # The kind of statistics (``Spec.kind``), the attribute that holds the number of channels, the numbers of dimensions
+    # that x may have, the words for them in errors, and whether x must have that number of channels.
     KIND: str
     CHANNELS: str
+    DIMS: range
+    SPATIAL: str
+    channels_matter: bool
     # The names of the parameters in the order of ``Passed``; a subclass adds ``slope``.
     VECTORS: tuple[str, ...] = "weight", "bias"
     # The classes of the stock norms.  If there are several, they are in the order of their spatial dimensions.
@@ -40,6 +46,15 @@ class StockNorm(Unscriptable, nn.Module):
     eps: float
     _act: Activation
     _statistics: Callable[[], Using]
+
+    def __init__(self, *stock: Any, bias: bool = True, dtype: torch.dtype | None = None, **options: Any) -> None:
+        """``stock`` and ``options`` are arguments of the stock norm."""
+        if dtype is not None:
+            check_dtype(self.OP, "dtype", dtype)
+        if not bias:
+            # The stock norms of older PyTorch versions do not have this argument.
+            options["bias"] = False
+        super().__init__(*stock, dtype=dtype, **options)
 
     @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -69,12 +84,17 @@ class StockNorm(Unscriptable, nn.Module):
 
     def _check_shape(self, x: Tensor) -> None:
         channels = getattr(self, self.CHANNELS)
-        if not isinstance(x, Tensor) or not 2 <= x.dim() <= 5 or x.shape[1] != channels:
-            raise self._wrong_shape(x, f"(N, {channels}) with up to three spatial dimensions after it")
+        if not isinstance(x, Tensor) or x.dim() not in self.DIMS or x.shape[1] != channels:
+            self._wrong_shape(x, channels)
 
-    def _wrong_shape(self, x: Any, expected: str) -> ValueError:
-        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        return ValueError(f"{self.OP}: input must have shape {expected}, got {came}")
+    def _wrong_shape(self, x: Any, channels: int) -> None:
+        """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
+        check_tensor(self.OP, x)
+        text = f"{self.OP}: x must have shape (N, {channels}) {self.SPATIAL}, got {tuple(x.shape)}"
+        if x.dim() not in self.DIMS or self.channels_matter:
+            raise ValueError(text)
+        # The caller of the module is seven frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=7)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

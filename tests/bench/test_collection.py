@@ -20,25 +20,23 @@ def run_pytest(*arguments: str) -> str:
 
 
 # A few tests and benches, which take a third of the time of all: they cover options, fixtures and equal file names.
-TESTS = ("tests/ops/test_inplace_abn.py", "tests/bench/test_conv_abn.py")
-BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py")
+TESTS = ("tests/test_layers.py", "tests/bench/test_conv_abn.py")
+BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py", "bench/test_launch.py")
 
 
-@pytest.mark.parametrize("folders", [TESTS + BENCHES, BENCHES + TESTS], ids=["tests-bench", "bench-tests"])
-def test_tests_and_benches_are_collected_together(folders):
+@pytest.mark.parametrize(
+    "folders",
+    [TESTS + BENCHES, pytest.param(BENCHES + TESTS, marks=pytest.mark.slow)],
+    ids=["tests-bench", "bench-tests"],
+)
+def test_tests_and_benches_run_together(folders):
+    """All are collected, and some find their fixtures.
+
+    Without pytest-benchmark every bench ended with "fixture 'benchmark' not found".
+    """
     # The benches import what the demo needs.
     for package in ("matplotlib", "nilearn", "triton"):
         pytest.importorskip(package)
-    collected = run_pytest(*folders, "--collect-only").splitlines()
-    for path in (
-        "tests/ops/test_inplace_abn.py",
-        "tests/bench/test_conv_abn.py",
-        "bench/test_conv_abn.py",
-        "bench/gpu/test_machine.py",
-    ):
-        assert any(node.startswith(f"{path}::") for node in collected), path
-
-
-def test_a_bench_finds_its_fixtures_beside_the_tests():
-    """Without pytest-benchmark every bench ended with "fixture 'benchmark' not found"."""
-    run_pytest("tests/test_layers.py", "bench/test_launch.py", "--setup-only")
+    shown = run_pytest(*folders, "--setup-only", "-k", "test_layers or test_launch")
+    assert "tests/test_layers.py::" in shown
+    assert "bench/test_launch.py::" in shown

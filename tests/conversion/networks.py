@@ -1,10 +1,13 @@
 """Small networks with the structures of published libraries, and random networks."""
 
+import functools
 import random
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+LEAKY = functools.partial(nn.LeakyReLU, 0.1)
 
 
 def double_conv(cin: int, cout: int, act: nn.Module | None = None) -> nn.Sequential:
@@ -64,7 +67,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The stem and the eight blocks of a ResNet-18, with few channels."""
+    """The stem and the first four of the eight blocks of a ResNet-18, with few channels."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -73,11 +76,11 @@ class ResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         blocks = []
-        for i in range(4):
+        for i in range(2):
             cin = width * 2 ** max(i - 1, 0)
             blocks += [BasicBlock(cin, width * 2**i, 2 if i else 1), BasicBlock(width * 2**i, width * 2**i)]
         self.layers = nn.Sequential(*blocks)
-        self.fc = nn.Linear(width * 8, 5)
+        self.fc = nn.Linear(width * 2, 5)
 
     def forward(self, x):
         x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
@@ -203,6 +206,22 @@ class InputTwice(Twice):
     def forward(self, x):
         y = self.conv(x)
         return self.act(self.bn(y)) * y
+
+
+class Flagged(nn.Module):
+    """Reads the convolution's output once the flag is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = False
+        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), LEAKY()
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.act(self.bn(y))
+        if self.flag:
+            return z + y
+        return z
 
 
 class Random(nn.Module):

@@ -15,6 +15,8 @@ import fusedseg
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 @pytest.fixture
 def image():

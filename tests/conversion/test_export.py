@@ -1,6 +1,7 @@
 """Export of converted models and of reverted models; TorchScript takes reverted models only."""
 
 import copy
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -20,6 +21,7 @@ NETWORKS = {
 # Another runtime rounds differently.
 TOLERANCE = 1e-5
 pytestmark = [
+    pytest.mark.usefixtures("uncounted"),
     # Traced checks of sizes warn, and PyTorch warns that TorchScript is deprecated.
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*(TorchScript|torch.jit).*:DeprecationWarning"),
@@ -29,13 +31,19 @@ pytestmark = [
 ]
 
 
+@functools.cache
+def converted(name: str) -> nn.Module:
+    """The converted model that all tests copy."""
+    torch.manual_seed(0)
+    model = NETWORKS[name]()
+    fusedseg.convert(model, example_inputs=image())
+    return model
+
+
 @pytest.fixture(params=NETWORKS)
 def model(request):
     """A converted model in training mode."""
-    torch.manual_seed(0)
-    model = NETWORKS[request.param]()
-    fusedseg.convert(model, example_inputs=image())
-    return model
+    return copy.deepcopy(converted(request.param))
 
 
 def image() -> Tensor:
@@ -83,10 +91,13 @@ def test_export(model_and_output):
     assert close(model(image()), expected)
 
 
+# The condition is a mark, because fixtures would convert a model for a test that is skipped.
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
+    reason='not installed: pip install -e ".[export]"',
+)
 @pytest.mark.parametrize("dynamo", [True, False], ids=["torch.export", "torchscript"])
 def test_onnx(model_and_output, dynamo, tmp_path):
-    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
-        pytest.skip('not installed: pip install -e ".[export]"')
     model, expected = model_and_output
     path = tmp_path / "model.onnx"
     torch.onnx.export(model, (image(),), path, dynamo=dynamo)

@@ -1,17 +1,14 @@
 """The flow of a model changes after it was converted: what stays right, and what the report says about it."""
 
 import copy
-import functools
 import io
 import json
-import linecache
 import logging
 import pickle
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import fusedseg
 from fusedseg.__main__ import main
@@ -19,29 +16,9 @@ from fusedseg.conversion import Branch
 from fusedseg.conversion.verify import verify
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
+from tests.conversion.networks import LEAKY, Flagged
 
-LEAKY = functools.partial(nn.LeakyReLU, 0.1)
-
-
-class Flagged(nn.Module):
-    """Reads the convolution's output once the flag is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flag = False
-        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), LEAKY()
-
-    def forward(self, x):
-        y = self.conv(x)
-        z = self.act(self.bn(y))
-        if self.flag:
-            return z + y
-        return z
-
-
-@pytest.fixture
-def image():
-    return torch.randn(3, 3, 16, 16, dtype=torch.float64)
+pytestmark = pytest.mark.usefixtures("uncounted")
 
 
 def error_once_the_flag_is_set(model: nn.Module, image: torch.Tensor, **options) -> float:
@@ -59,14 +36,14 @@ def test_in_place_a_flag_makes_the_output_wrong_and_the_report_names_it(image):
     model.flag = False
     report = fusedseg.convert(model, example_inputs=image)
     line = Flagged.forward.__code__.co_firstlineno + 3
-    assert report.branches == [Branch("Flagged.forward", "self.flag", __file__, line, ("conv",))]
+    assert report.branches == [Branch("Flagged.forward", "self.flag", networks.__file__, line, ("conv",))]
     text = str(report)
     assert "ConvABN2d(leaky_relu(0.1)) (1)" in text
     assert (
         "\nIf the flow changes later, by a flag for example\n  In place (1): convolution, norm and activation must"
         in text
     )
-    assert f"\n  (1) Flagged.forward branches on self.flag (test_flow_changes.py, line {line}), which may" in text
+    assert f"\n  (1) Flagged.forward branches on self.flag (networks.py, line {line}), which may" in text
 
 
 @pytest.mark.parametrize("example", [True, False], ids=["observed", "traced"])
@@ -119,7 +96,7 @@ def test_every_norm_becomes_exact(image, make, to):
     assert [row.to for row in report.replaced] == [to]
 
 
-def test_a_network_without_modules_in_place_is_converted_as_before(image):
+def test_a_network_without_modules_in_place_is_converted_as_before(image, counted):
     model = networks.ResNet().double()
     first = fusedseg.convert(model, example_inputs=image)
     second = fusedseg.convert(model, example_inputs=image, inplace=False)
@@ -148,7 +125,7 @@ def test_a_concatenation_and_leaky_mode(image):
     [(lambda: networks.UNet(LEAKY), 2 * 8 * 32 * 32 * 4), (networks.NNUNet, 0)],
     ids=["batch norm", "instance norm"],
 )
-def test_about_as_many_bytes_are_kept(make, pooled):
+def test_about_as_many_bytes_are_kept(make, pooled, counted):
     """The scope keeps the output of a pool of a rebuilt tensor; statistics are a few vectors for each norm."""
     image = torch.randn(2, 3, 64, 64)
     inplace, exact = (fusedseg.convert(make(), example_inputs=image, inplace=value) for value in (True, False))
@@ -199,8 +176,8 @@ def test_an_option_that_is_no_bool():
         fusedseg.convert(Flagged(), inplace="no")
 
 
-def test_command(capsys):
-    command = ["convert", "tests.conversion.test_flow_changes:Flagged", "--input", "2,3,8,8"]
+def test_command(capsys, counted):
+    command = ["convert", "tests.conversion.networks:Flagged", "--input", "2,3,8,8"]
     assert main([*command, "--no-inplace"]) == 0
     out = capsys.readouterr().out
     assert "BatchNormAct(leaky_relu(0.1)) (1)" in out
@@ -211,7 +188,7 @@ def test_command(capsys):
     assert [(found["attribute"], found["sites"]) for found in data["branches"]] == [("self.flag", ["conv"])]
 
 
-def test_what_fails_on_tensors_without_values_is_not_logged(caplog):
+def test_what_fails_on_tensors_without_values_is_not_logged(caplog, counted):
     """PyTorch logged a traceback of dozens of lines for a model that cannot be called with the example's size."""
 
     class Skip(nn.Module):
@@ -230,172 +207,6 @@ def test_what_fails_on_tensors_without_values_is_not_logged(caplog):
     finally:
         logger.removeHandler(caplog.handler)
     assert not caplog.records
-
-
-# -- which branches are named
-
-
-@dataclass
-class Config:
-    flag: bool = False
-
-
-class Sites(Flagged):
-    """A model with one norm in place, whose forward has a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch, self.phase, self.absent, self.config = 0, "warm-up", None, Config()
-        self.downsample, self.layers, self.extra = None, nn.ModuleList(), nn.Identity()
-        self.function = nn.functional.silu
-        self.register_buffer("step", torch.zeros(()))
-        self.register_buffer("table", torch.zeros(3))
-        self.register_parameter("scale", None)
-
-    @property
-    def late(self) -> bool:
-        return self.epoch > 5
-
-    def is_late(self) -> bool:
-        return self.epoch > 5
-
-    def run(self, x):
-        return self.act(self.bn(self.conv(x)))
-
-
-def method(body: str) -> type[Sites]:
-    """A subclass of ``Sites`` with a forward of this body, whose source ``inspect`` finds as it does in a notebook."""
-    lines = ["def forward(self, x):\n", *(f"    {line}\n" for line in body.splitlines())]
-    file = f"<forward {hash(body)}>"
-    linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-    names: dict = {"torch": torch, "__name__": __name__}
-    exec(compile("".join(lines), file, "exec"), names)
-    return type("Written", (Sites,), {"forward": names["forward"], "__module__": __name__})
-
-
-NAMED = {
-    "if self.flag:\n    x = x + 1\nreturn self.run(x)": [("self.flag", 2)],
-    "return self.run(x if self.epoch < 3 else -x)": [("self.epoch", 2)],
-    "while self.phase == 'x':\n    x = x + 1\nreturn self.run(x)": [("self.phase", 2)],
-    "return self.run(x) + (self.epoch and self.flag and 1)": [("self.epoch", 2), ("self.flag", 2)],
-    "y = [i for i in (1, 2) if self.flag]\nreturn self.run(x)": [("self.flag", 2)],
-    "match self.phase:\n    case 'x':\n        x = -x\nreturn self.run(x)": [("self.phase", 2)],
-    "if self.config.flag:\n    x = -x\nreturn self.run(x)": [("self.config.flag", 2)],
-    "if self.late:\n    x = -x\nreturn self.run(x)": [("self.late", 2)],
-    "if self.is_late():\n    x = -x\nreturn self.run(x)": [("self.is_late()", 2)],
-    "if self.absent is not None:\n    x = -x\nreturn self.run(x)": [("self.absent", 2)],
-    "if self.training and self.flag:\n    x = -x\nreturn self.run(x)": [("self.flag", 2)],
-}
-NOT_NAMED = [
-    "if self.training:\n    x = -x\nreturn self.run(x)",
-    "x = x if self.downsample is None else self.downsample(x)\nreturn self.run(x)",
-    "if len(self.layers) > 0 or self.extra is None:\n    x = -x\nreturn self.run(x)",
-    "if self.function is not None:\n    x = self.function(x)\nreturn self.run(x)",
-    "if self.scale is not None:\n    x = self.scale * x\nreturn self.run(x)",
-    "if self.table.sum() > 100:\n    x = -x\nreturn self.run(x)",
-    "if x.shape[1] != self.epoch + 3 and self.epoch == 0:\n    raise ValueError\nreturn self.run(x)",
-    "assert self.flag or x.shape[0] > 0\nreturn self.run(x)",
-    "if x.shape[0] > 100:\n    x = -x\nreturn self.run(x)",
-]
-
-
-@pytest.mark.parametrize(("body", "found"), NAMED.items(), ids=[*map(repr, NAMED)])
-def test_branches_that_are_named(body, found):
-    report = fusedseg.convert(method(body)(), example_inputs=torch.randn(2, 3, 8, 8))
-    assert [(branch.attribute, branch.line) for branch in report.branches] == found
-
-
-@pytest.mark.parametrize("body", NOT_NAMED, ids=repr)
-def test_branches_that_are_not_named(body):
-    report = fusedseg.convert(method(body)(), example_inputs=torch.randn(2, 3, 8, 8))
-    assert replaced(report)
-    assert report.branches == []
-
-
-def test_a_branch_on_a_buffer_of_one_element(image):
-    model = method("if self.step > 3:\n    x = -x\nreturn self.run(x)")().double()
-    report = fusedseg.convert(model, example_inputs=image)
-    assert [branch.attribute for branch in report.branches] == ["self.step"]
-
-
-def test_branches_on_training_are_named_if_one_mode_fails(image):
-    model = method("if not self.training:\n    raise KeyError\nelse:\n    x = -x\nreturn self.run(x)")().double()
-    report = fusedseg.convert(model, example_inputs=image)
-    assert report.how == "observed in training mode"
-    assert [branch.attribute for branch in report.branches] == ["self.training"]
-
-
-class Inherits(Flagged):
-    """Calls the inherited forward, and a method that branches."""
-
-    def forward(self, x):
-        """Has a line
-        without indentation, which ``textwrap.dedent`` could not handle.
-        """
-        return self.late(super().forward(x))
-
-    def late(self, x):
-        return -x if self.late_flag else x
-
-    late_flag = False
-
-
-def test_methods_that_the_forward_calls_are_read(image):
-    report = fusedseg.convert(Inherits().double(), example_inputs=image)
-    found = [(branch.function, branch.attribute) for branch in report.branches]
-    assert sorted(found) == [("Flagged.forward", "self.flag"), ("Inherits.late", "self.late_flag")]
-
-
-class Around(nn.Module):
-    """Two blocks, one of them of stock classes, and a branch around both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep = False
-        self.blocks = nn.Sequential(Flagged(), networks.double_conv(4, 4, LEAKY()))
-        self.head = nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        y = self.blocks(x)
-        return [self.head(y), y] if self.deep else self.head(y)
-
-
-def test_modules_around_the_norm_are_read(image):
-    report = fusedseg.convert(Around().double(), example_inputs=image)
-    assert [branch[:2] + branch[4:] for branch in report.branches] == [
-        ("Around.forward", "self.deep", ("blocks.0.conv", "blocks.1.0")),
-        ("Flagged.forward", "self.flag", ("blocks.0.conv",)),
-    ]
-    text = str(report)
-    assert "(leaky_relu(0.1)) (1) (2)" in text
-    assert text.count("self.deep") == 1
-
-
-@pytest.mark.parametrize(
-    "make",
-    [networks.ResNet, networks.NNUNet, lambda: networks.UNet(LEAKY), lambda: fusedseg.unet.UNet(3, 4, plain=True)],
-    ids=["resnet", "nnunet", "unet", "unet of fusedseg"],
-)
-def test_library_code_without_settings_has_no_notes(make):
-    report = fusedseg.convert(make(), example_inputs=torch.randn(2, 3, 32, 32))
-    assert report.guarantee
-    assert report.branches == []
-
-
-def test_graphs_have_no_branches(image):
-    graph = fx.symbolic_trace(Flagged().double())
-    assert fusedseg.convert(graph, example_inputs=image).branches == []
-
-
-def test_a_forward_without_source(image):
-    model = Flagged().double()
-    names: dict = {}
-    exec("def forward(self, x):\n    return self.act(self.bn(self.conv(x)))", names)
-    cls = type("NoSource", (Flagged,), {"forward": names["forward"]})
-    model.__class__ = cls
-    report = fusedseg.convert(model, example_inputs=image)
-    assert report.branches == [Branch("forward", "", "", 0, ("conv",))]
-    assert "\n  (1) forward: its source cannot be read, so its branches are not known" in str(report)
 
 
 def test_a_model_without_fused_norms_promises_nothing(image):

@@ -16,6 +16,8 @@ from fusedseg.ops.recompute.recipes import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 class Watched(networks.Functional):
     """Counts its calls that run inside a scope."""
@@ -197,7 +199,7 @@ def test_another_set_of_parameters(model, image):
     assert torch.equal(functional_call(model, parameters, (image,)), functional_call(stock, parameters, (image,)))
 
 
-@pytest.mark.parametrize("whole", ["the model", "a bigger model", "in place"])
+@pytest.mark.parametrize("whole", [pytest.param("the model", marks=pytest.mark.slow), "a bigger model", "in place"])
 def test_compiled_as_one_graph(image, whole):
     model = networks.UNet().double()
     stock = copy.deepcopy(model)

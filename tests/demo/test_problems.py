@@ -1,8 +1,6 @@
 """The data of the demos: real images without a download, split into front and back."""
 
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -85,14 +83,3 @@ def test_views_leave_pictures(problem):
     for at in problem.views.values():
         assert problem.held_out.labels[at].dim() == 2
         assert problem.held_out.images[0][:, 0][at].dim() == 2
-
-
-def test_the_command_line_does_not_load_the_demo():
-    """Only the demo needs the extras, and the seconds that nilearn takes to import.  (torch itself imports tqdm.)"""
-    code = (
-        "import sys, fusedseg.__main__ as m\n"
-        "assert not {'fusedseg.demo', 'nilearn', 'matplotlib'} & set(sys.modules)\n"
-        "import fusedseg.demo\n"
-        "assert not {'nilearn', 'matplotlib'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

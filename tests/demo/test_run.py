@@ -61,8 +61,12 @@ sys.exit(main(["demo", "slices", "--steps", "1"]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
-    """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files."""
+    """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files.
+
+    `.ci/run` looks at the errors of a demo too.
+    """
     command = [sys.executable, "-c", SMALL]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -29,6 +29,16 @@ def small_tiles(monkeypatch, replanned):
     monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
+@pytest.fixture
+def counted_once(request):
+    """Skips a test as compiled code if it counts parameters: every lane loads those that it needs, and not one of them.
+
+    A GPU serves such loads at once, but the machine of ``--ptx`` counts each of them.
+    """
+    if request.config.getoption("--ptx"):
+        pytest.skip("every lane loads its parameters, which the interpreter loads once")
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """``compiled(module, cases, targets)`` returns the report of the compiled launches for each target.
@@ -47,7 +57,7 @@ def compiled(tmp_path_factory):
 
         from tests.tools.codegen import compile_launches
 
-        name = f"{module}.{cases}"
+        name = f"{module}.{cases}.{'-'.join(targets)}"
         if name not in known:
             with (folder / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

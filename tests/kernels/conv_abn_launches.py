@@ -64,6 +64,10 @@ FEW = {
     name: CASES[name]
     for name in ("3x3-64-64-fp16", "1x1-128-3-fp16", "3x3-64-64-fp16-norm", "3x3-64-64-tf32", "1x1-64-64-fp16-planes")
 }
+# Both kinds of products.
+FEWER = {name: CASES[name] for name in ("3x3-64-64-fp16", "3x3-64-64-tf32")}
+# The launch that needs the most shared memory: 128 output channels, and rows of 64 input channels.
+MOST = {"3x3-512-512-fp16": CASES["3x3-512-512-fp16"]}
 # All convolutions of the networks, in training and inference.
 MORE = {}
 for epilogue in ("stats", "norm"):

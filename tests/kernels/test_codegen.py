@@ -6,36 +6,50 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import TARGETS, VENDORS
+from tests.tools.codegen import OLDER, OTHERS, SHARED, TARGETS, VENDORS
 
-# A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches; launches without
-# tensor cores are compiled for one GPU of each vendor.  Suites of all launches take minutes, and have the mark `slow`.
+# A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches for one GPU of each
+# vendor, convolutions with their kinds of products for GPUs whose tensor cores have other instructions, and for GPUs
+# with little shared memory the launch that needs the most.  Suites that are not QUICK take minutes, and have the mark
+# `slow`; they hold the launches that a target leaves out here.
 SUITES = {
-    "norm_act": ("tests.kernels.norm_act_launches", "FEW", VENDORS),
+    "norm_act": ("tests.kernels.norm_act_launches", "FEW", ("sm_90",)),
+    "norm_act-amd": ("tests.kernels.norm_act_launches", "FEWER", ("gfx942",)),
+    "norm_act-others": ("tests.kernels.norm_act_launches", "FEW", OTHERS),
     "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
-    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", TARGETS),
+    "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", VENDORS),
+    "conv_abn-products": ("tests.kernels.conv_abn_launches", "FEWER", ("sm_80", "sm_100")),
+    "conv_abn-most": ("tests.kernels.conv_abn_launches", "MOST", ("sm_86", "sm_120")),
+    "conv_abn-others": ("tests.kernels.conv_abn_launches", "FEW", OTHERS),
     "conv_abn-all": ("tests.kernels.conv_abn_launches", "CASES", TARGETS),
     "conv_abn-more": ("tests.kernels.conv_abn_launches", "MORE", TARGETS),
+    "older-conv_abn": ("tests.kernels.conv_abn_launches", "FEW", OLDER),
+    "older-norm_act": ("tests.kernels.norm_act_launches", "FEW", OLDER),
 }
+QUICK = ("norm_act", "norm_act-amd", "conv_abn", "conv_abn-products", "conv_abn-most")
 
 
-def suites(kernel=""):
+def suites(*kernels):
     """The suites whose names begin with a prefix, each with its targets."""
     return pytest.mark.parametrize(
         ("suite", "target"),
         [
-            pytest.param(name, target, id=f"{name}-{target}", marks=[] if cases == "FEW" else [pytest.mark.slow])
-            for name, (_, cases, targets) in SUITES.items()
+            pytest.param(name, target, id=f"{name}-{target}", marks=[] if name in QUICK else [pytest.mark.slow])
+            for name, (*_, targets) in SUITES.items()
             for target in targets
-            if name.startswith(kernel)
+            if name.startswith(kernels)
         ],
     )
 
 
-# Shared memory of a block on GPUs of compute capability 8.6 and 8.9, which have the least among supported GPUs.
-SHARED = {"gfx942": 64 * 1024}
-LEAST_SHARED = 99 * 1024
-MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+# What is compiled for one NVIDIA GPU must fit on the supported GPUs with the least shared memory, too.
+LEAST_SHARED = min(SHARED[target] for target in (*TARGETS, *OTHERS) if target.startswith("sm_"))
+MATRIX = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), "mma.sync"),
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "v_mfma"),
+}
 # Bytes per thread that are known to spill.
 SPILLS = {
     # Under Triton 3.6, statistics of 128 x 128 values spill beside the product, and so do few channels in TF32.
@@ -46,6 +60,9 @@ SPILLS = {
     ("sm_80", "gelu_tanh-onchip-fp16-rows"): 72,
     ("sm_90", "gelu_tanh-onchip-fp16-rows"): 72,
     ("sm_100", "gelu_tanh-onchip-fp16-rows"): 112,
+    ("sm_86", "gelu_tanh-onchip-fp16-rows"): 16,
+    ("sm_89", "gelu_tanh-onchip-fp16-rows"): 16,
+    ("sm_120", "gelu_tanh-onchip-fp16-rows"): 8,
     # In rows, ptxas spills two registers of the loops' parameters so that one more program is resident; the other
     # registers are 72 (Triton 3.6, with a residual) or 59 to 86 (3.9).
     ("sm_100", "instance-split-output-fp16-rows"): 8,
@@ -53,6 +70,8 @@ SPILLS = {
     ("sm_90", "elu-fp16-rows"): 8,
     ("sm_100", "elu-fp16-rows"): 8,
     ("sm_100", "silu-split-fp16-rows"): 8,
+    # sm_120 with a scale and a shift in the epilogue.
+    ("sm_120", "3x3-64-64-fp16-norm"): 8,
     # Without tensor cores, the backend "auto" takes the vendor's convolution.
     ("sm_80", "1x1-2048-1024-fp32-norm"): 32,
     **{("sm_80", f"{of}-fp32-norm"): 8 for of in ("1x1-128-3", "1x1x1-64-5")},
@@ -70,7 +89,7 @@ def launches(compiled, suite, target):
     return compiled(*SUITES[suite])[target]
 
 
-@suites()
+@suites("norm_act", "conv_abn")
 def test_no_spills(launches, target, record_property):
     registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
     record_property("registers", registers)
@@ -113,20 +132,20 @@ def test_every_path_was_compiled(launches):
 def whole_vectors(case, target) -> set[tuple[str, str]]:
     """The arguments that a convolution accesses 16 bytes at a time, by the case's name: taps-C-K-dtype-layout."""
     taps, C, K, dtype, *options = case.split("-")
-    planes = "planes" in options
+    planes, amd = "planes" in options, target.startswith("gfx")
     vectors = set()
     # Taps of planes begin at any address.
     if "3" not in taps if planes else int(C) % 8 == 0:
         vectors.add(("x_ptr", "load"))
-    # Some tiles of w have fewer than 16 bytes for each thread: 16 rows in fp32 for 8 warps, and tiles for gfx942's
+    # Some tiles of w have fewer than 16 bytes for each thread: 16 rows in fp32 for 8 warps, and tiles for AMD's
     # wavefronts of 64 threads.
-    small = int(K) <= 16 and (target == "gfx942" or dtype in ("fp32", "tf32"))
-    small = small or (target == "gfx942" and dtype == "fp32")
+    small = int(K) <= 16 and (amd or dtype in ("fp32", "tf32"))
+    small = small or (amd and dtype == "fp32")
     if int(C) % 8 == 0 and not small:
         vectors.add(("w_ptr", "load"))
-    # On gfx942 a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, and single
+    # On AMD's GPUs a thread holds 4 adjacent channels of the product: it stores 8 bytes in half precision, and single
     # elements in planes.
-    if (planes or int(K) % 8 == 0) if target != "gfx942" else (not planes and int(K) % 8 == 0 and dtype == "fp32"):
+    if (planes or int(K) % 8 == 0) if not amd else (not planes and int(K) % 8 == 0 and dtype == "fp32"):
         vectors.add(("out_ptr", "store"))
     return vectors
 
@@ -146,11 +165,20 @@ def test_convolutions_load_and_store_16_bytes(launches, target):
 def test_convolutions_run_on_tensor_cores(launches, target):
     """Convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for fp32."""
     for of in launches:
-        without = "fp32" in of["case"] and target != "gfx942"
+        without = "fp32" in of["case"] and target.startswith("sm_")
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
 
 
-@suites("conv_abn")
-def test_convolutions_fit_in_shared_memory(launches, target):
+@suites("conv_abn", "norm_act", "older")
+def test_launches_fit_in_shared_memory(launches, target):
     most = max(launches, key=lambda of: of["shared"])
-    assert most["shared"] <= SHARED.get(target, LEAST_SHARED), most["case"]
+    limit = min(SHARED[target], LEAST_SHARED) if target.startswith("sm_") else SHARED[target]
+    assert most["shared"] <= limit, most["case"]
+
+
+@suites("older-conv_abn")
+def test_why_older_gpus_are_left_to_aten(launches):
+    """Triton uses no tensor cores there, and the convolution keeps its product in memory."""
+    of = {launch["case"]: launch for launch in launches}
+    assert not any(launch["matrix"] for launch in launches)
+    assert of["3x3-64-64-fp16"]["spilled"] > 1024

@@ -51,9 +51,9 @@ PATHS = [
 # Split cases have small tiles here; `test_training` and PATHS have the tiles of real tensors.
 SMALL_PATHS = {
     "planes": (PLANES["odd-plane"], torch.contiguous_format),
-    "planes-split": ((3, 2, 15, 17), torch.contiguous_format),
+    "planes-split": ((3, 2, 9, 11), torch.contiguous_format),
     "rows": (ROWS["odd-rows"], None),
-    "rows-split": ((2, 20, 5, 7), None),
+    "rows-split": ((2, 20, 3, 5), None),
 }
 
 

@@ -1,5 +1,6 @@
 """``estimate`` gives the figures of real tensors without allocating them."""
 
+import itertools
 from collections import Counter
 from functools import partial
 
@@ -24,19 +25,27 @@ def kept_by_shape(report):
     return Counter((s.shape, s.dtype, s.nbytes) for s in report.saved_storages if len(s.shape) > 1)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+MODELS = {
+    "resnet": (partial(ResNet18, 10, 8), (2, 3, 64, 64)),
+    "unet": (partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), (2, 3, 48, 40)),
+    "ours": (partial(UNet, 3, 4, widths=(8, 16, 32)), (2, 3, 48, 40)),
+    "3D": (partial(UNet, 1, 4, dims=3, widths=(4, 8, 16), plain=True), (1, 1, 16, 16, 12)),
+}
+AUTOCAST = {"fp32": None, "autocast": torch.bfloat16}
+# The default run has each model and each dtype, and the slow run has every pair.
+PAIRS = [("resnet", "fp32"), ("unet", "autocast"), ("ours", "autocast"), ("3D", "fp32")]
+
+
 @pytest.mark.parametrize(
-    ("build", "shape"),
+    ("model", "dtype"),
     [
-        (partial(ResNet18, 10, 8), (2, 3, 64, 64)),
-        (partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), (2, 3, 48, 40)),
-        (partial(UNet, 3, 4, widths=(8, 16, 32)), (2, 3, 48, 40)),
-        (partial(UNet, 1, 4, dims=3, widths=(4, 8, 16), plain=True), (1, 1, 16, 16, 12)),
+        pytest.param(*pair, marks=[] if pair in PAIRS else [pytest.mark.slow])
+        for pair in itertools.product(MODELS, AUTOCAST)
     ],
-    ids=["resnet", "unet", "ours", "3D"],
 )
-def test_fake_and_real_agree(build, shape, autocast):
+def test_fake_and_real_agree(model, dtype):
     """Saved bytes agree exactly and the peak within 3 %, because our ops work in pieces on real tensors."""
+    (build, shape), autocast = MODELS[model], AUTOCAST[dtype]
     optimizer = torch.optim.AdamW
     real = profile(build(), torch.randn(shape), optimizer=optimizer, autocast=autocast)
     fake = estimate(build, shape, optimizer=optimizer, autocast=autocast)

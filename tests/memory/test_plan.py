@@ -164,9 +164,10 @@ def test_progress_names_what_is_estimated():
 
 
 def test_the_cheapest_way_to_a_batch():
-    needs = {o.label: o.total for o in step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).options}
+    ample = step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert)
+    needs = {option.label: option.total for option in ample.options}
     # Everything fits, so nothing has to change.
-    assert step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert).cheapest.label == "eager"
+    assert ample.cheapest.label == "eager"
     # Eager mode does not fit.  Checkpoints would fit too, but a strategy without repeated convolutions is cheaper.
     tight = step_alone(PLAIN, SHAPE, max(needs["fusedseg"], needs["checkpoint"]), batch=8, convert=convert, reserve=0.0)
     assert tight.cheapest.label in ("amp", "fusedseg")

@@ -268,11 +268,11 @@ def test_tensors_that_are_no_buffers_count():
     assert report.saved_by("kind") == {"constants": x.nbytes}
 
 
-def test_ten_thousand_modules():
-    net, x = nn.Sequential(*(nn.ReLU() for _ in range(10_000))), torch.randn(4, requires_grad=True)
+def test_thousands_of_modules():
+    net, x = nn.Sequential(*(nn.ReLU() for _ in range(2_000))), torch.randn(4, requires_grad=True)
     report = profile(net, x)
-    assert len(report.rows) == 3 * 10_001
-    assert report.saved == 10_000 * 16
+    assert len(report.rows) == 3 * 2_001
+    assert report.saved == 2_000 * 16
 
 
 @pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks:UserWarning")

@@ -5,7 +5,10 @@ import fnmatch
 import itertools
 import os
 import random
+import re
+import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -50,8 +53,9 @@ RELATED = {
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
-# Seconds.
+# Seconds of computing, which other work on the machine does not change, and seconds of waiting.
 PATIENCE = 600
+LONGEST = 3600
 # The exit statuses of pytest if a test fails, or cannot be collected.
 CAUGHT = (1, 2, 4)
 
@@ -82,35 +86,46 @@ def copied(root: Path, tests: Path, folder: Path) -> Path:
     return folder
 
 
-def outcome(folder: Path, tests: list[str]) -> str:
-    """Runs tests in a process that has imported PyTorch already; returns "caught", "survived" or "timed out"."""
+def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
+    """Runs tests in a process that has imported PyTorch already, up to the first one that fails.
+
+    Returns "caught", "survived" or "timed out", and the name of the test that failed.
+    """
+    output = folder / "output.txt"
     child = os.fork()
     if not child:
         code = 3
         try:
             os.setsid()
             os.chdir(folder)
+            resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
             sys.path.insert(0, str(folder))
             os.environ["PYTHONPATH"] = str(folder)
             for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
                 del sys.modules[name]
-            with open(folder / "output.txt", "w") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
             import pytest
 
-            code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests])
+            code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", *tests])
         finally:
             os._exit(code)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LONGEST
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "caught" if not os.WIFEXITED(status) or os.WEXITSTATUS(status) in CAUGHT else "survived"
-        time.sleep(0.05)
+        if not done:
+            time.sleep(0.05)
+            continue
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            return "timed out", ""
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) not in CAUGHT:
+            return "survived", ""
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.+?)?)(?: - .*)?$", output.read_text(), re.MULTILINE)
+        return "caught", failed[1] if failed else ""
     os.killpg(child, 9)
     os.waitpid(child, 0)
-    return "timed out"
+    return "timed out", ""
 
 
 def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[Path, Mutant]]:
@@ -125,6 +140,12 @@ def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[P
     return found
 
 
+def earlier(lines: Iterable[str]) -> dict[str, str]:
+    """Reads the printed lines of a run: each defect that it caught, and the test that failed, if one was named."""
+    found = (re.fullmatch(r"(?:caught|timed out) +\d+ s  (.+?)(?:  by (tests/.+))?", line) for line in lines)
+    return {match[1]: match[2] or "" for match in found if match}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutation", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,9 +154,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, help="defects of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose tests run")
+    parser.add_argument(
+        "--after",
+        type=Path,
+        help="what an earlier run printed: only what it caught is tried, first on the test that caught it",
+    )
     parser.add_argument("--part", default="1/1", help="1/2 and 2/2: halves, for two processes")
     options = parser.parse_args(argv)
     index, parts = map(int, options.part.split("/"))
+    first = earlier(options.after.read_text().splitlines()) if options.after else {}
 
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -148,12 +175,18 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = copied(ROOT, options.tests.resolve(), Path(name))
         for path, mutant in chosen(ROOT, options.folders, options.each, options.seed)[index - 1 :: parts]:
+            name = f"{path}:{mutant.line}  {mutant.what}"
+            if options.after and name not in first:
+                continue
             source, start = (ROOT / path).read_text(), time.monotonic()
             (folder / path).write_text(mutant.applied(source))
-            result = outcome(folder, related(folder, path))
+            result, test = outcome(folder, [first[name]]) if first.get(name) else ("", "")
+            if not test or test != first.get(name):
+                result, test = outcome(folder, related(folder, path))
             (folder / path).write_text(source)
             found.setdefault(path.as_posix(), Counter())[result] += 1
-            print(f"{result:9s} {time.monotonic() - start:4.0f} s  {path}:{mutant.line}  {mutant.what}", flush=True)
+            by = f"  by {test}" if test else ""
+            print(f"{result:9s} {time.monotonic() - start:4.0f} s  {name}{by}", flush=True)
     print("\ncaught of all")
     for path, counts in found.items():
         print(f"{counts.total() - counts['survived']:3d} of {counts.total():3d}  {path}")

@@ -194,7 +194,7 @@ def hooked(module):
         ((nn.Conv2d(4, 6, 3), hooked(nn.BatchNorm2d(6))), TypeError, "bn must have no hooks"),
         ((nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6)), TypeError, "norm must be one of .*, got GroupNorm"),
         ((nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6)), TypeError, "norm must be one of .*, got SyncBatchNorm"),
-        ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(4)), ValueError, "bn must have 6 features, as conv has, got 4"),
+        ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(4)), ValueError, "bn must have 6 features, one per output channel, got 4"),
         ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), "relu"), ValueError, "activation 'relu' cannot be inverted"),
         ((nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), "leaky_relu", 0.0), ValueError, "slope 0.0 cannot be inverted"),
     ],

@@ -51,7 +51,8 @@ def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
         buffers = (None, None) if norm == "group" else [v.clone() for v in running]
         if fused:
             options = {"norm": norm, "num_groups": GROUPS if norm == "group" else None, "residual": r, "slope": slope}
-            z = norm_act(xs, *buffers, w, b, training, 0.1, eps, activation, param, **options)
+            options |= {"activation": activation, "activation_param": param}
+            z = norm_act(xs, *buffers, w, b, training, 0.1, eps, **options)
         else:
             y = stock_norm(norm, xs, buffers, w, b, training, eps)
             y = y if r is None else y + r

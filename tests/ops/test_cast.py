@@ -8,7 +8,8 @@ from torch import nn
 
 import fusedseg
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.conv import conv_abn, join_conv
+from fusedseg.ops.conv import join_conv
+from tests.ops.scope_cases import assert_equal
 
 LAYERS = {
     "Conv2d": lambda: nn.Conv2d(32, 32, 3, padding=1),
@@ -50,18 +51,12 @@ def gradients(layer, out):
     return [out.detach(), *grads]
 
 
-def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_no_copy_is_kept(layer, x, monkeypatch):
     nbytes, out = run(layer, x)
     # Only x, z and vectors are kept.
     assert nbytes <= 2 * x.numel() * 2 + 1024
     got = gradients(layer, out)
-    for module in (join_conv, conv_abn):
-        monkeypatch.setattr(module, "uncast", lambda w: w)
+    monkeypatch.setattr(join_conv, "uncast", lambda w: w)
     nbytes, out = run(layer, x, scoped=False)
     assert nbytes >= 2 * 32 * 32 * 9
     assert_equal(got, gradients(layer, out))

@@ -21,9 +21,9 @@ OP = "fusedseg.conv_abn"
 
 @pytest.fixture(autouse=True)
 def no_records():
-    conv_choice.clear()
+    conv_choice._records.clear()
     yield
-    conv_choice.clear()
+    conv_choice._records.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ def test_save_and_load(tmp_path, on_a_gpu):
     keys = {remember(FASTER): FASTER, remember(SLOWER, K=48): SLOWER, remember(WRONG, dims=3, size=4): WRONG}
     path = tmp_path / "choices.json"
     assert save_conv_choices(path) == 3
-    conv_choice.clear()
+    conv_choice._records.clear()
     assert chosen() == "aten"
     assert load_conv_choices(str(path)) == 3
     assert conv_choice._records == keys
@@ -47,7 +47,7 @@ def saved(tmp_path, change):
     remember(FASTER)
     path = tmp_path / "choices.json"
     save_conv_choices(path)
-    conv_choice.clear()
+    conv_choice._records.clear()
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -93,7 +93,7 @@ def test_load_of_another_file(tmp_path, text):
 )
 def test_load_from_other_versions_takes_nothing(tmp_path, change):
     path = saved(tmp_path, change)
-    with pytest.warns(UserWarning, match=r"was measured with .*, here is .* nothing taken"):
+    with pytest.warns(UserWarning, match=r"was measured with .*, here is .* no choice is taken"):
         assert load_conv_choices(path) == 0
     assert not conv_choice._records
 

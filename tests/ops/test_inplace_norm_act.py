@@ -18,6 +18,11 @@ ACTIVATIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, p
 STATISTICS = {"batch": None, "instance": 4, "groups of 2": 2, "one group": 1}
 SHAPES = {"1d": (2, 4, 7), "2d": (3, 4, 2, 5), "3d": (2, 4, 3, 2, 3), "one sample": (1, 4, 3, 3)}
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+# One group is of the same kind as groups of 2, which imply it where values are compared elsewhere.
+by_kind = pytest.mark.parametrize(
+    "groups",
+    [pytest.param(of, id=name, marks=[pytest.mark.slow] if of == 1 else []) for name, of in STATISTICS.items()],
+)
 by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 
 
@@ -150,7 +155,7 @@ def test_in_place_without_layout_copies(backend, device, fmt):
         assert z.stride() == x.stride()
 
 
-@by_statistics
+@by_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 def test_gradients_for_every_weight(backend, device, groups, dtype, with_residual):
@@ -223,7 +228,7 @@ KEPT_AND_FORMAT = [pytest.param("contiguous", False, id="contiguous-none kept"),
                    pytest.param("channels_last", True, id="channels_last-one kept")]  # fmt: skip
 
 
-@by_statistics
+@by_kind
 @pytest.mark.parametrize(("fmt", "kept"), KEPT_AND_FORMAT)
 def test_opcheck(backend, device, groups, fmt, kept):
     x, r, weight, bias = inputs(SHAPES["2d"], fmt, device)

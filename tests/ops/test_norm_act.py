@@ -84,8 +84,8 @@ def test_gradcheck(norm, name):
         given.append(slope.requires_grad_())
 
     def fused(x, weight, bias, residual, slope=None):
-        return norm_act(x, None, None, weight, bias, True, 0.1, 1e-3, activation, param, norm=norm, num_groups=groups,
-                        residual=residual, slope=slope)  # fmt: skip
+        return norm_act(x, None, None, weight, bias, True, 0.1, 1e-3, activation=activation, activation_param=param,
+                        norm=norm, num_groups=groups, residual=residual, slope=slope)  # fmt: skip
 
     if norm == "group":
         # A group has one channel; the scale keeps the gradient of x from being small.
@@ -147,3 +147,9 @@ def test_autocast_residual():
     assert z.dtype == torch.bfloat16
     with pytest.raises(TypeError, match=r"residual must be torch.bfloat16, the dtype of x"):
         norm_act(x.bfloat16(), None, None, training=True, residual=residual)
+
+
+def test_instance_norm_by_running_statistics_needs_no_positions():
+    x, running = torch.randn(5, 3), (torch.randn(3), torch.rand(3) + 0.5)
+    expected = F.leaky_relu(F.instance_norm(x, *running, use_input_stats=False), 0.01)
+    assert torch.equal(norm_act(x, *running, norm="instance"), expected)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from tests.ops.test_recompute_certain import assert_same, grads
+from tests.ops.scope_cases import assert_same, grads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -69,10 +69,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def sizes():
-    """Each network in fp32, and two networks in fp16.  ``-m slow`` adds the other networks in fp16."""
+    """Each network in fp32, and one network in fp16.  ``-m slow`` adds the other networks in fp16."""
     for name, case in CASES.items():
         for of, dtype in DTYPES.items():
-            seldom = of == "fp16" and name not in ("U-Net", "ResNet-18")
+            seldom = of == "fp16" and name != "U-Net"
             yield pytest.param(case, dtype, id=f"{name}-{of}", marks=[pytest.mark.slow] if seldom else [])
 
 

@@ -3,13 +3,12 @@
 import re
 
 from .parse import Unsupported
-from .values import KINDS, unsigned
+from .values import KINDS, size_of, unsigned
 
 # Cache policies do not change a value.
 POLICIES = {"L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::no_allocate", "ca", "cg", "cs", "weak"}
 # The object of a wave that serves a space, and the type of addresses there.
-SPACES = {"global": ("W.memory", "u8"), "shared": ("W.shared", "u4")}
-MATRIX_SIZES = {"x1": 1, "x2": 2, "x4": 4}
+SPACES = {"global": ("W.memory", "u8"), "shared": ("W.shared", "u4"), "local": ("W.local", "u8")}
 # mma.sync: the shape, and the types of D, A, B and C.
 PRODUCTS = {
     ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32"): "f16",
@@ -29,16 +28,26 @@ def unguarded(i) -> None:
 
 def space_of(i) -> tuple[str, int, str]:
     """Returns the memory space of an access, the number of values that it moves, and their PTX type."""
-    space, *rest, kind = i.modifiers
+    # Addresses that may lie in any space are those of local memory.
+    space, *rest, kind = i.modifiers if len(i.modifiers) > 1 else ("local", *i.modifiers)
     count = 1
     for modifier in rest:
         if found := re.fullmatch(r"v([24])", modifier):
             count = int(found[1])
         elif modifier not in POLICIES:
             raise Unsupported(modifier)
-    if space not in ("global", "shared", "param"):
+    if space not in ("global", "shared", "local", "param"):
         raise Unsupported(space)
     return space, count, kind
+
+
+def shared_bytes(i) -> int:
+    """The bytes of a thread's access to shared memory; for other instructions 16, the most bytes of an access."""
+    if i.op in ("ld", "st") and i.modifiers[0] == "shared":
+        _, count, kind = space_of(i)
+        return count * size_of(KINDS[kind])
+    copies = i.op == "cp" and i.modifiers[1] in ("ca", "cg")
+    return i.operands[2].value if copies else 16
 
 
 def load(w, i) -> None:
@@ -92,7 +101,7 @@ def matrix_count(i) -> int:
     unguarded(i)
     if i.modifiers[:3] != ("sync", "aligned", "m8n8") or i.modifiers[-1] != "b16":
         raise Unsupported("matrices of another shape")
-    return MATRIX_SIZES[i.modifiers[3]]
+    return int(i.modifiers[3][1:])
 
 
 def load_matrix(w, i) -> None:
@@ -170,12 +179,9 @@ def barrier(w, i) -> None:
         raise Unsupported("a barrier of another kind")
 
 
-def nothing(w, i) -> None:
-    """Translates to nothing: branches and returns end a block, and barriers do the work of fences here."""
-
-
 HANDLERS = {
     "ld": load, "st": store, "cp": copy, "ldmatrix": load_matrix, "stmatrix": store_matrix, "mma": product,
-    "wgmma": group_product, "shfl": shuffle, "bar": barrier, "barrier": barrier, "bra": nothing, "ret": nothing,
-    "fence": nothing,
+    "wgmma": group_product, "shfl": shuffle, "bar": barrier, "barrier": barrier,
+    # Branches and returns end a block, and barriers do the work of fences here.
+    **dict.fromkeys(["bra", "ret", "fence"], lambda w, i: None),
 }  # fmt: skip

@@ -18,6 +18,10 @@ WRAPPING = {"add": "{0} + {1}", "sub": "{0} - {1}", "neg": "{kind}(0) - {0}", "m
 INTEGERS = {"mul.hi": "multiply_high({0}, {1}, {kind})", "div": "divide({0}, {1})", "rem": "remainder({0}, {1})",
             "min": "minimum({0}, {1})", "max": "maximum({0}, {1})", "abs": "absolute({0})"}  # fmt: skip
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
+# Instructions whose operands have types of their own; an empty one is the type of the instruction.
+OTHERS = {"shl": ("shift_left({0}, {1}, {kind})", ("", "u4")), "shr": ("shift_right({0}, {1}, {kind})", ("", "u4")),
+          "bfe": ("field({0}, {1}, {2}, {kind})", ("", "u4", "u4")), "selp": ("where({2}, {0}, {1})", ("", "", "b")),
+          "prmt": ("permute({0}, {1}, {2})", ("u4",) * 3), "shf": ("funnel({0}, {1}, {2})", ("u4",) * 3)}  # fmt: skip
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -35,7 +39,7 @@ def floats(w, i, result, sources) -> None:
     if len(KINDS.keys() & set(i.modifiers)) > 1 or not set(i.modifiers) <= FLOAT_MODIFIERS:
         raise Unsupported("other modifiers")
     form = (NAN if "NaN" in i.modifiers else FLOATS)[i.op]
-    given = [w.array(source, kind) for source in sources]
+    given = w.given(sources, kind)
     if "ftz" in i.modifiers:
         form, given = f"flushed({form})", [f"flushed({value})" for value in given]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)
@@ -56,7 +60,7 @@ def integers(w, i, result, sources) -> None:
     else:
         kind = unsigned(kind) if name in WRAPPING else kind
         form = WRAPPING.get(name) or INTEGERS[name]
-        value = form.format(*(w.array(source, kind) for source in sources), kind=kind)
+        value = form.format(*w.given(sources, kind), kind=kind)
     w.assign(result, value, kind, i.guard)
 
 
@@ -82,36 +86,19 @@ def move(w, i) -> None:
 def logic(w, i) -> None:
     result, *sources = i.operands
     kind = unsigned(KINDS[i.modifiers[-1]])
-    values = [f"({w.array(source, kind)})" for source in sources]
+    values = [f"({value})" for value in w.given(sources, kind)]
     value = f"~{values[0]}" if i.op == "not" else f" {LOGIC[i.op]} ".join(values)
     w.assign(result, value, kind, i.guard)
 
 
-def shift(w, i) -> None:
-    result, source, by = i.operands
-    kind = KINDS[i.modifiers[-1]]
-    function, kind = ("shift_left", unsigned(kind)) if i.op == "shl" else ("shift_right", kind)
-    w.assign(result, f"{function}({w.array(source, kind)}, {w.value(by, 'u4')}, {kind})", kind, i.guard)
-
-
-def bit_field(w, i) -> None:
-    result, source, position, length = i.operands
-    kind = KINDS[i.modifiers[-1]]
-    given = f"{w.array(source, kind)}, {w.value(position, 'u4')}, {w.value(length, 'u4')}"
-    w.assign(result, f"field({given}, {kind})", kind, i.guard)
-
-
-def permute(w, i) -> None:
-    if i.modifiers != ("b32",):
-        raise Unsupported("other modifiers")
+def other(w, i) -> None:
+    form, kinds = OTHERS[i.op]
     result, *sources = i.operands
-    w.assign(result, f"permute({', '.join(w.array(source, 'u4') for source in sources)})", "u4", i.guard)
-
-
-def select(w, i) -> None:
-    result, a, b, predicate = i.operands
     kind = KINDS[i.modifiers[-1]]
-    w.assign(result, f"where({w.value(predicate, 'b')}, {w.array(a, kind)}, {w.value(b, kind)})", kind, i.guard)
+    if (i.op == "prmt" and i.modifiers != ("b32",)) or (i.op == "shf" and i.modifiers != ("l", "wrap", "b32")):
+        raise Unsupported("other modifiers")
+    given = [w.array(source, of or kind) for source, of in zip(sources, kinds, strict=True)]
+    w.assign(result, form.format(*given, kind=kind), kind, i.guard)
 
 
 def compare_pairs(w, i) -> None:
@@ -132,7 +119,7 @@ def compare(w, i) -> None:
     result, a, b = i.operands
     how, ptx = (m for m in i.modifiers if m != "ftz")
     kind, floating = KINDS[ptx], ptx in ("f16", "bf16", "f32", "f64")
-    x, y = w.array(a, kind), w.array(b, kind)
+    x, y = w.given((a, b), kind)
     if ptx in ("f16", "bf16"):
         x, y = f"to_float({ptx!r}, {x})", f"to_float({ptx!r}, {y})"
     if "ftz" in i.modifiers:
@@ -171,8 +158,8 @@ def convert(w, i) -> None:
         value = f"to_integer({x}, {how[0]!r}, {kind})"
     elif to in ("f16", "bf16") and how == ["rn"]:
         value = f"from_float({to!r}, {f'{x}.astype(f8)' if from_whole else x})"
-    elif to in ("f32", "f64") and how in ([], ["rn"]):
-        value = f"{x}.astype({kind})"
+    elif to in ("f32", "f64") and how in ([], ["rn"], ["rni"]):
+        value = f"rint({x})" if how == ["rni"] else f"{x}.astype({kind})"
     else:
         raise Unsupported("a conversion of another kind")
     w.assign(result, f"flushed({value})" if flush and kind == "f4" else value, kind, i.guard)
@@ -180,6 +167,5 @@ def convert(w, i) -> None:
 
 HANDLERS = {
     **dict.fromkeys([*FLOATS, "mad", "rem"], compute), **dict.fromkeys([*LOGIC, "not"], logic),
-    "mov": move, "cvta": move, "shl": shift, "shr": shift, "bfe": bit_field, "prmt": permute, "selp": select,
-    "setp": compare, "cvt": convert,
+    "mov": move, "cvta": move, **dict.fromkeys(OTHERS, other), "setp": compare, "cvt": convert,
 }  # fmt: skip

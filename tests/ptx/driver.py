@@ -2,10 +2,9 @@
 
     with driven(Driver("sm_80")) as driver:
         ...    # kernel[grid](...), or ops of fusedseg with the backend "triton"
-    driver.findings, driver.counts
+    driver.findings, driver.launches
 
-Everything before the launch is what a GPU gets: the launchers' plans, ``JITFunction.run`` with its specialisation,
-Triton's compiler as far as PTX, ``CompiledKernel``, and the direct launches of ``kernels/launcher.py``.  Replaced are
+Replaced are also
 
     CUDABackend.make_cubin, .hash    ptxas is not asked for machine code; the cache keeps such results apart
     CompiledKernel._init_handles     ``load_binary`` is given machine code, and the machine wants the PTX beside it
@@ -14,12 +13,11 @@ Triton's compiler as far as PTX, ``CompiledKernel``, and the direct launches of 
 """
 
 import contextlib
-import ctypes
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -34,18 +32,10 @@ from .wave import Finding
 
 POINTERS = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp64": torch.float64,
             "*i32": torch.int32, "*u8": torch.uint8, "*i64": torch.int64}  # fmt: skip
-FLOATS = {"fp32": (ctypes.c_float, ctypes.c_uint32), "fp64": (ctypes.c_double, ctypes.c_uint64)}
+FLOATS = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}
 # The bytes of shared memory that a CTA may have.
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 _devices = itertools.count(1000)
-
-
-@dataclass
-class Counts:
-    """Counts launches, and instructions that warps executed, by kernel."""
-
-    launches: Counter[str] = field(default_factory=Counter)
-    instructions: Counter[str] = field(default_factory=Counter)
 
 
 def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
@@ -61,7 +51,10 @@ class Driver:
         self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
         # Triton stores compiled kernels by device.
         self.device = next(_devices)
-        self.utils, self.options, self.counts = self, Options(), Counts()
+        self.utils, self.options = self, Options()
+        # Launches of each kernel, and instructions that their warps executed.
+        self.launches: Counter[str] = Counter()
+        self.instructions: Counter[str] = Counter()
         self.findings: Counter[Finding] = Counter()
         self.programs: dict[str, Program] = {}
         # Mutation tests set this to replace the PTX of a kernel.
@@ -106,13 +99,12 @@ class Driver:
                     hook(launch_metadata)
             if len(args) != len(src.signature):
                 raise TypeError(f"{metadata.name}: {len(args)} arguments for {len(src.signature)} parameters")
+            if max(y, z) > 65535:
+                raise ValueError(f"{metadata.name}: no GPU launches the grid {x, y, z}")
             if x * y * z > 0:
                 self.launch(function, (x, y, z), parameters, [args[k] for k in places])
 
         return launch
-
-    def report(self, finding: Finding) -> None:
-        self.findings[finding] += 1
 
     def program(self, function: int) -> Program:
         ptx, shared = self._functions[function]
@@ -141,9 +133,9 @@ class Driver:
         values += [0, 0]
         if len(values) != len(program.kernel.parameters):
             raise TypeError(f"{program.kernel.name}: {len(values)} values for {program.kernel.parameters}")
-        launch = Launch(program, grid, values, segments, self.options, self.report)
-        self.counts.launches[program.kernel.name] += 1
-        self.counts.instructions[program.kernel.name] += launch.run()
+        launch = Launch(program, grid, values, segments, self.options, lambda finding: self.findings.update([finding]))
+        self.launches[program.kernel.name] += 1
+        self.instructions[program.kernel.name] += launch.run()
         if self.moved is not None:
             add_up(self.moved, launch)
 
@@ -151,7 +143,7 @@ class Driver:
 def bits_of(name: str, kind: str, value) -> int:
     if kind in FLOATS:
         floating, bits = FLOATS[kind]
-        return bits.from_buffer(floating(value)).value
+        return int(floating(value).view(bits))
     count = int(kind[1:])
     low = -(1 << count - 1) if kind[0] == "i" and count > 1 else 0
     if not low <= value < low + (1 << count):
@@ -167,6 +159,16 @@ def add_up(moved: Moved, launch: Launch) -> None:
         for (kernel, name), nbytes in counter.items():
             total[kernel, first[name]] += nbytes
     moved.launches += launch.moved.launches
+
+
+@contextlib.contextmanager
+def changed(owner, name: str, value) -> Iterator:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -187,11 +189,8 @@ def driven(driver: Driver) -> Iterator[Driver]:
             driver._compiling.pop()
 
     def noted(self, tensors, *floats):
-        before, driver.tensors = driver.tensors, list(tensors)
-        try:
+        with changed(driver, "tensors", list(tensors)):
             return call(self, tensors, *floats)
-        finally:
-            driver.tensors = before
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -201,8 +200,7 @@ def driven(driver: Driver) -> Iterator[Driver]:
             (launcher.Launcher, "__call__", noted),
             (_backend, "_interpreted", lambda: True),
         ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+            stack.enter_context(changed(owner, name, value))
         stack.callback(setattr, triton_driver, "_active", active)
         stack.callback(launcher.forget_plans)
         triton_driver.set_active(driver)

@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.tools.traffic import Moved
 
+from .access import shared_bytes
 from .memory import Segment, cast_shadows
 from .parse import Kernel
 from .translate import translate
@@ -17,9 +18,8 @@ Grid = tuple[int, int, int]
 
 @dataclass
 class Options:
-    """Limits of a run, and the order of warps, lanes and CTAs, which PTX does not specify."""
+    """Limits of a run, of which ``lanes`` threads are in lock step, and orders that PTX does not specify."""
 
-    # The number of threads that run in lock step.
     lanes: int = 8192
     # "together": all warps go on in lock step.  "first" or "last": the first or last warp of a CTA that can go on runs
     # alone, up to a barrier.
@@ -40,10 +40,8 @@ class Program:
         self.functions = translate(self.kernel)
         instructions = [i for block in self.kernel.blocks for i in block.instructions]
         self._places = {i.line: f"{i.source} (PTX line {i.line}: {i.text})" for i in instructions}
-        bytes_are_moved = any(
-            i.op in ("ld", "st") and i.modifiers[0] == "shared" and i.modifiers[-1][1:] == "8" for i in instructions
-        )
-        self.granule = 1 if bytes_are_moved else 2
+        # The bytes of the smallest access to shared memory.
+        self.granule = min((shared_bytes(i) for i in instructions), default=16)
 
     def where(self, line: int) -> str:
         return f"{self.kernel.name} at {self._places.get(line, '?')}"

@@ -47,7 +47,7 @@ class Matrices:
         """ldmatrix: lane 8 k + r has the address of row r of matrix k."""
         lanes = self._lanes(idx, line).reshape(-1, 32)[:, : 8 * count].ravel()
         rows = addresses.reshape(-1, 32)[:, : 8 * count].ravel()
-        words = self.wave.shared.read(rows, u4, 4, lanes, line, 16).T.reshape(-1, count, 8, 4)
+        words = self.wave.shared.read(rows, u4, 4, lanes, line).reshape(-1, count, 8, 4)
         words = turned(words) if transposed else words
         return tuple(words[:, k].reshape(-1) for k in range(count))
 
@@ -58,7 +58,7 @@ class Matrices:
         rows = addresses.reshape(-1, 32)[:, : 8 * count].ravel()
         words = np.stack([v.reshape(-1, 8, 4) for v in values], axis=1)
         words = turned(words) if transposed else words
-        self.wave.shared.write(rows, u4, words.reshape(-1, 4).T, lanes, line, 16)
+        self.wave.shared.write(rows, words.reshape(-1, 4), lanes, line)
 
     def product(self, kind: str, a, b, c, idx, line: int):
         """mma.sync m16n8k16 (tf32: m16n8k8): D = A B + C.  Lane 4 g + t holds pairs (tf32: values) of row g."""
@@ -115,7 +115,7 @@ class Matrices:
     def _read(self, addresses, owners, line: int):
         """Reads 16 bytes at each address as four words, and marks them as in use until a wait for the product."""
         shared = self.wave.shared
-        words = shared.read(addresses, u4, 4, owners, line, 16, several_warps=True).T
+        words = shared.read(addresses, u4, 4, owners, line, several_warps=True)
         offsets = shared.offsets(addresses, 16, owners, line)
         at, lanes = spread(offsets, 16, shared.granule, owners)
         np.add.at(shared.reading, at, 1)

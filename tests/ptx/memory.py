@@ -5,6 +5,8 @@ computed from, and an access outside of that argument is an error, even if anoth
 """
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,8 +29,7 @@ class Marks:
     """The last thread that touched each granule of a piece of memory in this launch.
 
     ``cta`` is the CTA + 1, or 0 if no CTA touched it.  ``warp`` is the warp + 1, and ``epoch`` the number of barriers
-    that the
-    CTA had passed.  -1 stands for several CTAs or warps.
+    that the CTA had passed.  -1 stands for several CTAs or warps.
     """
 
     def __init__(self, count: int) -> None:
@@ -50,11 +51,15 @@ class Marks:
 
 
 class Shadow:
-    """The reads and writes of a piece of memory, by granules of some bytes.  Tensors that overlap have one shadow."""
+    """The reads and writes of a piece of memory, by granules of some bytes.  Tensors that overlap have one shadow.
+
+    Most tensors are only read.  So reads wait in ``unseen`` until the first write, as functions that note them.
+    """
 
     def __init__(self, address: int, nbytes: int, granule: int) -> None:
         self.address, self.granule = address, granule
         self.reads, self.writes = Marks(nbytes // granule + 16), Marks(nbytes // granule + 16)
+        self.unseen: list[Callable[[], None]] | None = []
 
 
 class Segment:
@@ -102,84 +107,104 @@ def spread(start, nbytes: int, granule: int, *values):
     return granules.ravel(), *(np.repeat(v, count) for v in values)
 
 
-class Memory:
+def put(view, at, data, order=slice(None)):
+    """Stores rows of data; returns which rows changed memory, and whether rows for one place differ."""
+    changes = (view[at] != data).any(axis=1)
+    view[at[order]] = data[order]
+    # One of the rows wins, and the others now find its value.
+    return changes, (view[at] != data).any()
+
+
+class Space:
+    """Loads and stores of lanes by ``read`` and ``write``, which global and shared memory have."""
+
+    def load(self, addresses, kind, count: int, guard, idx, line: int):
+        """Loads ``count`` arrays of values, with 0 for lanes that the guard leaves out."""
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        if len(lanes) == len(addresses):
+            return tuple(np.ascontiguousarray(self.read(addresses, kind, count, lanes, line).T))
+        out = np.zeros((count, len(addresses)), kind)
+        if len(lanes):
+            out[:, chosen] = self.read(addresses[chosen], kind, count, lanes, line).T
+        return tuple(out)
+
+    def store(self, addresses, kind, values, guard, idx, line: int) -> None:
+        chosen, lanes = self.wave.lanes_of(guard, idx)
+        if len(lanes):
+            self.write(addresses[chosen], np.stack([v[chosen] for v in values], axis=1), lanes, line)
+
+
+class Memory(Space):
     """The accesses of the CTAs of one wave."""
 
     def __init__(self, wave, segments: dict[int, Segment], moved: Moved) -> None:
         self.wave, self.segments, self.moved = wave, segments, moved
 
     def _parts(self, addresses, nbytes: int, line: int):
-        """Divides accesses by segment: their positions among all accesses (None: all), and their offsets in bytes."""
-        numbers = (addresses >> u8(WINDOW)).astype(np.int64) - 1
-        for number in np.unique(numbers):
-            positions = None if (numbers == number).all() else np.flatnonzero(numbers == number)
-            mine = addresses if positions is None else addresses[positions]
-            segment = self.segments.get(int(number))
+        """Divides accesses by segment: their positions among all accesses, and their offsets in bytes."""
+        first, last = (int(end) >> WINDOW for end in (addresses.min(), addresses.max()))
+        for window in [first] if first == last else np.unique(addresses >> u8(WINDOW)).tolist():
+            positions = slice(None) if first == last else np.flatnonzero(addresses >> u8(WINDOW) == window)
+            mine = addresses[positions]
+            segment = self.segments.get(window - 1)
             if segment is None:
                 raise OutOfBounds(f"address {int(mine[0]):#x} of no argument: {self.wave.where(line)}")
-            if (mine % u8(nbytes)).any():
+            if int(np.bitwise_or.reduce(mine)) % nbytes:
                 wrong = int(mine[np.flatnonzero(mine % u8(nbytes))[0]]) - segment.virtual
-                raise Misaligned(
-                    f"byte {wrong} of {segment.name} is no multiple of {nbytes} in memory: {self.wave.where(line)}"
-                )
-            offsets = (mine - u8(segment.window)).astype(np.int64)
+                text = f"byte {wrong} of {segment.name} is no multiple of {nbytes} in memory"
+                raise Misaligned(f"{text}: {self.wave.where(line)}")
+            offsets = (mine - u8(segment.window)).view(np.int64)
             low, high = int(offsets.min()) - segment.pad, int(offsets.max()) + nbytes - segment.pad
             if low < 0 or high > segment.nbytes:
-                raise OutOfBounds(
-                    f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}: {self.wave.where(line)}"
-                )
+                text = f"bytes {low} to {high} of {segment.name}, which has {segment.nbytes}"
+                raise OutOfBounds(f"{text}: {self.wave.where(line)}")
             yield segment, positions, offsets
 
-    def load(self, addresses, kind, count: int, guard, idx, line: int):
-        """Loads ``count`` arrays of values, with 0 for lanes that the guard leaves out."""
-        chosen, lanes = self.wave.lanes_of(guard, idx)
-        out = np.zeros((count, len(addresses)), kind)
-        if len(lanes):
-            out[:, chosen] = self.gather(addresses[chosen], kind, count, lanes, line)
-        return tuple(out)
-
-    def gather(self, addresses, kind, count: int, lanes, line: int):
-        size = np.dtype(kind).itemsize
-        out = np.empty((count, len(addresses)), kind)
-        for segment, positions, offsets in self._parts(addresses, size * count, line):
-            who = lanes if positions is None else lanes[positions]
-            self.moved.loads[self.wave.name, segment.name] += len(who) * size * count
-            self._touch(segment, offsets, size * count, who, None, line)
-            where = slice(None) if positions is None else positions
-            out[:, where] = segment.views[kind][offsets // size + np.arange(count)[:, None]]
+    def read(self, addresses, kind, count: int, lanes, line: int):
+        """Reads ``count`` values at each address, as an array of (lanes, count)."""
+        nbytes = np.dtype(kind).itemsize * count
+        out = np.empty((len(addresses), count), kind)
+        for segment, positions, offsets in self._parts(addresses, nbytes, line):
+            who = lanes[positions]
+            self.moved.loads[self.wave.name, segment.name] += len(who) * nbytes
+            shadow, epoch = segment.shadow, self.wave.epoch.copy()
+            note = functools.partial(self._touch, segment, offsets, nbytes, who, None, epoch, line)
+            if shadow.unseen is None:
+                note()
+            else:
+                shadow.unseen.append(note)
+            out[positions] = segment.views[kind].reshape(-1, count)[offsets // nbytes]
         return out
 
-    def store(self, addresses, kind, values, guard, idx, line: int) -> None:
-        chosen, lanes = self.wave.lanes_of(guard, idx)
-        if not len(lanes):
-            return
-        size, count = np.dtype(kind).itemsize, len(values)
-        data = np.stack(values)[:, chosen]
-        for segment, positions, offsets in self._parts(addresses[chosen], size * count, line):
-            mine, who = (data, lanes) if positions is None else (data[:, positions], lanes[positions])
-            self.moved.stores[self.wave.name, segment.name] += len(who) * size * count
-            at, view = offsets // size + np.arange(count)[:, None], segment.views[kind]
-            changes = (view[at] != mine).any(axis=0)
-            view[at] = mine
-            # If two lanes have one address, the last one wins, and the first one now finds another value.
-            if (view[at] != mine).any():
-                self.wave.find(
-                    "global-race", f"lanes of one instruction differ in what they store to {segment.name}", line
-                )
-            self._touch(segment, offsets, size * count, who, changes, line)
+    def write(self, addresses, data, lanes, line: int) -> None:
+        count, nbytes = data.shape[1], data.itemsize * data.shape[1]
+        for segment, positions, offsets in self._parts(addresses, nbytes, line):
+            mine, who = data[positions], lanes[positions]
+            self.moved.stores[self.wave.name, segment.name] += len(who) * nbytes
+            changes, differ = put(segment.views[data.dtype.type].reshape(-1, count), offsets // nbytes, mine)
+            if differ:
+                text = f"lanes of one instruction differ in what they store to {segment.name}"
+                self.wave.find("global-race", text, line)
+            unseen, segment.shadow.unseen = segment.shadow.unseen, None
+            for note in unseen or ():
+                note()
+            self._touch(segment, offsets, nbytes, who, changes, self.wave.epoch, line)
 
-    def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, line: int) -> None:
+    def _touch(self, segment: Segment, offsets, nbytes: int, lanes, changes, epochs, line: int) -> None:
         """Notes reads; or writes, if ``changes`` is given: only the writes that it marks changed a value."""
         shadow, wave, write = segment.shadow, self.wave, changes is not None
         start = offsets + (segment.address - segment.pad - shadow.address)
         matters = changes if write else np.ones(len(lanes), bool)
         at, lanes, matters = spread(start, nbytes, shadow.granule, lanes, matters)
-        cta, warp, epoch = wave.cta[lanes] + 1, wave.warp[lanes] + 1, wave.epoch[wave.local_cta[lanes]]
+        cta, warp, epoch = wave.cta[lanes] + 1, wave.warp[lanes] + 1, epochs[wave.local_cta[lanes]]
         for marks in (shadow.writes, shadow.reads) if write else (shadow.writes,):
             what = f"one {'writes' if write else 'reads'} and one {'wrote' if marks is shadow.writes else 'read'}"
-            if (matters & (marks.cta[at] != 0) & (marks.cta[at] != cta)).any():
+            before = marks.cta[at]
+            if not before.any():
+                continue
+            if (matters & (before != 0) & (before != cta)).any():
                 wave.find("global-race", f"two CTAs touch a byte of {segment.name}, {what}", line)
-            same = (marks.cta[at] == cta) & (marks.epoch[at] == epoch)
+            same = (before == cta) & (marks.epoch[at] == epoch)
             if (matters & same & (marks.warp[at] != warp)).any():
                 wave.find("global-order", f"two warps without a barrier touch a byte of {segment.name}, {what}", line)
         (shadow.writes if write else shadow.reads).note(at, cta, warp, epoch, several=not write)

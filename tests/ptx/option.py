@@ -1,8 +1,4 @@
-"""``pytest --ptx sm_80|sm_90``: tests of kernels and ops run on the machine in place of Triton's interpreter.
-
-Helpers of the interpreter then work on the machine: ``traffic`` counts bytes by argument, and ``only_programs`` and
-``backwards`` choose programs and their order.  A test fails if the machine has findings.
-"""
+"""``pytest --ptx``: helpers of the interpreter then work on the machine, and a test fails if it has findings."""
 
 import contextlib
 import re
@@ -11,12 +7,15 @@ import pytest
 
 from tests.tools import interpreter, traffic
 
-from .driver import Driver, driven
+from .driver import Driver, changed, driven
 
 
 def harmless(finding) -> bool:
-    """All warps read a running statistic and one thread replaces it; the other warps do not use the value."""
-    return finding.kind == "global-order" and re.search(r" running_(mean|var)_ptr,", finding.text) is not None
+    """All warps read a running statistic, or the number of batches, which one thread replaces; others do not use it."""
+    return (
+        finding.kind == "global-order"
+        and re.search(r" (running_mean|running_var|batches)_ptr,", finding.text) is not None
+    )
 
 
 class Plugin:
@@ -25,30 +24,17 @@ class Plugin:
         self._stack = contextlib.ExitStack()
 
     def pytest_sessionstart(self, session) -> None:
-        self._stack.enter_context(driven(self.driver))
+        driver = self._stack.enter_context(driven(self.driver))
+
+        def only_programs(choose):
+            return changed(driver.options, "choose", choose)
+
         for module, name, value in (
-            (interpreter, "only_programs", self.only_programs),
-            (interpreter, "backwards", lambda: self.only_programs(interpreter.last_first)),
-            (traffic, "traffic", self.traffic),
+            (interpreter, "only_programs", only_programs),
+            (interpreter, "backwards", lambda: only_programs(interpreter.last_first)),
+            (traffic, "traffic", lambda: changed(driver, "moved", traffic.Moved())),
         ):
-            self._stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, value)
-
-    @contextlib.contextmanager
-    def only_programs(self, choose):
-        before, self.driver.options.choose = self.driver.options.choose, choose
-        try:
-            yield
-        finally:
-            self.driver.options.choose = before
-
-    @contextlib.contextmanager
-    def traffic(self):
-        before, self.driver.moved = self.driver.moved, traffic.Moved()
-        try:
-            yield self.driver.moved
-        finally:
-            self.driver.moved = before
+            self._stack.enter_context(changed(module, name, value))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -59,13 +45,11 @@ class Plugin:
         return result
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        counts = self.driver.counts
-        if not counts.launches:
-            return
-        terminalreporter.write_line(
-            f"PTX for {self.driver.arch}: {sum(counts.launches.values())} launches of "
-            f"{len(self.driver.programs)} compiled kernels, {sum(counts.instructions.values())} instructions of warps"
-        )
+        if launches := self.driver.launches:
+            terminalreporter.write_line(
+                f"PTX for {self.driver.arch}: {len(self.driver.programs)} compiled kernels, "
+                f"{sum(self.driver.instructions.values())} instructions of warps, and launches: {dict(launches)}"
+            )
         for finding, count in sorted(self.driver.findings.items()):
             terminalreporter.write_line(f"  {count} x {finding.kind}: {finding.text}")
 

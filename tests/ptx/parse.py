@@ -4,6 +4,7 @@ A block ends at a label, at a branch, at a return, or at a barrier of the whole 
 barrier stands between two blocks.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ FORMS = (
 )
 
 
+@functools.cache
 def operand(text: str) -> Operand:
     text = text.strip()
     if text.startswith("{"):
@@ -111,8 +113,8 @@ class Kernel:
         self.classes: dict[str, str] = {}
         self.blocks = [Block()]
         self.labels: dict[str, int] = {}
-        self.name = ""
-        self.threads = 0
+        # The threads of a CTA, and the bytes of local memory of a thread.
+        self.name, self.threads, self.local = "", 0, 0
         self._source = ""
         # The registers that inline assembly declares, by its braces: their names there, and their names here.
         self._scopes: list[dict[str, str]] = []
@@ -139,10 +141,10 @@ class Kernel:
         for i in range(first, len(lines)):
             if lines[i].startswith("}"):
                 return
-            if found := re.search(r"^\s*\.loc.*//\s*(\S+:\d+:\d+)", lines[i]):
-                self._source = found[1]
-            code = lines[i].split("//")[0].strip()
-            if code.startswith(".loc"):
+            code, _, comment = map(str.strip, lines[i].partition("//"))
+            if code.startswith((".loc\t", ".loc ")):
+                if found := re.match(r"(\S+:\d+:\d+)", comment):
+                    self._source = found[1]
                 continue
             if not pending:
                 began = i + 1
@@ -178,7 +180,9 @@ class Kernel:
             self._declare(text)
             return
         if text.startswith("."):
-            if not text.startswith(".pragma"):
+            if found := re.fullmatch(r"\.local\s+\.align \d+ \.b8\s+__local_depot0\[(\d+)\]", text):
+                self.local = int(found[1])
+            elif not text.startswith(".pragma"):
                 raise Unsupported(text)
             return
         for scope in reversed(self._scopes):
@@ -195,8 +199,8 @@ class Kernel:
             self._cut(("return",) if one.op == "ret" else ("barrier",))
 
     def _declare(self, text: str) -> None:
-        if found := re.fullmatch(r"\.reg\s+\.(\w+)\s+%(\w+)<\d+>", text):
-            self.classes[found[2]] = found[1]
+        if found := re.fullmatch(r"\.reg\s+\.(\w+)\s+%(\w+<\d+>|SPL?)", text):
+            self.classes[found[2].partition("<")[0]] = found[1]
         elif self._scopes and (found := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%?\w+(?:\s*,\s*%?\w+)*)", text)):
             for name in re.split(r"\s*,\s*", found[2]):
                 made = f"local_{len(self.classes)}_"

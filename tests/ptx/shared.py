@@ -5,7 +5,7 @@ A copy by cp.async arrives when a thread waits for it, and not before.  Shared m
 
 import numpy as np
 
-from .memory import Misaligned, OutOfBounds, spread
+from .memory import Misaligned, OutOfBounds, Space, put, spread
 from .parse import Unsupported
 
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -16,7 +16,23 @@ NAN = 0x7FC0BEEF
 SEVERAL = -1
 
 
-class Shared:
+class Local(Space):
+    """The bytes that each thread has for itself."""
+
+    def __init__(self, wave) -> None:
+        self.wave, self.bytes = wave, np.full((wave.n, wave.kernel.local), 0xBE, u1)
+
+    def _at(self, addresses, nbytes: int):
+        return addresses[:, None].astype(np.int64) + np.arange(nbytes)
+
+    def read(self, addresses, kind, count: int, lanes, line: int):
+        return self.bytes[lanes[:, None], self._at(addresses, np.dtype(kind).itemsize * count)].view(kind)
+
+    def write(self, addresses, data, lanes, line: int) -> None:
+        self.bytes[lanes[:, None], self._at(addresses, data.itemsize * data.shape[1])] = data.view(u1)
+
+
+class Shared(Space):
     """Each CTA has ``stride`` bytes; the kernel asked for ``size`` bytes."""
 
     def __init__(self, wave, size: int, granule: int) -> None:
@@ -30,6 +46,8 @@ class Shared:
         self.write_epoch, self.write_thread, self.read_epoch, self.read_thread = np.zeros((4, count), np.int32)
         # The number of bar.warp.sync that the writing warp had passed.
         self.write_sync = np.zeros(count, np.int32)
+        # Reads since a barrier of all CTAs that are not in ``read_epoch`` and ``read_thread`` yet; only writes ask.
+        self.unseen: list[tuple] = []
         # How many copies may still write, and how many matrix products may still read.
         self.pending, self.reading = np.zeros((2, count), np.int16)
         # Running copies: lanes, places in shared memory, the words for these places, groups, and the PTX line.
@@ -38,78 +56,71 @@ class Shared:
 
     def offsets(self, addresses, nbytes: int, lanes, line: int):
         offsets = addresses.astype(np.int64) - BASE
-        if (offsets % nbytes).any():
+        if int(np.bitwise_or.reduce(offsets)) % nbytes:
             raise Misaligned(f"an address of shared memory is no multiple of {nbytes}: {self.wave.where(line)}")
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         if low < 0 or high > self.size:
             raise OutOfBounds(f"bytes {low} to {high} of shared memory, which has {self.size}: {self.wave.where(line)}")
         return offsets + self.wave.local_cta[lanes] * self.stride
 
-    def load(self, addresses, kind, count: int, guard, idx, line: int):
-        """Loads ``count`` arrays of values, with 0 for lanes that the guard leaves out."""
-        chosen, lanes = self.wave.lanes_of(guard, idx)
-        out = np.zeros((count, len(addresses)), kind)
-        if len(lanes):
-            size = np.dtype(kind).itemsize
-            out[:, chosen] = self.read(addresses[chosen], kind, count, lanes, line, size * count)
-        return tuple(out)
+    def read(self, addresses, kind, count: int, lanes, line: int, several_warps: bool = False):
+        nbytes = np.dtype(kind).itemsize * count
+        offsets = self.offsets(addresses, nbytes, lanes, line)
+        self.touch(offsets, nbytes, lanes, None, line, several_warps)
+        return self.views[kind].reshape(-1, count)[offsets // nbytes]
 
-    def read(self, addresses, kind, count: int, lanes, line: int, aligned: int, several_warps: bool = False):
-        size = np.dtype(kind).itemsize
-        offsets = self.offsets(addresses, aligned, lanes, line)
-        self.touch(offsets, size * count, lanes, None, line, several_warps)
-        return self.views[kind][offsets // size + np.arange(count)[:, None]]
-
-    def store(self, addresses, kind, values, guard, idx, line: int) -> None:
-        chosen, lanes = self.wave.lanes_of(guard, idx)
-        if len(lanes):
-            size = np.dtype(kind).itemsize * len(values)
-            self.write(addresses[chosen], kind, np.stack(values)[:, chosen], lanes, line, size)
-
-    def write(self, addresses, kind, data, lanes, line: int, aligned: int) -> None:
-        size, count = np.dtype(kind).itemsize, len(data)
-        offsets = self.offsets(addresses, aligned, lanes, line)
-        at, view = offsets // size + np.arange(count)[:, None], self.views[kind]
-        changes = (view[at] != data).any(axis=0)
+    def write(self, addresses, data, lanes, line: int) -> None:
+        count, nbytes = data.shape[1], data.itemsize * data.shape[1]
+        offsets = self.offsets(addresses, nbytes, lanes, line)
         # If two lanes store to one address, PTX does not specify which lane wins.
         order = slice(None, None, -1 if self.wave.options.first_wins else 1)
-        view[at[:, order]] = data[:, order]
-        if (view[at] != data).any():
+        changes, differ = put(self.views[data.dtype.type].reshape(-1, count), offsets // nbytes, data, order)
+        if differ:
             self.wave.find("shared-race", "lanes of one instruction store different values", line)
-        self.touch(offsets, size * count, lanes, changes, line)
+        self.touch(offsets, nbytes, lanes, changes, line)
 
     def touch(self, offsets, nbytes: int, lanes, changes, line: int, several_warps: bool = False) -> None:
         """Notes reads; or writes, if ``changes`` is given: only the writes that it marks changed a value."""
-        wave, write = self.wave, changes is not None
+        wave, write, does = self.wave, changes is not None, "reads" if changes is None else "writes"
         matters = changes if write else np.ones(len(lanes), bool)
         at, lanes, matters = spread(offsets, nbytes, self.granule, lanes, matters)
-        cta, thread = wave.local_cta[lanes], wave.tid[lanes].astype(np.int32)
-        epoch, sync = wave.epoch[cta] + 1, wave.warp_syncs[cta, thread >> 5]
+        cta, thread = wave.local_cta[lanes], wave.tid[lanes].view(np.int32)
+        epoch = wave.epoch[cta] + 1
         if several_warps:
             thread = np.full_like(thread, SEVERAL)
-        if self.pending[at].any():
-            wave.find("shared-race", f"a {'write' if write else 'read'} of what cp.async may still write", line)
-        if write and (matters & (self.reading[at] > 0)).any():
+        if self.copies and self.pending[at].any():
+            wave.find("shared-race", f"a thread {does} what cp.async may still write", line)
+        if write and wave.matrices.products and (matters & (self.reading[at] > 0)).any():
             wave.find("shared-race", "a write of what wgmma may still read", line)
-        writer = self.write_thread[at]
-        met = matters & (self.write_epoch[at] == epoch) & (writer != thread)
-        if (met & (writer >> 5 != thread >> 5)).any():
-            wave.find("shared-race", f"a warp {'writes' if write else 'reads'} what another wrote, no barrier", line)
-        elif (met & (self.write_sync[at] == sync)).any():
-            wave.find("warp-hazard", f"a thread {'writes' if write else 'reads'} what another of its warp wrote", line)
-        reader = self.read_thread[at]
-        other_warp = (self.read_epoch[at] == epoch) & (reader >> 5 != thread >> 5)
-        if write:
-            if (matters & other_warp).any():
-                wave.find("shared-race", "a warp writes what another read, no barrier", line)
-            self.write_epoch[at], self.write_thread[at], self.write_sync[at] = epoch, thread, sync
+        written = self.write_epoch[at]
+        met = matters & (written == epoch)
+        if met.any():
+            writer = self.write_thread[at]
+            met &= writer != thread
+            if (met & (writer >> 5 != thread >> 5)).any():
+                wave.find("shared-race", f"a warp {does} what another wrote, no barrier", line)
+            elif (met & (self.write_sync[at] == wave.warp_syncs[cta, thread >> 5])).any():
+                wave.find("warp-hazard", f"a thread {does} what another of its warp wrote", line)
+        if not write:
+            if not written.all():
+                wave.find("shared-uninit", "a read of shared memory that nobody wrote", line)
+            self.unseen.append((at, epoch, thread))
             return
-        if (self.write_epoch[at] == 0).any():
-            wave.find("shared-uninit", "a read of shared memory that nobody wrote", line)
-        self.read_epoch[at], self.read_thread[at] = epoch, np.where(other_warp, SEVERAL, thread)
-        # Lanes of one instruction may have met here.
-        lost = self.read_thread[at] >> 5 != thread >> 5
-        self.read_thread[at[lost]] = SEVERAL
+        self._see()
+        other_warp = (self.read_epoch[at] == epoch) & (self.read_thread[at] >> 5 != thread >> 5)
+        if (matters & other_warp).any():
+            wave.find("shared-race", "a warp writes what another read, no barrier", line)
+        self.write_epoch[at], self.write_thread[at] = epoch, thread
+        self.write_sync[at] = wave.warp_syncs[cta, thread >> 5]
+
+    def _see(self) -> None:
+        for at, epoch, thread in self.unseen:
+            other_warp = (self.read_epoch[at] == epoch) & (self.read_thread[at] >> 5 != thread >> 5)
+            self.read_epoch[at], self.read_thread[at] = epoch, np.where(other_warp, SEVERAL, thread)
+            # Lanes of one instruction may have met here.
+            lost = self.read_thread[at] >> 5 != thread >> 5
+            self.read_thread[at[lost]] = SEVERAL
+        self.unseen.clear()
 
     def copy(self, to, source, size: int, filled, guard, idx, line: int) -> None:
         """cp.async of ``size`` bytes; a lane with ``filled`` = 0 reads nothing and writes zeros."""
@@ -120,10 +131,10 @@ class Shared:
         to, source = to[chosen], source[chosen]
         if ((filled != 0) & (filled != size)).any():
             raise Unsupported(f"cp.async that fills a part with zeros: {self.wave.where(line)}")
-        words = np.zeros((size // 4, len(to)), u4)
+        words = np.zeros((len(to), size // 4), u4)
         read = np.flatnonzero(filled)
         if len(read):
-            words[:, read] = self.wave.memory.gather(source[read], u4, size // 4, lanes[read], line)
+            words[read] = self.wave.memory.read(source[read], u4, size // 4, lanes[read], line)
         offsets = self.offsets(to, size, lanes, line)
         # From here on the bytes may change.
         self.touch(offsets, size, lanes, np.ones(len(lanes), bool), line)
@@ -145,10 +156,10 @@ class Shared:
         for lanes, offsets, words, group, at in self.copies:
             over = group < before[lanes]
             if over.any():
-                size = 4 * len(words)
+                size = words.nbytes // len(words)
                 self._pend(offsets[over], size, -1)
                 self.touch(offsets[over], size, lanes[over], np.ones(int(over.sum()), bool), at)
-                self.views[u4][offsets[over] // 4 + np.arange(len(words))[:, None]] = words[:, over]
+                self.views[u4].reshape(-1, size // 4)[offsets[over] // size] = words[over]
             if not over.all():
-                left.append((lanes[~over], offsets[~over], words[:, ~over], group[~over], at))
+                left.append((lanes[~over], offsets[~over], words[~over], group[~over], at))
         self.copies = left

@@ -65,6 +65,8 @@ INTEGERS = {
     "shr.u32 %r19, %r10, %r12;": lambda a, b, c: a >> c,
     "shr.s32 %r19, %r10, %r12;": lambda a, b, c: s32(a) >> c,
     "shr.s32 %r19, %r10, 31;": lambda a, b, c: s32(a) >> 31,
+    "shf.l.wrap.b32 %r19, %r10, %r11, 5;": lambda a, b, c: b << 5 | a >> 27,
+    "shf.l.wrap.b32 %r19, %r10, %r11, %r12;": lambda a, b, c: (b << 32 | a) << (c & 31) >> 32,
     "bfe.u32 %r19, %r10, 3, 5;": lambda a, b, c: a >> 3 & 31,
     "bfe.s32 %r19, %r10, 4, 1;": lambda a, b, c: -(a >> 4 & 1),
     "bfe.s32 %r19, %r10, 28, 8;": lambda a, b, c: s32(a) >> 28,
@@ -100,6 +102,10 @@ def same(found, expected):
     assert (np.isnan(found) == nan).all()
     assert (found[~nan] == expected[~nan]).all()
     assert (np.signbit(found[~nan]) == np.signbit(expected[~nan])).all()
+
+
+def test_rounding_to_whole_numbers():
+    same(each("cvt.rni.f32.f32 %r19, %r10;", FLOATS).view(np.float32), np.rint(FLOATS))
 
 
 def test_rounding_to_half_precision():

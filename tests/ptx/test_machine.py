@@ -179,6 +179,13 @@ def test_races_in_shared_memory(barrier, other, kinds):
     assert [f.kind for f in found] == kinds
 
 
+@pytest.mark.parametrize(("barrier", "kinds"), [("bar.sync 0;", set()), ("", {"shared-race"})])
+def test_a_warp_that_writes_what_another_read(barrier, kinds):
+    again = f"	{barrier}\n	add.s32 %r7, %r0, 1;\n	st.shared.b32 [%r3], %r7;\n"
+    found = run(SHARE.format(barrier="bar.sync 0;", other=128) + again, torch.zeros(64, **INTS), threads=64)
+    assert {f.kind for f in found} == kinds
+
+
 def test_lanes_that_store_different_values_to_one_place():
     code = "	mov.b32 %r1, global_smem;\n	st.shared.b32 [%r1], {value};\n"
     assert [f.kind for f in run(code.format(value="%r0"))] == ["shared-race"]
@@ -211,6 +218,26 @@ def test_an_asynchronous_copy(wait, size, kinds):
     assert sorted({f.kind for f in run(code, x, out)}) == kinds
     if not kinds:
         assert out.tolist() == (list(range(0, 128, 4)) if size else [0] * 32)
+
+
+def test_local_memory():
+    """LLVM stores a vector of predicates by bytes and loads it as numbers; every thread has its own."""
+    out = torch.zeros(32, **INTS)
+    code = """
+	.local .align 2 .b8 __local_depot0[2];
+	.reg .b64 %SP;
+	.reg .b32 %SPL;
+	mov.b32 %SPL, __local_depot0;
+	cvt.u64.u32 %SP, %SPL;
+	cvta.local.u64 %SP, %SP;
+	cvt.u16.u32 %rs1, %r0;
+	st.b8 [%SP], %rs1;
+	st.b8 [%SP+1], 1;
+	ld.b16 %rs2, [%SP];
+	cvt.u32.u16 %r1, %rs2;
+"""
+    assert not run(code + STORE.replace("], %r0", "], %r1"), out)
+    assert out.tolist() == [t + 256 for t in range(32)]
 
 
 def test_two_ctas_that_write_to_one_place():

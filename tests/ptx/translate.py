@@ -15,6 +15,7 @@ from .shared import BASE
 from .values import KINDS, NUMPY, UNSIGNED, size_of, unsigned
 
 CONSTANT = ("int", "f32", "f64", "symbol")
+SYMBOLS = {"global_smem": BASE, "__local_depot0": 0}
 EFFECTS = ("st", "stmatrix", "fence", "cp", "bar", "barrier", "bra", "ret")
 
 
@@ -53,8 +54,8 @@ class Writer:
         if operand.kind == "special":
             number = f"W.special({operand.value!r}, idx)"
             return {"u4": number, "i4": f"{number}.view(i4)"}.get(kind) or f"{number}.astype({kind})"
-        if operand.kind == "symbol" and operand.value == "global_smem":
-            return self.constant(BASE, kind)
+        if operand.kind == "symbol" and operand.value in SYMBOLS:
+            return self.constant(SYMBOLS[operand.value], kind)
         if operand.kind == "int" and kind == "b":
             return self.constant(operand.value, kind)
         if operand.kind in ("int", "f32", "f64"):
@@ -78,6 +79,11 @@ class Writer:
     def array(self, operand: Operand, kind: str) -> str:
         value = self.value(operand, kind)
         return f"full(n, {value}, {kind})" if operand.kind in CONSTANT else value
+
+    def given(self, sources, kind: str) -> list[str]:
+        """The values of operands, of which numpy makes an array: one of them is an array."""
+        constant = all(source.kind in CONSTANT for source in sources)
+        return [(self.array if constant else self.value)(source, kind) for source in sources]
 
     def arrays(self, operand: Operand, kind: str) -> str:
         """A tuple of the elements of a vector, or of the operand itself."""
@@ -124,10 +130,8 @@ def registers(*operands: Operand | None) -> set[str]:
     for one in operands:
         if one is not None and one.kind == "reg":
             found.add(one.value)
-        elif one is not None and one.kind == "vector":
-            found |= registers(*one.value)
-        elif one is not None and one.kind == "memory":
-            found |= registers(one.value)
+        elif one is not None and one.kind in ("vector", "memory"):
+            found |= registers(*(one.value if one.kind == "vector" else (one.value,)))
     return found
 
 

@@ -1,7 +1,7 @@
 """Functions that translated blocks call by name, some of them imported from numpy, and the numpy types of values."""
 
 import numpy as np
-from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, sqrt, where  # noqa: F401
+from numpy import absolute, exp2, fmax, fmin, full, log2, maximum, minimum, rint, sqrt, where  # noqa: F401
 
 b, u1, u2, u4, u8 = np.bool_, np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -43,16 +43,16 @@ def parts_of(value, small):
 
 def fma(x, y, z):
     """The product is exact in the next precision.  The sum is rounded twice, which differs in about 1 of 2**29 sums."""
-    kind = x.dtype.type if np.ndim(x) else y.dtype.type
-    wide = {f4: f8, f8: np.longdouble}[kind]
-    return (np.asarray(x, wide) * np.asarray(y, wide) + np.asarray(z, wide)).astype(kind)
+    out = np.multiply(x, y, dtype={f4: f8, f8: np.longdouble}[x.dtype.type])
+    return (out + z).astype(x.dtype)
 
 
 def extreme(function, x, y):
     """A minimum or maximum, for which -0 is less than 0."""
-    value = function(x, y)
-    either = np.signbit(x) & np.signbit(y) if function in (fmax, maximum) else np.signbit(x) | np.signbit(y)
-    return np.where((x == 0) & (y == 0), np.copysign(value, np.where(either, f4(-1), f4(1))), value)
+    value, zero = function(x, y), (x == 0) & (y == 0)
+    if not zero.any():
+        return value
+    return np.where(zero, x + y if function in (fmax, maximum) else -(-x - y), value)
 
 
 def flushed(x):
@@ -71,7 +71,8 @@ def from_float(kind, value):
     """The bits of the nearest fp16 or bf16."""
     value = np.asarray(value)
     if kind == "f16":
-        return np.where(np.isnan(value), u2(0x7FFF), value.astype(f2).view(u2))
+        bits, nan = value.astype(f2).view(u2), np.isnan(value)
+        return np.where(nan, u2(0x7FFF), bits) if nan.any() else bits
     if value.dtype == f8:
         # The value is first rounded to an odd fp32, so that the second rounding knows whether bits were cut off.
         single = value.astype(f4)
@@ -84,7 +85,7 @@ def from_float(kind, value):
 
 
 def unordered(x, y):
-    return np.isnan(x) | np.isnan(y)
+    return np.isnan(x) if x is y else np.isnan(x) | np.isnan(y)
 
 
 def to_integer(x, how, kind):
@@ -121,6 +122,11 @@ def shift_right(x, by, kind):
     bits = 8 * np.dtype(kind).itemsize
     shifted = np.asarray(x) >> np.minimum(by, bits - 1).astype(kind)
     return shifted if np.issubdtype(kind, np.signedinteger) else np.where(by < bits, shifted, kind(0))
+
+
+def funnel(low, high, by):
+    """The upper half of 64 bits that are shifted to the left."""
+    return (((high.astype(u8) << u8(32) | low.astype(u8)) << (by & u4(31)).astype(u8)) >> u8(32)).astype(u4)
 
 
 def field(x, position, length, kind):

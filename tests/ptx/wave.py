@@ -10,7 +10,7 @@ import numpy as np
 from .matrices import Matrices
 from .memory import Memory
 from .parse import Unsupported
-from .shared import Shared
+from .shared import Local, Shared
 
 u4 = np.uint32
 # The value of a register that no instruction has written.
@@ -19,17 +19,7 @@ GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BE
 
 
 class Finding(NamedTuple):
-    """An error, or a result that depends on an order, although the launch ran to its end.
-
-    shared-race      threads of two warps touch a byte of shared memory between two barriers, and one writes; or a
-                     thread touches what a cp.async may still write, or wgmma may still read; or two lanes of one
-                     instruction store different values to one place
-    shared-uninit    a read of shared memory that its CTA has not written
-    warp-hazard      threads of one warp touch a byte of shared memory, one writes, and nothing synchronises the warp
-    global-race      two CTAs touch a byte of a tensor, and one changes it
-    global-order     two warps of a CTA do so between two barriers
-    divergent-sync   threads of a CTA wait at different barriers
-    """
+    """An error, or a result that depends on an order, although the launch ran to its end: see docs/compiled.md."""
 
     kind: str
     kernel: str
@@ -37,10 +27,6 @@ class Finding(NamedTuple):
 
 
 class Registers(dict):
-    def __init__(self, wave) -> None:
-        super().__init__()
-        self.wave = wave
-
     def __missing__(self, name: str):
         value = GARBAGE[self.wave.kernel.classes[name.rstrip("0123456789")]]
         self[name] = np.full(self.wave.n, value)
@@ -52,25 +38,28 @@ class Wave:
 
     def __init__(self, launch, numbers: np.ndarray) -> None:
         self.program, self.kernel, self.name = launch.program, launch.program.kernel, launch.program.kernel.name
-        self.options, self.grid, self.report = launch.options, launch.grid, launch.report
+        self.options, self.report, self.where = launch.options, launch.report, launch.program.where
         self.parameters = launch.values
         self.threads, self.ctas = self.kernel.threads, len(numbers)
         self.n = self.ctas * self.threads
+        self.lanes = np.arange(self.n)
         self.cta = np.repeat(numbers, self.threads).astype(np.int64)
         self.local_cta = np.repeat(np.arange(self.ctas), self.threads)
         self.tid = np.tile(np.arange(self.threads, dtype=u4), self.ctas)
         self.warp = (self.tid // 32).astype(np.int32)
+        x, y, z = launch.grid
+        specials = {"tid.x": self.tid, "tid.y": 0, "tid.z": 0, "laneid": self.tid % u4(32), "ctaid.x": self.cta % x,
+                    "ctaid.y": self.cta // x % y, "ctaid.z": self.cta // (x * y), "nctaid.x": x, "nctaid.y": y,
+                    "nctaid.z": z}  # fmt: skip
+        self.specials = {name: np.broadcast_to(value, self.n).astype(u4) for name, value in specials.items()}
         # The number of barriers that each CTA has passed, and that each warp has passed, including bar.warp.sync.
         self.epoch = np.zeros(self.ctas, np.int32)
         self.warp_syncs = np.zeros((self.ctas, self.threads // 32), np.int32)
         self.memory = Memory(self, launch.segments, launch.moved)
         self.shared = Shared(self, self.program.shared, self.program.granule)
-        self.matrices = Matrices(self)
-        self.executed = 0
+        self.local, self.matrices = Local(self), Matrices(self)
+        self.executed, self.together = 0, self.options.schedule == "together" or self.threads == 32
         self._whole: np.ndarray | None = None
-
-    def where(self, line: int) -> str:
-        return self.program.where(line)
 
     def find(self, kind: str, text: str, line: int) -> None:
         self.report(Finding(kind, self.name, f"{text}: {self.where(line)}"))
@@ -78,31 +67,21 @@ class Wave:
     def lanes_of(self, guard, idx):
         """Returns the elements of a block's arrays that take part in an instruction, and their lanes."""
         if guard is None:
-            return slice(None), np.arange(self.n) if idx is None else idx
+            return slice(None), self.lanes if idx is None else idx
         chosen = np.flatnonzero(guard)
         return chosen, chosen if idx is None else idx[chosen]
 
     def special(self, name: str, idx):
-        x, y, z = self.grid
-        of, _, axis = name.partition(".")
-        place = "xyz".index(axis or "x")
-        if of == "tid":
-            value = (self.tid, np.zeros(self.n, u4), np.zeros(self.n, u4))[place]
-        elif of == "laneid":
-            value = self.tid % u4(32)
-        elif of == "ctaid":
-            value = (self.cta % x, self.cta // x % y, self.cta // (x * y))[place].astype(u4)
-        elif of == "nctaid":
-            value = np.full(self.n, (x, y, z)[place], u4)
-        else:
+        if name not in self.specials:
             raise Unsupported(f"%{name}")
+        value = self.specials[name]
         return value if idx is None else value[idx]
 
     def run(self) -> None:
         """Runs the wave; ``at`` is the block of each lane, or None while all lanes are at block ``b``."""
-        registers, b = Registers(self), 0
-        together = self.options.schedule == "together" or self.threads == 32
-        at = None if together else np.zeros(self.n, np.int64)
+        registers, b = Registers(), 0
+        registers.wave = self
+        at = None if self.together else np.zeros(self.n, np.int64)
         done, waiting = np.zeros((2, self.n), bool)
         while True:
             idx = None
@@ -117,7 +96,10 @@ class Wave:
                 if len(idx) == self.n:
                     at = idx = None
             end = self.kernel.blocks[b].end
-            self._count(b, idx)
+            warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
+            self.executed += len(self.kernel.blocks[b].instructions) * warps
+            if self.executed > self.options.limit:
+                raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
             self._whole = None
             taken = self.program.functions[b](self, registers, idx)
             if end[0] == "return":
@@ -143,13 +125,14 @@ class Wave:
                 if end[0] == "barrier":
                     self.epoch += 1
                     self.warp_syncs += 1
+                    self.shared.unseen.clear()
             else:
                 at = following
 
     def _ready(self, done, waiting):
         """The lanes that can go on.  With the schedules "first" and "last" that is one warp of each CTA."""
         ready = ~(done | waiting)
-        if self.options.schedule == "together" or self.threads == 32:
+        if self.together:
             return ready
         can = ready.reshape(self.ctas, -1, 32).any(2)
         first = can.argmax(1)
@@ -166,12 +149,6 @@ class Wave:
             waiting[lanes] = False
             self.epoch[cta] += 1
             self.warp_syncs[cta] += 1
-
-    def _count(self, b: int, idx) -> None:
-        warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
-        self.executed += len(self.kernel.blocks[b].instructions) * warps
-        if self.executed > self.options.limit:
-            raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
 
     def whole_warps(self, idx, line: int) -> None:
         """Checks that all threads of a warp take part in an instruction of the warp."""

@@ -24,6 +24,21 @@ ROOT = Path(__file__).parents[2]
 # All architectures that kernels are compiled for, and one architecture of each vendor.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VENDORS = ("sm_90", "gfx942")
+# Architectures that a few launches are compiled for as well.  OLDER ones are left to aten (``fusedseg/_backend.py``).
+OTHERS, OLDER = ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx950"), ("sm_75",)
+# Shared memory of a block, in bytes, for every architecture that kernels are compiled for.
+SHARED = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx90a": 64 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 

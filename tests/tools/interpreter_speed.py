@@ -1,7 +1,8 @@
 """Triton's interpreter, made several times faster without a change to any value that it computes.
 
 The interpreter spends most of its time on Python objects, not on arrays: it builds the type of every block anew,
-patches ``triton.language`` again for every launch, and computes a check of integer overflows whose result it discards.
+patches ``triton.language`` again for every launch, computes a check of integer overflows whose result it discards, and
+passes each operator through a dozen calls (``interpreter_operators.py`` has the short way).
 ``fast()`` changes only these parts.  ``tests/tools/test_interpreter.py`` compares the results of all kernels bit for
 bit with the results of the unchanged interpreter.
 """
@@ -15,6 +16,8 @@ from unittest import mock
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.tools.interpreter_operators import quick
 
 # Triton's own versions of the functions that ``fast`` replaces.
 AS_IT_IS = [
@@ -94,7 +97,7 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, call)
+    scope.set_attr(obj, name, quick(name, call) if obj is tl.tensor else call)
 
 
 @contextlib.contextmanager

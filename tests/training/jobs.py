@@ -10,8 +10,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +140,10 @@ def ddp(rank, world, steps, accumulate, options):
 
 def fsdp(rank, world, steps, converted):
     """Trains with FSDP2, which shards every block by itself; returns the state dict of the whole network."""
+    # These imports take seconds, and collecting the tests imports this file.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
     net = fusedseg.convert_sync(small_net(converted=converted))
     for module in net.modules():
         if isinstance(module, fusedseg.unet.DoubleConv):

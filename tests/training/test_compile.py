@@ -50,8 +50,9 @@ def results(net, run, images):
     return z.detach(), gradients, dict(net.named_buffers())
 
 
-# The graph of a 2D network, with norms that tests/nn/test_inplace_norm_act.py compiles.
-SELDOM = ("instance", "group", "norm alone")
+# Their graphs have the ops of "2D" and "blocks", with norms that tests/nn/test_inplace_norm_act.py compiles, and joins
+# that tests/ops/test_join_conv.py compiles.
+SELDOM = ("instance", "group", "norm alone", "3D", "two encoders")
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -79,7 +80,7 @@ def test_batches_of_any_size(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["2D", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3D", "two encoders"))]
+    "name", ["blocks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("2D", "3D", "two encoders"))]
 )
 def test_keeps_no_more_than_eager(name):
     """The compiler's default partition, which decides what a graph keeps, keeps no more bytes than eager mode."""

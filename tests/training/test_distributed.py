@@ -39,7 +39,7 @@ def check_follows(results, expected):
     ids=["plain", "no broadcast, unused sought", "static graph", "no_sync"],
 )
 def test_distributed_data_parallel(accumulate, options):
-    check_follows(on_ranks(2, jobs.ddp, 20, accumulate, options), one_process(20, accumulate))
+    check_follows(on_ranks(2, jobs.ddp, 6, accumulate, options), one_process(6, accumulate))
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["fused blocks", "converted"])

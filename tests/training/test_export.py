@@ -81,7 +81,7 @@ def test_export_holds_stock_ops_alone(name):
     torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_of_any_size(strict):
     """The program takes all sizes that the stock network's program takes: with PyTorch 2.11 only even sizes."""
     net, images, _ = case("2D")

@@ -125,7 +125,7 @@ def test_copied_in_mid_graph(backend):
     torch.testing.assert_close(step(other, x.detach(), dz)[1], x.grad)
 
 
-@pytest.mark.parametrize("way", ["eager", "torch.compile", "Module.compile"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
 def test_pickled(way):
     """A compiled module is compiled again after it is unpickled."""
     net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).double()

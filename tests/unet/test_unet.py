@@ -73,8 +73,7 @@ def test_norm_and_activation_can_be_chosen():
     torch.testing.assert_close(ours(x), eager(x))
 
 
-@pytest.mark.parametrize("norm", ["instance", "group"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("norm", "dtype"), [("instance", torch.float32), ("group", torch.float16)], ids=str)
 def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(norm, dtype, record_property):
     """The norms have parameters, as in nnU-Net; the bytes of a patch of 128 come from tensors without values."""
 

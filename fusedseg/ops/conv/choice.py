@@ -100,14 +100,13 @@ def check_conv_backend(op: str, name: str) -> None:
 
 def unfit(x: Tensor, positions: int) -> str:
     """The reason why Triton's kernel cannot serve ``x``; "" if it can."""
-    backend, reason = _backend.explain(x.device)
-    if backend != "triton" or not _backend.use_triton(x):
-        return f"a tensor on {x.device} cannot be served: {reason}"
     if x.dtype not in (*HALF, torch.float32):
         return f"x must be float16, bfloat16 or float32, got {x.dtype}"
     if max(positions, x.shape[1:].numel()) >= 2**31:
         return f"a sample or the output's positions must be fewer than 2**31, got {positions}"
-    return ""
+    # This comes last, because it may test the kernel.
+    reason = _backend.why_not(x, "conv")
+    return reason and f"a tensor on {x.device} cannot be served: {reason}"
 
 
 def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
@@ -186,7 +185,7 @@ def choose(
     if conv_backend == "triton":
         if reason := unfit(x, positions):
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    elif unfit(x, positions) or not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled():
+    elif not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
         return "aten"
     key = key_of(x, layout, w, geometry, training, positions)
     record = _records.get(key)
@@ -280,7 +279,7 @@ def _record_from_json(fields: dict[str, Any]) -> Record:
     return Record(float(record.triton), float(record.aten), float(record.difference), bool(record.agree))
 
 
-def save(path: str | Path, overwrite: bool = False) -> int:
+def save_conv_choices(path: str | Path, overwrite: bool = False) -> int:
     """Writes the measured choices of ``conv_backend="auto"`` to a JSON file.
 
     Returns:
@@ -299,7 +298,7 @@ def save(path: str | Path, overwrite: bool = False) -> int:
     return len(choices)
 
 
-def load(path: str | Path) -> int:
+def load_conv_choices(path: str | Path) -> int:
     """Reads measured choices from a file; they replace earlier choices for the same convolutions.
 
     If other versions of fusedseg, torch or triton wrote the file, it warns and takes nothing.
@@ -310,30 +309,19 @@ def load(path: str | Path) -> int:
     Raises:
         ValueError: the file holds no choices.
     """
-
-    def malformed(error: Exception) -> ValueError:
-        return ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}")
-
     try:
         content = json.loads(Path(path).read_text())
-        versions, choices = content["versions"], content["choices"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise malformed(error) from error
-    # The versions are compared first, because other versions may write other fields.
-    if versions != _versions():
-        warnings.warn(
-            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {_versions()}: "
-            "nothing taken, convolutions will be measured anew",
-            stacklevel=2,
-        )
-        return 0
-    try:
+        versions, here = content["versions"], _versions()
+        # Other versions may write other fields, so their choices are not read.
+        choices = content["choices"] if versions == here else ()
         records = {_key_from_json(of["convolution"]): _record_from_json(of["measured"]) for of in choices}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise malformed(error) from error
+        raise ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}") from error
+    if versions != here:
+        warnings.warn(
+            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {here}: "
+            "no choice is taken, and convolutions are measured again",
+            stacklevel=2,
+        )
     _records.update(records)
     return len(records)
-
-
-def clear() -> None:
-    _records.clear()

@@ -19,25 +19,20 @@ from torch import Tensor
 from ..._backend import device_of
 from ...activation import Activation
 from .. import unfused
-from ..cast import uncast
-from ..double_backward import differentiated_once
+from ..activation_aten import activate
 from ..layout import dense, layout_of
 from ..norm import op as norm_op
-from ..norm.aten_output import activate_
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
-from ..norm.spec import Normalised, Passed, Spec, move_running, stats_dtype
+from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
 from . import choice, join_conv
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
     Convolution,
     concatenated,
     convolve_sources,
-    convolve_sources_backward,
-    enlarges_of,
     is_tensor,
     shape_of,
-    sources_of,
     tensors_of,
 )
 
@@ -54,6 +49,9 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
             return _folded(call, norm, spec)
         z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
         return norm_op.forward(norm._replace(x=z), spec, layout, kept, z)
+    if not adjacent(norm.weight, norm.bias, norm.running_mean, norm.running_var, conv_bias):
+        call = call._replace(bias=None if conv_bias is None else conv_bias.contiguous())
+        return on_adjacent(norm, spec.own, lambda norm: _forward_with(name, call, norm, spec, kept))
     from ...kernels.conv_abn import conv_abn_fwd
 
     (source,) = sources
@@ -92,7 +90,7 @@ def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
     shift = -running_mean if conv_bias is None else conv_bias - running_mean
     shift = shift * scale if norm.bias is None else torch.addcmul(norm.bias, shift, scale)
     z = convolve_sources(sources, w * scale.view(-1, *(1,) * (w.dim() - 1)), shift, geometry)
-    return Normalised(activate_(dense(z)[0], spec.act), running_mean, rstd)
+    return Normalised(activate(dense(z)[0], spec.act), running_mean, rstd)
 
 
 def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
@@ -119,51 +117,6 @@ def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_b
     if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():
         norm.running_mean.add_(call.bias, alpha=spec.momentum)
     return found
-
-
-class _Convolution(torch.autograd.Function):
-    """The whole forward, but only the convolution's part of backward.
-
-    ``NormFunction`` is called on the result, and has the norm's part of backward.  With one node for both parts,
-    backward would hold dz, dy and dx at once; each of the two nodes holds only two of these tensors.
-
-    ``step`` holds the arguments of ``_step``.  ``done`` is a list that receives rstd and xhat of the kept channels.
-    ``tensors`` are the tensors of the sources.  Autograd sees only w, the bias and these tensors.
-    """
-
-    @staticmethod
-    def forward(ctx, step, done, w, conv_bias, *tensors):
-        call, _, spec, *_ = step
-        found = _step(*step)
-        done += found.second, found.xhat
-        ctx.geometry, ctx.training, ctx.enlarges, ctx.dtype = (
-            call.geometry,
-            spec.own,
-            enlarges_of(call.sources),
-            w.dtype,
-        )
-        ctx.save_for_backward(uncast(w), *tensors)
-        # As in the stock convolution, a missing gradient of the output gives no gradients of the inputs.
-        ctx.set_materialize_grads(False)
-        return found.z
-
-    @staticmethod
-    def backward(ctx, dy):
-        if dy is None:
-            return (None,) * len(ctx.needs_input_grad)
-        w, *tensors = ctx.saved_tensors
-        need_w, need_bias, *needs = ctx.needs_input_grad[2:]
-        args = (
-            dy,
-            sources_of(tensors, ctx.enlarges),
-            w.to(ctx.dtype),
-            ctx.geometry,
-            (need_w, need_bias and not ctx.training, *needs),
-        )
-        dw, dbias, *dtensors = differentiated_once(OP, convolve_sources_backward, *args)
-        if need_bias and ctx.training:
-            dbias = dy.new_zeros(w.shape[0])
-        return None, None, dw, dbias, *dtensors
 
 
 @torch.library.custom_op(
@@ -223,15 +176,14 @@ def _op_setup_context(ctx, inputs, output):
     ctx.geometry, ctx.spec = geometry, spec
     ctx.conv_bias_dtype = None if conv_bias is None else conv_bias.dtype
     slots, ctx.kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
-    of_norm = z, norm.weight, norm.bias, None, None, stats, xhat, slots
-    ctx.save_for_backward(x, w, *of_norm)
+    ctx.save_for_backward(x, w, z, norm.weight, norm.bias, stats, xhat, slots)
 
 
 def _op_backward(ctx, dz, *unused):
-    x, w, *of_norm = ctx.saved_tensors
+    x, w, z, weight, bias, *of_norm = ctx.saved_tensors
     need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
     rest = ctx.kept_count, need_weight or need_bias, False, *norm_op.flat(ctx.spec)
-    dy, dweight, dbias, _, _ = norm_op.norm_backward_op(dz, *of_norm, *rest)
+    dy, dweight, dbias, _, _ = norm_op.norm_backward_op(dz, z, weight, bias, None, None, *of_norm, *rest)
     training = ctx.spec.own
     dx, dw, dconv_bias = convolve_backward(dy, x, w, ctx.geometry, (need_x, need_w, need_conv_bias and not training))
     if need_conv_bias and training:
@@ -248,7 +200,7 @@ def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> Non
     shape = join_conv.check(OP, call)
     if conv_backend == "triton" and not is_tensor(call.sources):
         raise ValueError(
-            f"{OP}: conv_backend 'triton' takes one tensor; use 'auto' or 'aten' for several or Interpolated"
+            f"{OP}: x must be one tensor for conv_backend 'triton', got several or Interpolated; use 'auto' or 'aten'"
         )
     check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
 
@@ -263,9 +215,17 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(*step).z
-        # The first node fills this list with rstd and xhat of the kept channels, which the second node keeps beside z.
+        # rstd and xhat of the kept channels, which the second node keeps beside z.
         done: list[Tensor | None] = []
-        z = _Convolution.apply(step, done, w, conv_bias, *tensors_of(sources))
+
+        def convolve() -> Tensor:
+            found = _step(*step)
+            done[:] = found.second, found.xhat
+            return found.z
+
+        # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
+        # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
+        z = join_conv.ConvolutionFunction.apply(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
         return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
     running_mean = norm.running_mean
     moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None

@@ -1,5 +1,7 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,29 +29,36 @@ from .sources import (
 OP = "fusedseg.join_conv"
 
 
-class JoinConvFunction(torch.autograd.Function):
-    """The autograd function of the op.
+class ConvolutionFunction(torch.autograd.Function):
+    """The autograd function of a convolution of sources, which a norm may follow.
 
     It keeps w and the tensors of the sources; for an ``Interpolated``, the tensor before interpolation.
 
-    ``formed`` is a tuple with the concatenation of the sources if it exists already, and otherwise an empty tuple.
+    ``convolve`` computes the output.  ``centred`` says that a norm has subtracted the mean from it, so that the
+    gradient of the bias is zero.  Autograd sees only w, the bias and ``tensors``, which are the tensors of the sources.
     """
 
     @staticmethod
-    def forward(ctx, geometry, enlarges, formed, w, bias, *tensors):
-        ctx.geometry, ctx.enlarges, ctx.dtype = geometry, enlarges, w.dtype
+    def forward(ctx, op, call, convolve, centred, w, bias, *tensors):
+        ctx.op, ctx.geometry, ctx.centred, ctx.dtype = op, call.geometry, centred, w.dtype
+        ctx.enlarges = enlarges_of(call.sources)
         ctx.save_for_backward(uncast(w), *tensors)
         # As in the stock convolution, a missing gradient of the output gives no gradients of the inputs.
         ctx.set_materialize_grads(False)
-        return convolve_sources(formed or sources_of(tensors, enlarges), w, bias, geometry)
+        return convolve()
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         w, *tensors = ctx.saved_tensors
-        args = (dy, sources_of(tensors, ctx.enlarges), w.to(ctx.dtype), ctx.geometry, ctx.needs_input_grad[3:])
-        return None, None, None, *differentiated_once(OP, convolve_sources_backward, *args)
+        need_w, need_bias, *needs = ctx.needs_input_grad[4:]
+        sources, wanted = sources_of(tensors, ctx.enlarges), (need_w, need_bias and not ctx.centred, *needs)
+        args = dy, sources, w.to(ctx.dtype), ctx.geometry, wanted
+        dw, dbias, *dtensors = differentiated_once(ctx.op, convolve_sources_backward, *args)
+        if need_bias and ctx.centred:
+            dbias = dy.new_zeros(w.shape[0])
+        return *(None,) * 4, dw, dbias, *dtensors
 
 
 def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
@@ -107,5 +116,6 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         return convolve_sources(sources, w, bias, geometry)
-    given = () if formed is None else (formed.detach(),)
-    return JoinConvFunction.apply(geometry, enlarges_of(sources), given, w, bias, *tensors_of(sources))
+    given = sources if formed is None else (formed.detach(),)
+    convolve = partial(convolve_sources, given, w, bias, geometry)
+    return ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))

@@ -87,7 +87,10 @@ class Interpolated:
                 f"{op}: mode must be one of {', '.join(MODES[x.dim()])} for x {tuple(x.shape)}, got {mode!r}"
             )
         if align_corners is not None and mode not in ALIGNABLE:
-            raise ValueError(f"{op}: align_corners goes with {', '.join(ALIGNABLE)}, got it with {mode!r}")
+            raise ValueError(
+                f"{op}: align_corners must be None unless mode is one of {', '.join(ALIGNABLE)}, got {align_corners!r} "
+                f"for mode {mode!r}"
+            )
         size = tuple(size)
         if len(size) != x.dim() - 2 or min(size) < 1:
             raise ValueError(f"{op}: size must be {x.dim() - 2} positive integers for x {tuple(x.shape)}, got {size}")

@@ -6,6 +6,7 @@ under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _backend
 from .. import unfused
-from ..check import HALF, check_dtype, check_input, check_tensor
+from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
 from ..double_backward import batched, one_by_one
 from ..layout import FORMATS, dense
@@ -56,7 +57,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
     if _has_no_values(x):
         return z, codes
-    if not _backend.use_triton(x):
+    if not _backend.use_triton(x, "pool"):
         aten.forward(x, z, codes, rows, pool)
         return z, codes
     from ...kernels.max_pool import max_pool_fwd
@@ -72,7 +73,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
     if _has_no_values(dx):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
-    if not _backend.use_triton(dz):
+    if not _backend.use_triton(dz, "pool"):
         aten.backward(dz, codes, dx, rows, pool)
         return dx
     from ...kernels.max_pool import max_pool_bwd
@@ -139,7 +140,7 @@ def _backward_op(dz, codes, size, rows, *window):
     return backward(dz, codes, size, rows, _pool(*window))
 
 
-def _pick_op(ddx, codes, rows, *window):
+def _pick_op(ddx, codes, size, rows, *window):
     return pick(ddx, codes, rows, _pool(*window))
 
 
@@ -151,10 +152,10 @@ def _custom_op(name: str, function: Callable, schema: str) -> Any:
 
 
 max_pool_op = _custom_op("max_pool", _op, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
-max_pool_backward_op = _custom_op(
-    "max_pool_backward", _backward_op, f"(Tensor dz, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
-)
-max_pool_pick_op = _custom_op("max_pool_pick", _pick_op, f"(Tensor ddx, Tensor codes, bool rows, {WINDOW}) -> Tensor")
+# Both ops are linear in their first argument, and each is the transpose of the other.
+LINEAR = f"(Tensor t, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
+max_pool_backward_op = _custom_op("max_pool_backward", _backward_op, LINEAR)
+max_pool_pick_op = _custom_op("max_pool_pick", _pick_op, LINEAR)
 
 
 def _setup_context(ctx, inputs, output):
@@ -172,30 +173,19 @@ def _op_backward(ctx, dz, *unused):
     return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 6
 
 
-def _backward_setup_context(ctx, inputs, output):
+def _linear_setup_context(ctx, inputs, output):
     _, codes, ctx.size, ctx.rows, *ctx.pool = inputs
     ctx.save_for_backward(codes)
 
 
-def _backward_backward(ctx, ddx):
+def _transposed(transpose: Callable, ctx, t):
     (codes,) = ctx.saved_tensors
-    return max_pool_pick_op(ddx, codes, ctx.rows, *ctx.pool), *(None,) * 8
-
-
-def _pick_setup_context(ctx, inputs, output):
-    ddx, codes, ctx.rows, *ctx.pool = inputs
-    ctx.size = ddx.shape[2:]
-    ctx.save_for_backward(codes)
-
-
-def _pick_backward(ctx, dz):
-    (codes,) = ctx.saved_tensors
-    return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 7
+    return transpose(t, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 8
 
 
 max_pool_op.register_autograd(_op_backward, setup_context=_setup_context)
-max_pool_backward_op.register_autograd(_backward_backward, setup_context=_backward_setup_context)
-max_pool_pick_op.register_autograd(_pick_backward, setup_context=_pick_setup_context)
+for _linear, _transpose in ((max_pool_backward_op, max_pool_pick_op), (max_pool_pick_op, max_pool_backward_op)):
+    _linear.register_autograd(partial(_transposed, _transpose), setup_context=_linear_setup_context)
 
 
 def parse_pool(
@@ -225,7 +215,7 @@ def parse_pool(
         positions *= k
     if positions > MAX_POSITIONS:
         raise ValueError(
-            f"{op}: kernel_size must have at most {MAX_POSITIONS} positions, which one byte tells apart, got {kernel}; "
+            f"{op}: kernel_size must have at most {MAX_POSITIONS} positions, which one byte can number, got {kernel}; "
             f"use torch.nn.MaxPool{dims}d"
         )
     return pool
@@ -246,8 +236,8 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
         # Only a window that begins in the padding can step over all of x.
         if d > 1 and any(-(-(p - o * s) // d) >= k or -(p - o * s) % d >= n for o in range(min(count, -(-p // s)))):
             raise ValueError(
-                f"{op}: x {tuple(x.shape)} lies between the positions of a window of {pool.kernel} with dilation "
-                f"{pool.dilation} and padding {pool.padding}: it has no maximum"
+                f"{op}: x {tuple(x.shape)} has no element at the positions of one window of kernel_size {pool.kernel} "
+                f"with dilation {pool.dilation} and padding {pool.padding}, so the window has no maximum"
             )
 
 
@@ -268,19 +258,9 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
     return z
 
 
-def dims_of(op: str, x: Tensor, kernel_size: int | Sequence[int]) -> int:
-    """The number of spatial dimensions of a pool without a module."""
-    check_tensor(op, x)
-    if not 3 <= x.dim() <= 5:
-        raise ValueError(
-            f"{op}: x must have shape (N, C, *spatial) or (C, *spatial), in two or three dimensions, "
-            f"got {tuple(x.shape)}"
-        )
-    return 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
-
-
-def pooled(op: str, x: Tensor, dims: int, pool: Pool) -> Tensor:
+def pooled(op: str, x: Tensor, pool: Pool) -> Tensor:
     """The op on an unchecked ``x``, (N, C, *spatial) or (C, *spatial)."""
+    dims = len(pool.kernel)
     if isinstance(x, Tensor) and x.dim() not in (dims + 1, dims + 2):
         raise ValueError(
             f"{op}: x must have shape (N, C, *spatial) or (C, *spatial) with {dims} spatial dimensions, "

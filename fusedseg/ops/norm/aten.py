@@ -38,14 +38,9 @@ class Aten:
         dresidual = torch.empty_like(saved.source) if wanted.residual else None
         by = aten_samples if layout.I > 1 else aten_output
         found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
-        parameter = saved.weight if saved.weight is not None else saved.bias
-        same = parameter is None or parameter.dtype == saved.second.dtype
-        if dresidual is None and same:
-            return found
-        found = found._replace(dresidual=dresidual)
-        return found if same or not wanted.affine else like_parameters(found, saved)
+        return like_parameters(found._replace(dresidual=dresidual), saved)
 
-    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         return aten_input.rebuild(saved, spec)
 
     def reads_output(self, x: Tensor, act: Activation) -> bool:

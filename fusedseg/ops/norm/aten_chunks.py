@@ -9,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..layout import Layout
 from .spec import stats_dtype
 
-aten = torch.ops.aten
-
 # A tensor of up to this many chunks is processed in one piece, because splitting it costs more than the cache gains.
 WHOLE = 6
 # For contiguous planes in fp32 or fp64, aten computes statistics at a tenth of the memory's speed.  Up to this number
@@ -64,7 +62,8 @@ def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if slow_statistics(xv, layout, acc):
         return _plane_moments(xv)
     if xv.device.type == "cpu":
-        mean, var = aten.batch_norm_update_stats(xv, *torch.zeros(2, layout.C, dtype=acc), 0.0)
+        zeros, unused = torch.zeros(2, layout.C, dtype=acc)
+        mean, var = torch.batch_norm_update_stats(xv, zeros, unused, 0.0)
     else:
         var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
     return mean, var

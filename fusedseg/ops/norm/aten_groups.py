@@ -1,4 +1,6 @@
-"""Statistics of groups of D adjacent channels on aten ops, for ``aten_output.py``."""
+"""Statistics of groups of D adjacent channels, and vectors of channels repeated for samples, on aten ops."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..layout import Layout
 from . import aten_chunks
 
-aten = torch.ops.aten
+# A call of ``torch.ops`` is shortest if an overload is called.
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def serves(x: Tensor, layout: Layout) -> bool:
@@ -33,10 +36,17 @@ def over_channels(v: Tensor, D: int) -> Tensor:
     return v if D == 1 else v[:, None].expand(-1, D).reshape(-1)
 
 
+def over_samples(v: Tensor | None, samples: int) -> Any:
+    """Repeats a vector of one value per channel for each sample."""
+    # This takes a fifth of the time of Tensor.repeat.  For one channel, reshape() would return a view in which all
+    # samples share one value, so all samples would move the same running statistics.
+    return None if v is None else v.expand(samples, -1).contiguous().view(-1)
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, D: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The group norm of one sample (1, C, *positions), in new memory, with the mean and rstd of each group."""
     C, G = x.shape[1], x.shape[1] // D
-    y, mean, rstd = aten.native_group_norm(x, weight, bias, 1, C, x[0, 0].numel(), G, eps)
+    y, mean, rstd = torch.native_group_norm(x, weight, bias, 1, C, x[0, 0].numel(), G, eps)
     return y, mean.view(G), rstd.view(G)
 
 
@@ -48,4 +58,4 @@ def backward(g: Tensor, centred: Tensor, weight: Tensor, rstd: Tensor, D: int) -
     C, G = g.shape[1], g.shape[1] // D
     rstd = rstd[::D].contiguous().view(1, G)
     shape = (1, C, g[0, 0].numel(), G)
-    return aten.native_group_norm_backward(g, centred, torch.zeros_like(rstd), rstd, weight, *shape, [True] * 3)
+    return _group_norm_backward(g, centred, torch.zeros_like(rstd), rstd, weight, *shape, [True] * 3)

@@ -21,10 +21,15 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
-from .aten_groups import over_channels
-from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, stats_dtype
+from .aten_groups import over_channels, over_samples
+from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
-aten = torch.ops.aten
+# A call of ``torch.ops`` takes longer than a call of the functions of ``torch``, which have no backward functions.  A
+# call of an overload by position is the shortest there is for those.
+# The type checker cannot count the arguments of starred lists.
+_batch_norm: Any = torch.native_batch_norm
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 # A tensor of up to WHOLE_BYTES is processed in one piece, a larger one in parts of PART_BYTES, which fit into a CPU's
 # caches.
@@ -57,15 +62,6 @@ def _problems(x: Tensor, spec: Spec) -> Sequence[Tensor]:
     return _image(x).split(1)
 
 
-def _wide(v: Tensor | None, x: Tensor) -> Tensor | None:
-    """A parameter in the dtype of the statistics."""
-    if v is None or (v.dtype == x.dtype and v.dtype in (torch.float32, torch.float64)):
-        return v
-    wide = stats_dtype(x)
-    # In nearly all cases the dtype is right already, and the call of ``to`` is saved.
-    return v if v.dtype == wide else v.to(wide)
-
-
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
     """The weight in the dtype of the statistics; ones for half-precision ``x`` if there is no weight.
 
@@ -73,28 +69,27 @@ def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
     """
     if weight is None and x.dtype in (torch.float16, torch.bfloat16):
         return torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
-    return _wide(weight, x)
+    return cast(weight, stats_dtype(x))
 
 
 def _each(v: Any, x: Tensor, spec: Spec) -> Any:
     """Repeats a vector of C values for every sample, because the views of ``_problems`` have N C channels together."""
-    # This takes a fifth of the time of Tensor.repeat.  For one channel, reshape() would return a view in which all
-    # samples share one value, so all samples would move the same running statistics.
-    return v if v is None or spec.kind == "batch" else v.expand(len(x), -1).contiguous().view(-1)
+    return v if spec.kind == "batch" else over_samples(v, len(x))
 
 
 def forward(passed: Passed, spec: Spec) -> Normalised:
     x, running_mean, running_var = passed.x, passed.running_mean, passed.running_var
     own, momentum, eps = spec.own, spec.momentum, spec.eps
-    weight, bias = _wide_weight(passed.weight, x), _wide(passed.bias, x)
-    running = [_wide(v, x) for v in (running_mean, running_var)]
+    acc = stats_dtype(x)
+    weight, bias = _wide_weight(passed.weight, x), cast(passed.bias, acc)
+    running = [cast(v, acc) for v in (running_mean, running_var)]
     if spec.kind == "group":
         N, C = x.shape[:2]
         S = x.numel() // (N * C)
-        z, mean, second = aten.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
+        z, mean, second = torch.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
         z, mean, second = _as(z, x), mean.view(-1), second.view(-1)
     elif spec.kind == "batch" or not own:
-        z, mean, second = aten.native_batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
+        z, mean, second = _batch_norm(_image(x), weight, bias, *running, own, momentum, eps)
         z = _as(z, x)
         if not own:
             # These are copies, because the buffers may change before backward runs.
@@ -105,14 +100,12 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
     else:
         z = torch.empty_like(x)
         each = [_each(v, x, spec) for v in (weight, bias, *running)]
-        mean, second = x.new_empty(2, len(x) * x.shape[1], dtype=stats_dtype(x))
+        mean, second = x.new_empty(2, len(x) * x.shape[1], dtype=acc)
         first = 0
         for xp, zp in zip(_problems(x, spec), _problems(z, spec), strict=True):
             u = slice(first, first := first + xp.shape[1])
-            aten.native_batch_norm.out(
-                xp, *(None if v is None else v[u] for v in each), True, momentum, eps,
-                out=zp, save_mean=mean[u], save_invstd=second[u],
-            )  # fmt: skip
+            given = [None if v is None else v[u] for v in each]
+            _batch_norm(xp, *given, True, momentum, eps, out=(zp, mean[u], second[u]))
         for buffer, v in zip((running_mean, running_var), each[2:], strict=True):
             if buffer is not None:
                 buffer.copy_(v.view(-1, x.shape[1]).mean(0))
@@ -123,7 +116,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
 
 def _wide_saved(saved: Saved) -> Saved:
     x = saved.source
-    weight, bias = _wide_weight(saved.weight, x), _wide(saved.bias, x)
+    weight, bias = _wide_weight(saved.weight, x), cast(saved.bias, stats_dtype(x))
     # In nearly all cases nothing changes, and the call of ``_replace`` is saved.
     return saved if weight is saved.weight and bias is saved.bias else saved._replace(weight=weight, bias=bias)
 
@@ -144,7 +137,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
         weight = second if weight is None else second * _each(weight, x, spec)
         second, eps = torch.ones_like(mean), 0.0
     if spec.kind == "batch" and out is None:
-        return _as(aten.native_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
+        return _as(_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
     out = torch.empty_like(x) if out is None else out
     unused = mean.new_empty(0)
     first = 0
@@ -156,9 +149,7 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
             torch.sub(xp, mean[u].view(each), out=yp).mul_(weight[u].view(each))
             continue
         parameters = [None if v is None else v[u] for v in (weight, bias, mean, second)]
-        aten.native_batch_norm.out(
-            xp, *parameters, False, 0.0, eps, out=yp, save_mean=unused, save_invstd=unused
-        )  # fmt: skip
+        _batch_norm(xp, *parameters, False, 0.0, eps, out=(yp, unused, unused))
     return out
 
 
@@ -179,23 +170,24 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
     assert mean is not None
     mask = [True, affine, affine]
     if spec.keeps_variance:
-        options = {"train": False, "eps": eps, "output_mask": mask}
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, mean, second, None, None, **options)
-    options = {"train": True, "eps": eps, "output_mask": mask}
+        running = mean, second, None, None
+        return _batch_norm_backward(_image(g), _image(x), weight, *running, False, eps, mask)
     if spec.kind == "group":
         N, C = x.shape[:2]
         shape = (N, C, x.numel() // (N * C), spec.groups)
         mean, rstd = (v.view(N, spec.groups) for v in (mean, second))
-        return aten.native_group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
+        return _group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
     if spec.kind == "batch":
-        return aten.native_batch_norm_backward(_image(g), _image(x), weight, None, None, mean, second, **options)
+        own = None, None, mean, second
+        return _batch_norm_backward(_image(g), _image(x), weight, *own, True, eps, mask)
     weight = _each(weight, x, spec)
     done = []
     first = 0
     for gp, xp in zip(_problems(g, spec), _problems(x, spec), strict=True):
         u = slice(first, first := first + xp.shape[1])
         w = None if weight is None else weight[u]
-        done.append(aten.native_batch_norm_backward(gp, xp, w, None, None, mean[u], second[u], **options))
+        own = None, None, mean[u], second[u]
+        done.append(_batch_norm_backward(gp, xp, w, *own, True, eps, mask))
     if len(done) == 1:
         return done[0]
     dx, *sums = zip(*done, strict=True)
@@ -211,7 +203,7 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
     assert mean is not None
     rstd = torch.rsqrt(saved.second + spec.eps)
     given = (weight, None, None, mean, rstd, True, spec.eps, [False, True, True])
-    _, s2, s1 = aten.native_batch_norm_backward(_image(g), _image(x), *given)
+    _, s2, s1 = _batch_norm_backward(_image(g), _image(x), *given)
     t1, t2 = exchange(s1, s2)
     layout = layout_of(x)
     assert layout is not None
@@ -274,6 +266,8 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
     saved = _wide_saved(saved)
     if x.nbytes <= WHOLE_BYTES or not x.is_contiguous() or wanted.exchange is not None:
         found = _whole(dz, saved, spec, wanted)
+        if spec.kind == "batch":
+            return found
     else:
         found = _in_parts(dz, saved, spec, wanted._replace(rebuilt=None))
     C = x.shape[1]

@@ -21,24 +21,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...activation import TABLE, Activation, Inverse
+from ..activation_aten import activate
 from ..layout import Layout, channel_view, per_channel
 from . import aten_chunks, aten_groups
 from .kept import Kept
-from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, stats_dtype
+from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
-aten = torch.ops.aten
+# A call of ``torch.ops`` is shortest if an overload is called by position.
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
 # Up to this number of values, the number of calls costs more than their arithmetic.
 FEW = 2**20
-
-
-def cast(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """``v.to(dtype)``; the call is saved if the dtype is right already, as in nearly all cases."""
-    return v if v.dtype == dtype else v.to(dtype)
-
-
-def activate_(z: Tensor, act: Activation) -> Tensor:
-    return TABLE[act.name].forward(z, act.param)
 
 
 def _inverse(act: Activation) -> Inverse:
@@ -50,7 +43,7 @@ def _inverse(act: Activation) -> Inverse:
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
     if residual is not None:
         y.add_(channel_view(residual, layout))
-    activate_(y, act)
+    activate(y, act)
 
 
 def forward(
@@ -64,7 +57,7 @@ def forward(
     outv = xv if out is x else channel_view(out, layout)
     # Parameters in fp32 make aten compute the statistics of half-precision input in fp32.
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
-    bias = bias if bias is None or bias.dtype == acc else bias.to(acc)
+    bias = cast(bias, acc)
     own_update = running_mean is not None and running_mean.dtype != acc
     slow = aten_chunks.slow_statistics(x, layout, acc)
     if training and kept is None and layout.D == 1 and not slow and not own_update:
@@ -90,7 +83,7 @@ def forward(
     elif training:
         mean, var = aten_chunks.moments(xv, layout)
     else:
-        mean, var = cast(running_mean, acc), cast(running_var, acc)  # type: ignore[arg-type]
+        mean, var = cast(running_mean, acc), cast(running_var, acc)
     if layout.D > 1:
         mean, var = aten_groups.of_channels(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
@@ -127,7 +120,7 @@ def _forward_planes(
             aten_chunks.scale_shift(x_i, out_i, weight[c], bias_c, mean, var, spec.eps)
         if added is not None:
             out_c.add_(added[:, c])
-        activate_(out_c, spec.act)
+        activate(out_c, spec.act)
         found.append((mean, var))
     means, variances = zip(*found, strict=True)
     return torch.cat(means), torch.cat(variances)
@@ -186,9 +179,8 @@ class _Backward:
         weight, shift, inverse = self.rescaled, self.shift, self.inverse
         if c != EVERY:
             weight, shift, inverse = weight[c], shift[c], inverse[c]
-        return aten.native_batch_norm_backward(
-            g, y, weight, None, None, shift, inverse, train=True, eps=0.0, output_mask=[dx_wanted, True, True]
-        )
+        own = None, None, shift, inverse
+        return _batch_norm_backward(g, y, weight, *own, True, 0.0, [dx_wanted, True, True])
 
     def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """dx, s2 and s1 of whole groups of channels.  ``y`` is overwritten unless it is ``z``."""

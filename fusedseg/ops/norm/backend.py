@@ -41,7 +41,7 @@ class Backend(Protocol):
         """The gradients.  ``dz`` and the residual have the strides of ``saved.source``, and are not changed."""
         ...
 
-    def rebuild(self, saved: Saved, spec: Spec, layout: Layout) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         """z of an op that keeps its input, with the same bits as in the forward pass."""
         ...
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...activation import TABLE
+from ...activation import TABLE, check_slope_given
 from ..check import ACTIVATION_DTYPES, HALF, check_channel_vector, check_dtype, check_input
 from .spec import Passed, Spec
 
@@ -58,17 +58,14 @@ def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
     if spec.kind == "batch":
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
     if spec.kind == "instance":
-        if len(shape) < 3:
-            raise ValueError(f"{op}: instance norm takes x of shape (N, C, *spatial), got {tuple(shape)}")
         if spec.own and shape[2:].numel() == 1:
             raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
         return
     groups = spec.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
-    # nn.GroupNorm accepts several samples whose groups have one value each.  The op that keeps its output does too.
-    values = groups if spec.keep == "output" else shape[0] * groups
-    if shape.numel() == values and values:
+    # As nn.GroupNorm does, this accepts several samples whose groups have one value each.
+    if shape.numel() == groups:
         raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
 
 
@@ -93,10 +90,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
 
 
 def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
-    if slope is None or not TABLE[spec.act.name].learned:
-        raise ValueError(
-            f"{op}: slope must be given for activation 'prelu' and for no other, got activation {spec.act.name!r}"
-        )
+    check_slope_given(op, spec.act, slope)
     if not isinstance(slope, Tensor):
         raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
     # There is one slope for all channels, or one slope per channel.

@@ -24,6 +24,7 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
+from ..recompute.registry import Registry
 from .backend import backend_of
 from .kept import Kept
 from .passes import backward, forward, rebuild
@@ -33,19 +34,20 @@ from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statist
 class NormFunction(torch.autograd.Function):
     """The autograd function of the norm op.  It keeps the tensors of ``Saved``.
 
-    ``call`` holds ``Passed``, ``Spec``, the kept channels, ``done`` and ``saved``.  If a convolution has computed the
-    output already, x is that output, and ``done`` holds rstd and xhat of the kept channels; otherwise ``done`` is None.
-    ``saved`` is None, or a list to which the call appends a ``Saved``, from which other code may rebuild z.
+    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done`` and ``saved``.  A layout
+    says that x is dense.  If a convolution has computed the output already, x is that output, and ``done`` holds rstd
+    and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the call appends a
+    ``Saved``, from which other code may rebuild z.
     ``tensors`` are x, weight and bias, followed by residual and slope unless both are None.  They are passed once more
     because autograd sees only tensors that are arguments themselves.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        passed, spec, kept, done, for_others = call
+        passed, layout, spec, kept, done, for_others = call
         x, weight, bias, residual, slope, _, _, batches = passed
         in_place = spec.keep == "output"
-        source, layout = dense(x)
+        source, layout = dense(x) if layout is None else (x, layout)
         if spec.kind != "batch":
             layout = spec.layout(source, layout)
         laid = None if residual is None else like(residual, source)
@@ -72,15 +74,15 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        rest = residual, slope, mean, second, xhat, share
-        ctx.save_for_backward(source, weight, bias, *rest)
+        saved = Saved(source, weight, bias, residual, slope, mean=mean, second=second, xhat=xhat, share=share)
+        ctx.save_for_backward(*saved)
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
         if for_others is not None:
-            for_others.append(Saved(source, weight, bias, None, slope, mean, second))
+            for_others.append(saved)
         return z
 
     @staticmethod
@@ -274,19 +276,21 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
             batches.add_(1)
         return z
     saved: list[Saved] | None = None
+    registry = layout = None
     if spec.keep == "output":
         if torch._C._len_torch_function_stack():
             recipes.changing(x)
     else:
-        x, _ = dense(x)
+        x, layout = dense(x)
         passed = passed if x is passed.x else passed._replace(x=x)
-        saved = None if recipes.active() is None else []
-    call = passed, _of_given(spec), kept, None, saved
+        registry = recipes.active()
+        saved = None if registry is None else []
+    call = passed, layout, _of_given(spec), kept, None, saved
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
     z = _apply(call, x, weight, bias, *more)
     if saved:
-        _offer(z, saved[0], residual, call[1])
+        _offer(z, saved[0], residual, call[2], registry)
     return z
 
 
@@ -313,14 +317,14 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    return _apply((passed, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+    return _apply((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
 
 
-def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None:
+def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
     """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
     # The recipe holds copies of the parameters, because an optimizer may change them before backward.
     vectors = saved.weight, saved.bias, saved.slope
-    weight, bias, slope = (None if v is None else v.detach().clone() for v in vectors)
+    weight, bias, slope = [None if v is None else v.detach().clone() for v in vectors]
     mean, second = saved.mean, saved.second
 
     # This closure holds neither x nor the residual; both are arguments.
@@ -332,4 +336,5 @@ def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec) -> None
     node: Any = z.grad_fn
     if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
         node.reader = reader = recipes.Reader()
-    recipes.offer(z, again, *(t for t in (saved.source, residual) if t is not None), reader=reader)
+    inputs = (saved.source,) if residual is None else (saved.source, residual)
+    recipes.offer(z, again, *inputs, reader=reader, registry=registry)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..layout import Layout, layout_of, like
+from ..layout import Layout, like
 from . import sync
 from .backend import backend_of
 from .kept import Kept
@@ -35,9 +35,7 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
         return torch.empty_like(x)
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
-    layout = layout_of(x)
-    assert layout is not None
-    return backend_of(x, spec.act).rebuild(saved, spec, spec.layout(x, layout))
+    return backend_of(x, spec.act).rebuild(saved, spec)
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:

@@ -142,9 +142,37 @@ class Gradients(NamedTuple):
     dslope: Tensor | None = None
 
 
+def adjacent(*vectors: Tensor | None) -> bool:
+    """Whether the elements of all vectors are adjacent in memory, as kernels read and write them."""
+    for v in vectors:  # noqa: SIM110  a generator would take twice as long, in every call
+        if v is not None and not v.is_contiguous():
+            return False
+    return True
+
+
+def on_adjacent(passed: Passed, own: bool, run: Callable[[Passed], Normalised]) -> Normalised:
+    """Calls ``run`` with copies of vectors that lie otherwise, such as columns of a matrix.
+
+    ``own`` says that ``run`` moves the running statistics.
+    """
+    names = ("weight", "bias", "running_mean", "running_var")
+    vectors = {name: v for name in names if (v := getattr(passed, name)) is not None}
+    copies = {name: v.contiguous() for name, v in vectors.items()}
+    found = run(passed._replace(**copies))
+    for name in ("running_mean", "running_var") if own else ():
+        if name in vectors and vectors[name] is not copies[name]:
+            vectors[name].copy_(copies[name])
+    return found
+
+
 def stats_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which the statistics of ``x`` are computed and kept."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(v: Any, dtype: torch.dtype) -> Any:
+    """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
+    return v if v is None or v.dtype == dtype else v.to(dtype)
 
 
 def statistics_count(x: Tensor, spec: Spec) -> int:
@@ -160,7 +188,7 @@ def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
     The gradient is None if there is no such parameter.
     """
     pairs = ((saved.weight, grads.dweight), (saved.bias, grads.dbias), (saved.slope, grads.dslope))
-    dweight, dbias, dslope = (None if v is None or d is None else d.to(v.dtype) for v, d in pairs)
+    dweight, dbias, dslope = (None if v is None else cast(d, v.dtype) for v, d in pairs)
     return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
 
 

@@ -108,12 +108,14 @@ def offer(
     *inputs: Tensor,
     overwrite: Callable[..., Tensor] | None = None,
     reader: Reader | None = None,
+    registry: Registry | None = None,
 ) -> None:
     """Offers a recipe: ``output`` was computed as ``rebuild(*inputs)``.  The contract is at the top of this file.
 
-    ``reader``: the backward of the op that offers, if that can use a rebuilt ``output``.
+    ``reader``: the backward of the op that offers, if that can use a rebuilt ``output``.  ``registry``: the active
+    registry, if the caller knows it already.
     """
-    registry = active()
+    registry = registry or active()
     if registry is not None:
         with torch._C.DisableTorchFunction():
             offer = registry.offer(output, rebuild, inputs, overwrite)
@@ -159,7 +161,9 @@ class expect:
 
     def _copy_of_x(self, t: Tensor) -> Handle | None:
         memory = t.untyped_storage()
-        if self.before is None or any(own.untyped_storage() is memory for own in self.tensors):
+        if self.before is None or self.tensors[0].untyped_storage() is memory:
+            return None
+        if any(own.untyped_storage() is memory for own in self.tensors[1:]):
             return None
         at = Place.of(self.tensors[0])
         return Handle(self.before, at) if Place.of(t).layout() == at.layout() else None

@@ -73,7 +73,7 @@ class Registry:
                     return self._counted(claimed)
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
-            if memory.offers and memory.kept_at(at, t._version) is None:
+            if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
                 offer = memory.offer_of(at, t._version)
                 recipe = None if offer is None else offer.source(self)
                 if recipe is not None:
@@ -86,7 +86,7 @@ class Registry:
         A checkpoint computes its forward again and stops, by an exception, at the last tensor that it has counted.
         Because every tensor is counted, this is the same tensor as without the scope.
         """
-        if self.outer is not None and self._in_checkpoint and type(saved) is Handle:
+        if self._in_checkpoint and self.outer is not None and type(saved) is Handle:
             self.outer[0](torch.empty(0))
         return saved
 
@@ -322,10 +322,10 @@ class Registry:
             storage = t.untyped_storage()
             memory = self._find(storage)
             if memory is not None and not memory.exposed:
-                kept = memory.kept_at(at, t._version)
+                kept = memory.kept_at(at, t._version) if memory.kept else None
                 if kept is not None:
                     return Linked(kept), at
-                offer = memory.offer_of(at, t._version)
+                offer = memory.offer_of(at, t._version) if memory.offers else None
                 if offer is not None:
                     return offer, at
             if not small and self._is_computed(t, storage, memory):

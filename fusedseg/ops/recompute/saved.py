@@ -289,6 +289,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.held: list[weakref.ref[Data | Recipe]] = []
+        # The backward pass at whose end the values are dropped.
+        self.task = -1
 
 
 _thread = _Thread()
@@ -307,11 +309,13 @@ def _hold(source: Data | Recipe) -> bool:
     It is dropped when the backward pass of this thread no longer needs it, or ends.  Outside a backward pass nothing
     would drop it, and the result is False.
     """
-    if torch._C._current_graph_task_id() == -1:
+    task = torch._C._current_graph_task_id()
+    if task == -1:
         return False
     held = _thread.held
-    if not held:
+    if task != _thread.task:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _let_go(held))
+        _thread.task = task
     held.append(weakref.ref(source))
     return True
 

@@ -143,6 +143,8 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
 
     Under autocast the call casts the weight, or finds a cast of an earlier call in autocast's cache.
     """
+    if not torch._C._is_any_autocast_enabled():
+        return func(*args, **kwargs)
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not Autocast.of(weight).enabled:
         return func(*args, **kwargs)

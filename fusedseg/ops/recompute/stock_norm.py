@@ -70,7 +70,7 @@ def _again(
     if len(vectors) < 2 or not x.is_cpu or not (instance or dense):
         return None
     (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
-    if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or len(mean) != count:
+    if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or mean.numel() != count:
         return None
     # These are copies, because an optimizer may change the parameters before backward.
     if weight is not None:

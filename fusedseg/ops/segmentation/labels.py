@@ -43,7 +43,7 @@ def argmax_labels(logits: Logits) -> Tensor:
     labels = torch.empty(sizes.N, sizes.S, dtype=dtype, device=logits.device)
     if labels.numel() == 0:
         pass
-    elif _backend.use_triton(logits):
+    elif _backend.use_triton(logits, "sums"):
         from ...kernels.segmentation_sums import segmentation_argmax
 
         with _backend.device_of(logits):

@@ -46,7 +46,7 @@ def forward(given: Given, spec: Spec) -> Tensor:
     given, sizes = dense(given)
     if given.logits.numel() == 0:
         return given.logits.new_zeros(ROWS, sizes.N, sizes.K, dtype=sums_dtype(given.logits, spec))
-    if not _backend.use_triton(given.logits):
+    if not _backend.use_triton(given.logits, "sums"):
         return aten.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
@@ -61,7 +61,7 @@ def backward(dsums: Tensor, given: Given, spec: Spec, into: Tensor | None = None
     if dx.numel() == 0:
         return dx
     dsums = dsums.contiguous()
-    if not _backend.use_triton(given.logits):
+    if not _backend.use_triton(given.logits, "sums"):
         aten.backward(dsums, given, sizes, spec, dx)
         return dx
     from ...kernels.segmentation_sums import segmentation_sums_bwd

@@ -1,0 +1,251 @@
+"""Runs the kernels of each family on small tensors, and compares their results with aten in float64.
+
+The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
+memory formats, statistics that one program computes and statistics that several programs share, both forms of the
+norm, the convolution in training and in eval mode, and the sums of losses of few and of many classes.
+
+The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..check import HALF
+from ..layout import layout_of
+from ..segmentation.spec import Spec, sizes_of
+
+EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+SHAPE = (2, 8, 16, 16)
+CONV_SHAPE, CONV_CHANNELS = (2, 32, 8, 8), 64
+# Logits of classes that do not fit in one tile.
+MANY_CLASSES = (1, 300, 4, 8)
+# The largest allowed relative errors.  Those of the norm are what docs/design.md promises.  A kernel for fp64 takes the
+# slope as fp32, which rounds it by 2e-8.
+NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The convolution also rounds its output before the norm.  In fp32 it may use TF32, which cuts off 13 bits.
+CONV_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+TF32_TOLERANCE = 5e-3
+# More parts of statistics than a program merges by itself (MAX_PARTIALS in kernels/launch.py).
+PARTS = 18
+
+
+class Compared(NamedTuple):
+    """A result of a kernel, the same result in float64, and the largest allowed relative error."""
+
+    what: str
+    found: Tensor
+    expected: Tensor
+    tolerance: float
+
+
+class WrongResult(Exception):
+    """A kernel ran, and its result is not that of aten."""
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fmt: str, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return values.to(device, dtype, memory_format=FORMATS[fmt])
+
+
+def _parameters(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a norm.  Parameters of mixed precision are fp32."""
+    of = torch.float32 if dtype in HALF else dtype
+    weight, bias = (torch.linspace(a, a + 1.0, channels, dtype=of, device=device) for a in (0.5, -0.5))
+    return weight, bias
+
+
+def _per_channel(v: Tensor) -> Tensor:
+    return v.double().view(1, -1, 1, 1)
+
+
+def _padded(parts: Tensor) -> Tensor:
+    """Parts of statistics or sums, (k, parts, C), with empty parts behind them."""
+    return torch.cat([parts, parts.new_zeros(parts.shape[0], PARTS - parts.shape[1], parts.shape[2])], 1)
+
+
+def _norm_float64(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, slope: float) -> dict[str, Tensor]:
+    """Forward and backward of BatchNorm and a (leaky) ReLU, by the formulas of docs/design.md."""
+    x, dz, w = x.double(), dz.double(), _per_channel(weight)
+    over = (0, 2, 3)
+    mean = x.mean(over, keepdim=True)
+    var = (x - mean).square().mean(over, keepdim=True)
+    rstd = (var + EPS).rsqrt()
+    xhat = (x - mean) * rstd
+    y = w * xhat + _per_channel(bias)
+    gate = torch.where(y > 0, 1.0, slope)
+    g = dz * gate
+    s1, s2 = g.sum(over, keepdim=True), (g * xhat).sum(over, keepdim=True)
+    m = x.numel() // x.shape[1]
+    return {
+        "z": y * gate, "dx": w * rstd * (g - s1 / m - xhat * s2 / m), "dweight": s2.flatten(), "dbias": s1.flatten(),
+        "running_mean": MOMENTUM * mean.flatten(), "running_var": MOMENTUM * m / (m - 1) * var.flatten(),
+    }  # fmt: skip
+
+
+def _norm_by_kernels(
+    x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, act: tuple[str, float], split: bool
+) -> dict[str, Tensor]:
+    """The same results from the launchers.  LeakyReLU keeps its output, and ReLU its input.
+
+    ``split`` says that several programs share a channel, and that their statistics are merged by a kernel.
+    """
+    from ...kernels.norm_act import norm_act_fwd, norm_act_rebuild
+    from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
+    from ...kernels.norm_stats import norm_stats
+
+    layout, z = layout_of(x), torch.empty_like(x)
+    running = torch.zeros(2, x.shape[1], dtype=weight.dtype, device=x.device)
+    mean, rstd, _ = norm_act_fwd(
+        x, z, layout, weight, bias, running_mean=running[0], running_var=running[1], training=True,
+        momentum=MOMENTUM, eps=EPS, act=act, kept=None, partial=_padded(norm_stats(x, layout)) if split else None,
+        batches=torch.zeros((), dtype=torch.int64, device=x.device),
+    )  # fmt: skip
+    found = {"z": z, "running_mean": running[0], "running_var": running[1]}
+    saved, options = z, {"xhat_kept": None, "kept": None, "act": act}
+    if act[0] == "relu":
+        saved, options["mean"] = x, mean
+        found["z rebuilt"] = torch.empty_like(x)
+        norm_act_rebuild(x, found["z rebuilt"], layout, weight, bias, mean, rstd, act)
+    affine = weight, bias, rstd
+    sums = _padded(norm_act_bwd_sums(dz, saved, layout, *affine, **options)) if split else None
+    found["dx"], found["dweight"], found["dbias"] = norm_act_bwd(
+        dz, saved, layout, *affine, training=True, dparam_dtype=weight.dtype, sums=sums, **options
+    )
+    return found
+
+
+def _norm(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    for fmt, act in (("contiguous", ("leaky_relu", SLOPE)), ("channels_last", ("relu", 0.0))):
+        x, dz = (_random(SHAPE, dtype, device, fmt, seed) for seed in (0, 1))
+        weight, bias = _parameters(SHAPE[1], dtype, device)
+        expected = _norm_float64(x, dz, weight, bias, act[1])
+        expected["z rebuilt"] = expected["z"]
+        for split in (False, True):
+            way = "several programs a channel" if split else "one program a channel"
+            for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
+                yield Compared(f"{what} ({fmt}, {way})", found, expected[what], NORM_TOLERANCE[dtype])
+
+
+def _conv(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.conv_abn import conv_abn_fwd
+
+    C, K = CONV_SHAPE[1], CONV_CHANNELS
+    weight, bias = _parameters(K, dtype, device)
+    # In fp32 the taps use TF32, for which "auto" takes this kernel.
+    for fmt, taps, training, tf32 in (
+        ("channels_last", 3, True, dtype == torch.float32),
+        ("channels_last", 3, False, dtype == torch.float32),
+        ("contiguous", 1, True, False),
+    ):
+        x = _random(CONV_SHAPE, dtype, device, fmt, 0)
+        w = _random((K, C, taps, taps), dtype, device, fmt, 1)
+        geometry = ((1, 1), (taps // 2,) * 2, (1, 1), 1)
+        y = F.conv2d(x.double(), w.double(), padding=taps // 2)
+        running = y.mean((0, 2, 3)).to(weight.dtype), y.var((0, 2, 3)).to(weight.dtype)
+        over = (0, 2, 3)
+        mean, var = (y.mean(over), y.var(over, correction=0)) if training else running
+        expected = (y - _per_channel(mean)) * (_per_channel(var) + EPS).rsqrt() * _per_channel(weight)
+        expected = F.leaky_relu(expected + _per_channel(bias), SLOPE)
+        z = torch.empty(y.shape, dtype=dtype, device=device, memory_format=FORMATS[fmt])
+        norm: dict[str, Any] = {"running_mean": None, "running_var": None}
+        if not training:
+            norm = {"running_mean": running[0], "running_var": running[1]}
+        conv_abn_fwd(
+            x, w, z, layout_of(x), layout_of(z), geometry, conv_bias=None, weight=weight, bias=bias, **norm,
+            training=training, momentum=MOMENTUM, eps=EPS, act=("leaky_relu", SLOPE), kept=None, tf32=tf32,
+        )  # fmt: skip
+        mode = "training" if training else "eval mode"
+        tolerance = TF32_TOLERANCE if tf32 else CONV_TOLERANCE[dtype]
+        yield Compared(f"z ({fmt}, {taps}x{taps}, {mode})", z, expected, tolerance)
+
+
+def _pool_float64(x: Tensor, dz: Tensor, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """z and dx of a pool, one position of the windows after another.
+
+    aten's own backward raises an error if the user requires deterministic algorithms.
+    """
+    x, dz = x.double(), dz.double()
+    z = F.max_pool2d(x, kernel, stride, padding)
+    border = [padding] * 4
+    inside = F.pad(x, border, value=-torch.inf)
+    dx, taken = torch.zeros_like(inside), torch.zeros_like(z, dtype=torch.bool)
+    for i in range(kernel):
+        for j in range(kernel):
+            rows, columns = (
+                slice(k, k + (n - 1) * stride + 1, stride) for k, n in zip((i, j), z.shape[2:], strict=True)
+            )
+            at = dx[:, :, rows, columns]
+            wins = (inside[:, :, rows, columns] == z) & ~taken
+            at += torch.where(wins, dz, 0.0)
+            taken |= wins
+    return z, dx[..., padding : padding + x.shape[2], padding : padding + x.shape[3]]
+
+
+def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+    for fmt, kernel, padding in (("contiguous", 2, 0), ("channels_last", 3, 1)):
+        x = _random(SHAPE, dtype, device, fmt, 0)
+        dz = _random((*SHAPE[:2], SHAPE[2] // 2, SHAPE[3] // 2), dtype, device, fmt, 1)
+        z, dx, rows = torch.empty_like(dz), torch.empty_like(x), fmt == "channels_last"
+        codes = torch.empty_like(dz, dtype=torch.uint8)
+        expected = _pool_float64(x, dz, kernel, 2, padding)
+        geometry = ((2, 2), (padding, padding), (1, 1), 1)
+        max_pool_fwd(x, z, codes, rows, (kernel, kernel), geometry)
+        max_pool_bwd(dz, codes, dx, rows, (kernel, kernel), geometry)
+        # A pool picks values.  Its gradient adds the few windows of a position, and rounds their sum.
+        yield Compared(f"z ({fmt}, {kernel}x{kernel})", z, expected[0], 0.0)
+        yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, expected[1], 0.0 if kernel == 2 else NORM_TOLERANCE[dtype])
+
+
+def _sums_float64(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``segmentation_sums``, and the gradient of their total, in which the sum of p is constant."""
+    x = x.double().flatten(2)
+    log_p = x.log_softmax(1)
+    p, y = log_p.exp(), torch.zeros_like(x).scatter_(1, labels.flatten(1)[:, None].long(), 1.0)
+    sums = torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), -(log_p * y).sum(2), -log_p.sum(2)])
+    of_label = (p * y).sum(1, keepdim=True)
+    return sums, of_label * (y - p) + (p - y) + (x.shape[1] * p - 1)
+
+
+def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
+
+    spec = Spec("softmax", "smoothed")
+    for fmt, shape in (("contiguous", SHAPE), ("channels_last", SHAPE), ("contiguous", MANY_CLASSES)):
+        x = _random(shape, dtype, device, fmt, 0)
+        labels = _random(shape, torch.float32, device, fmt, 1).argmax(1).short()
+        sizes, dx = sizes_of(x), torch.empty_like(x)
+        found = segmentation_sums_fwd(x, labels, None, sizes, spec)
+        segmentation_sums_bwd(torch.ones_like(found), x, labels, None, dx, sizes, spec)
+        sums, of_logits = _sums_float64(x, labels)
+        what = f"({fmt}, {shape[1]} classes)"
+        yield Compared(f"sums {what}", found, sums, NORM_TOLERANCE[found.dtype])
+        yield Compared(f"dx {what}", dx.flatten(2), of_logits, NORM_TOLERANCE[dtype])
+
+
+Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
+# For each family of kernels, the check, which launches them and yields each result beside its reference.
+CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums}
+DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
+
+
+def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:
+    """Runs the check of a family, and returns the largest relative error of a result.
+
+    Raises:
+        WrongResult: a result is off by more than its tolerance.
+    """
+    results = list(CHECKS[family](dtype, device))
+    # The results come to the host together, so that it waits for the device once.
+    errors = torch.stack([(of.found.double() - of.expected).norm() / of.expected.norm() for of in results]).tolist()
+    for of, error in zip(results, errors, strict=True):
+        # The condition is `not <=` instead of `>`, because NaN is no agreement either.
+        if not error <= of.tolerance:
+            raise WrongResult(f"{of.what} is off by {error:.1e} of its size, and {of.tolerance:.0e} is allowed")
+    return max(errors)

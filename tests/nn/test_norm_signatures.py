@@ -1,0 +1,148 @@
+"""The arguments of all norm modules and functional forms: those of the stock norm, then keywords in one order."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.functional import conv_abn, norm_act
+from fusedseg.nn.stock_norm import StockNorm
+
+NORMS = {
+    name: found
+    for name, found in vars(fusedseg).items()
+    if isinstance(found, type) and issubclass(found, StockNorm) and name == found.__name__
+}
+# Its forerunner has these arguments at the sixth and seventh position.
+POSITIONAL = {"InPlaceABN": ["activation", "activation_param"]}
+KEYWORDS = ["activation", "activation_param", "num_slopes", "process_group", "bias", "device", "dtype"]
+FUNCTION_KEYWORDS = ["activation", "activation_param", "norm", "num_groups", "residual", "slope"]
+FIRST = {"num_groups": 2, "num_features": 4, "num_channels": 4}
+
+by_norm = pytest.mark.parametrize("name", NORMS)
+
+
+def parameters(function, kind):
+    return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is kind}
+
+
+def test_all_norms_are_walked():
+    assert len(NORMS) == 8
+
+
+@by_norm
+def test_arguments_are_those_of_the_stock_norm_and_then_keywords(name):
+    norm, own = NORMS[name], POSITIONAL.get(name, [])
+    ours = parameters(norm, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    stock = parameters(norm.stock[0], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    shared = list(ours.items())[: len(ours) - len(own)]
+    assert list(ours)[len(shared) :] == own
+    assert shared == list(stock.items())[: len(shared)]
+    # Positions after these had other arguments in earlier versions.
+    assert list(stock)[len(shared) :] in ([], ["device", "dtype"])
+    keywords = list(parameters(norm, inspect.Parameter.KEYWORD_ONLY))
+    assert keywords == [keyword for keyword in KEYWORDS if keyword in keywords]
+    assert {"activation", "activation_param", "bias", "device", "dtype"} <= {*ours, *keywords}
+
+
+@pytest.mark.parametrize(
+    ("name", "stock", "own"),
+    [
+        ("inplace_abn", F.batch_norm, POSITIONAL["InPlaceABN"]),
+        ("inplace_instance_norm_act", F.instance_norm, []),
+        ("inplace_group_norm_act", F.group_norm, []),
+        ("norm_act", F.batch_norm, []),
+    ],
+)
+def test_functions_take_the_arguments_of_the_stock_function_and_then_keywords(name, stock, own):
+    ours = getattr(fusedseg.functional, name)
+    _, *expected = parameters(stock, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    assert list(parameters(ours, inspect.Parameter.POSITIONAL_OR_KEYWORD)) == ["x", *expected, *own]
+    keywords = [*own, *parameters(ours, inspect.Parameter.KEYWORD_ONLY)]
+    assert keywords == [k for k in FUNCTION_KEYWORDS if k in keywords]
+
+
+@by_norm
+@pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised")
+def test_a_norm_without_a_bias(name):
+    norm = NORMS[name]
+    required = [FIRST[p] for p in inspect.signature(norm).parameters if p in FIRST]
+    ours = norm(*required, affine=True, bias=False)
+    stock = norm.stock[min(2, len(norm.stock)) - 1](*required, affine=True, bias=False)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    x = torch.randn(2, 4, 5, 3)
+    assert torch.allclose(ours(x.clone()), F.leaky_relu(stock(x), 0.01), atol=1e-6)
+    assert ours.to_norm().bias is None
+
+
+DEPRECATED = {
+    "BatchNormAct": (4, 1e-5, 0.1, True, True, "elu", 0.5),
+    "InstanceNormAct": (4, 1e-5, 0.1, True, False, "elu", 0.5),
+    "GroupNormAct": (2, 4, 1e-5, True, "elu", 0.5),
+    "InPlaceABNSync": (4, 1e-5, 0.1, True, True, "elu", 0.5),
+    "BatchNormActSync": (4, 1e-5, 0.1, True, True, "elu", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_an_activation_by_position_still_works_and_warns(name):
+    norm, args = NORMS[name], DEPRECATED[name]
+    text = rf"fusedseg.{name}: arguments after \w+ .* write activation='elu', activation_param=0.5"
+
+    class Derived(norm):
+        def __init__(self, *stock):
+            super().__init__(*stock, *args[-2:])
+
+    with pytest.warns(DeprecationWarning, match=text) as seen:
+        ours = [norm(*args), Derived(*args[:-2])]
+    assert [(w.filename, w.lineno) for w in seen] == [
+        (__file__, inspect.currentframe().f_lineno - 2),
+        (__file__, Derived.__init__.__code__.co_firstlineno + 1),
+    ]
+    expected = norm(*args[:-2], activation="elu", activation_param=0.5)
+    for made in (ours[0], copy.deepcopy(ours[0]), pickle.loads(pickle.dumps(ours[0]))):
+        assert repr(made) == repr(expected)
+    assert repr(ours[1]).removeprefix("Derived") == repr(expected).removeprefix(name)
+
+
+def test_process_group_by_position():
+    with pytest.warns(DeprecationWarning, match="write activation='elu', activation_param=0.5, process_group='group'"):
+        norm = fusedseg.BatchNormActSync(*DEPRECATED["BatchNormActSync"], "group")
+    assert norm.process_group == "group"
+
+
+def test_functions_by_position():
+    x, w = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+    calls = {
+        norm_act: ((x, None, None, None, None, True, 0.1, 1e-5), ("elu", 0.5)),
+        conv_abn: ((x, w, None, None, None, None, None, 1, 0, 1, 1, True, 0.1, 1e-5), ("elu", 0.5, "aten")),
+    }
+    for function, (args, more) in calls.items():
+        named = {"activation": "elu", "activation_param": 0.5}
+        with pytest.warns(DeprecationWarning, match=rf"fusedseg.{function.__name__}: arguments after eps .*='elu'"):
+            z = function(*args, *more)
+        assert torch.equal(z, function(*args, **named))
+
+
+def test_compiled_functions_by_position_do_not_break_the_graph():
+    x = torch.randn(2, 3, 5)
+    call = lambda x: norm_act(x, None, None, None, None, True, 0.1, 1e-5, "relu")  # noqa: E731
+    z = torch.compile(call, backend="eager", fullgraph=True)(x)
+    assert torch.equal(z, norm_act(x, None, None, training=True, activation="relu"))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "text"),
+    [
+        (lambda: fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu", 0.5, 1), "takes .* positional arguments"),
+        (lambda: fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu", activation="relu"), "takes .* positional"),
+    ],
+    ids=["too many", "twice"],
+)
+def test_errors_of_python(attempt, text):
+    with pytest.raises(TypeError, match=text):
+        attempt()

@@ -1,0 +1,71 @@
+"""Every op that writes into its arguments raises their versions, by which autograd notices a lost value."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+
+C = 4
+IN_PLACE = {
+    "InPlaceABN": lambda: fusedseg.InPlaceABN(C),
+    "InPlaceInstanceNormAct": lambda: fusedseg.InPlaceInstanceNormAct(C, affine=True),
+    "InPlaceGroupNormAct": lambda: fusedseg.InPlaceGroupNormAct(2, C),
+}
+
+
+def activation(device):
+    return torch.randn(2, C, 3, 5, device=device, requires_grad=True) * 1
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_input_gets_a_new_version(backend, device, name, training, grad):
+    module, x = IN_PLACE[name]().to(device).train(training), activation(device)
+    before = x._version
+    with torch.set_grad_enabled(grad):
+        z = module(x)
+    assert z.data_ptr() == x.data_ptr()
+    assert x._version > before
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_value_that_is_lost_is_noticed(backend, device, name):
+    """Sigmoid needs its output in backward, and the norm has overwritten it."""
+    module = IN_PLACE[name]().to(device)
+    z = module(activation(device).sigmoid())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("cls", [fusedseg.InPlaceABN, fusedseg.BatchNormAct], ids=lambda cls: cls.__name__)
+def test_buffers_get_the_versions_that_the_stock_norm_gives_them(backend, device, cls):
+    """aten moves running statistics without a new version, and counts batches with one."""
+    ours, stock = cls(C).to(device), nn.BatchNorm2d(C).to(device)
+    versions = []
+    for module in (ours, stock):
+        before = {name: t._version for name, t in module.named_buffers()}
+        module(activation(device))
+        versions.append({name: t._version > before[name] for name, t in module.named_buffers()})
+    assert versions[0]["num_batches_tracked"] is versions[1]["num_batches_tracked"] is True
+
+
+def test_an_output_that_backward_reuses_gets_a_new_version(backend, device, monkeypatch):
+    monkeypatch.setattr(fusedseg, "reuse_output", True)
+    z = fusedseg.InPlaceABN(C).to(device)(activation(device))
+    loss = z.sum()
+    del z
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["BatchNormAct", "MaxPool2d", "ConvABN2d"])
+def test_other_ops_leave_their_input_alone(backend, device, name):
+    arguments = {"BatchNormAct": (C,), "MaxPool2d": (2,), "ConvABN2d": (C, C, 3)}
+    module, x = getattr(fusedseg, name)(*arguments[name]).to(device), activation(device)
+    before, values = x._version, x.detach().clone()
+    module(x).sum().backward()
+    assert x._version == before
+    assert torch.equal(x, values)

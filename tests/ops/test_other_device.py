@@ -1,0 +1,124 @@
+"""Kernels are launched under the device of their tensors, which need not be the current one.
+
+A driver launches on the current device.  There the address of a tensor of another GPU is not valid, or worse, is.
+``tests/training/test_cuda.py`` runs this on two GPUs.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+import fusedseg
+from fusedseg import _backend
+from fusedseg.ops.conv import conv_abn
+from fusedseg.ops.layout import layout_of
+from fusedseg.ops.norm import sync, triton
+
+C = 4
+
+
+class Guarded:
+    """Notes the tensors whose devices are guarded, and launches without a guard."""
+
+    def __init__(self, monkeypatch):
+        from fusedseg.kernels.launcher import Launcher
+
+        self.guarded, self.launched, self.unguarded = [], [], []
+        call = Launcher.__call__
+
+        @contextlib.contextmanager
+        def device_of(x):
+            self.guarded.append(x)
+            yield
+            self.guarded.pop()
+
+        def launch(launcher, tensors, *floats):
+            name = launcher._kernel.fn.__name__
+            self.launched.append(name)
+            if not self.guarded:
+                self.unguarded.append(name)
+            call(launcher, tensors, *floats)
+
+        for module in (_backend, conv_abn, triton):
+            monkeypatch.setattr(module, "device_of", device_of)
+        monkeypatch.setattr(Launcher, "__call__", launch)
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    return Guarded(monkeypatch)
+
+
+def activation(device):
+    return torch.randn(2, C, 4, 4, device=device, requires_grad=True) * 1
+
+
+MODULES = {
+    "InPlaceABN": lambda: fusedseg.InPlaceABN(C),
+    "InPlaceInstanceNormAct": lambda: fusedseg.InPlaceInstanceNormAct(C),
+    "BatchNormAct": lambda: fusedseg.BatchNormAct(C),
+    "BatchNormAct in eval mode": lambda: fusedseg.BatchNormAct(C).eval(),
+    "MaxPool2d": lambda: fusedseg.MaxPool2d(2),
+    "ConvABN2d": lambda: fusedseg.ConvABN2d(C, C, 3, conv_backend="triton"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_launch_is_guarded(guarded, device, name):
+    module = MODULES[name]().to(device)
+    module(activation(device)).sum().backward()
+    assert len(guarded.launched) >= 2
+    assert not guarded.unguarded
+
+
+def test_a_rebuild_is_guarded(guarded, device):
+    """The recompute scope rebuilds an output in backward, where autograd's thread has a current device of its own."""
+    conv, norm = torch.nn.Conv2d(C, C, 1).to(device), fusedseg.BatchNormAct(C).to(device)
+    with fusedseg.recompute():
+        loss = conv(norm(activation(device))).sum()
+    before = len(guarded.launched)
+    loss.backward()
+    assert len(guarded.launched) > before + 1
+    assert not guarded.unguarded
+
+
+def test_statistics_of_several_processes_are_guarded(guarded, device):
+    x = torch.randn(2, C, 4, 4, device=device)
+    sync.local_moments(x, layout_of(x))
+    assert guarded.launched
+    assert not guarded.unguarded
+
+
+class OnGpu:
+    def __init__(self, index):
+        self.is_cuda, self.index = True, index
+
+    def get_device(self):
+        return self.index
+
+
+def test_the_guard_changes_the_device(monkeypatch):
+    current = torch.cuda.current_device
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: ("device of", x.get_device()))
+    assert current is not torch.cuda.current_device
+    assert _backend.device_of(OnGpu(1)) == ("device of", 1)
+    assert _backend.device_of(OnGpu(0)) is _backend.HERE
+    assert _backend.device_of(torch.empty(1)) is _backend.HERE
+
+
+def test_the_self_test_runs_on_the_device_that_it_is_for(monkeypatch):
+    from fusedseg.ops.self_test import first_use
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: seen.append(device) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: seen.append(device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(first_use, "compare", lambda family, dtype, device: seen.append(device))
+    second = torch.device("cuda", 1)
+    first_use.test_now("norm", torch.float32, second)
+    assert seen == [second] * 3

@@ -1,0 +1,99 @@
+"""Tensors that are overwritten, inside the recompute scope and after it: copied first, noticed, or an error."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg import recompute
+from tests.ops.scope_cases import assert_equal
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 16, 16)
+
+
+def test_an_in_place_call_that_raises(x):
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    with recompute():
+        z = F.batch_norm(conv(x), None, None, training=True)
+        with pytest.raises(RuntimeError):
+            z.add_(torch.ones(5))
+        # This change gives z the version that the failed sum would have given it.
+        z.mul_(2)
+        out = conv(z)
+    got = torch.autograd.grad(out.square().mean(), conv.weight)
+    expected = torch.autograd.grad(
+        conv(F.batch_norm(conv(x), None, None, training=True) * 2).square().mean(), conv.weight
+    )
+    assert_equal(got, expected)
+
+
+def test_memory_changed_by_data_is_not_mistaken(x):
+    """PyTorch's version counter does not count a change through ``.data``."""
+    conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def fn(x):
+        # silu saves its input, so no op has saved z yet.
+        z = F.silu(norm(conv(x)))
+        z.data.mul_(2)
+        return conv(z)
+
+    assert_equal(*[torch.autograd.grad(run(x).square().mean(), conv.weight) for run in (fn, recompute()(fn))])
+
+
+def test_a_view_changed_in_place_does_not_stand_for_its_base(x):
+    conv, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+    last = nn.Conv2d(4, 2, 1)
+
+    def fn(x):
+        t = norm(conv(x))
+        t[:, :2].sigmoid_()
+        return last(t)
+
+    params = [*conv.parameters(), *norm.parameters(), *last.parameters()]
+    results = [torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))]
+    assert_equal(*results)
+
+
+def test_a_source_that_is_overwritten_inside_is_copied_first(x):
+    """cat keeps nothing, so a program may overwrite its inputs afterwards."""
+    up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def fn(x):
+        raw = up(x)
+        out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
+        return out + raw.mul_(2)[:, :2]
+
+    params = [p for module in (up, first, last) for p in module.parameters()]
+    assert_equal(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [fusedseg.InPlaceABN, fusedseg.InPlaceInstanceNormAct, lambda channels: fusedseg.InPlaceGroupNormAct(2, channels)],
+    ids=["batch", "instance", "group"],
+)
+def test_a_source_that_a_module_of_ours_overwrites_is_copied_first(make, x):
+    """The scope cannot see the kernel that overwrites the source, so the module announces the change."""
+    up, last, norm = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1), make(4)
+
+    def fn(x):
+        raw = up(x)
+        out = last(torch.cat([raw, F.relu(raw)], dim=1))
+        return out.sum() + norm(raw).square().sum()
+
+    params = [*up.parameters(), *last.parameters()]
+    assert_equal(*[torch.autograd.grad(run(x), params) for run in (fn, recompute()(fn))])
+
+
+def test_a_source_that_is_overwritten_outside_raises(x):
+    up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+    with recompute():
+        raw = up(x)
+        out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
+    raw.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*fusedseg.recompute"):
+        out.sum().backward()

@@ -1,0 +1,318 @@
+"""The self-test of the kernels at their first use: when it runs, and what a failure does."""
+
+import contextlib
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg import _backend
+from fusedseg.ops.self_test import checks, first_use, verdicts
+from tests.tools.stand_in import new_process
+from tests.tools.stand_in import stand_in as stand_in
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """Replaces the kernels' checks by ones that cost nothing: the list of what was tested, and faults by family.
+
+    A fault is an error to raise, or a function that changes a result.
+    """
+    seen, faults = [], {}
+
+    def check_of(family):
+        def check(dtype, device):
+            seen.append((family, dtype))
+            fault = faults.get(family)
+            if isinstance(fault, BaseException):
+                raise fault
+            expected = torch.ones(3, dtype=torch.float64)
+            yield checks.Compared("z (contiguous)", fault(expected) if fault else expected, expected, 1e-5)
+
+        return check
+
+    monkeypatch.setattr(checks, "CHECKS", {family: check_of(family) for family in checks.CHECKS})
+    return seen, faults
+
+
+def serves(family="norm", dtype=torch.float32) -> bool:
+    return _backend.use_triton(torch.empty(1, dtype=dtype), family)
+
+
+def out_of_resources() -> Exception:
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources(101376, 65536, "shared memory")
+
+
+def compilation_error() -> Exception:
+    from triton.compiler.errors import CompilationError
+
+    return CompilationError("x = tl.dot(a, b)", None, "sizes must be at least 16")
+
+
+def ptxas_error() -> Exception:
+    from triton.runtime.errors import PTXASError
+
+    return PTXASError("`ptxas` failed with error code 255")
+
+
+# The kind of a failure -> (a fault, words of the warning).
+FAILURES = {
+    "compile": (compilation_error, r"compilation failed: CompilationError: .*sizes must be at least 16"),
+    "ptxas": (ptxas_error, r"compilation failed: PTXASError: PTXAS error: `ptxas` failed with error code 255"),
+    "shared memory": (
+        out_of_resources,
+        r"out of the GPU's resources: OutOfResources: out of resource: shared memory, Required: 101376, "
+        "Hardware limit: 65536",
+    ),
+    "launch": (
+        lambda: RuntimeError("Triton Error [CUDA]: invalid argument"),
+        r"launch failed: RuntimeError: Triton Error \[CUDA\]: invalid argument",
+    ),
+    "wrong result": (
+        lambda: lambda t: t * 1.001,
+        r"wrong result: z \(contiguous\) is off by 1.0e-03 of its size, and 1e-05 is allowed",
+    ),
+    "not a number": (lambda: lambda t: t * torch.nan, "wrong result: z .* is off by nan"),
+    "anything else": (lambda: OSError("no compiler"), "error: OSError: no compiler"),
+}
+
+
+@pytest.mark.parametrize(("fault", "words"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_leaves_the_family_to_aten_with_one_warning(stand_in, tested, fault, words):
+    seen, faults = tested
+    faults["norm"] = fault()
+    with pytest.warns(RuntimeWarning, match=words) as warned:
+        assert not serves()
+    (text,) = {str(of.message) for of in warned}
+    assert text.startswith("fusedseg: the Triton kernels of 'norm' in float32 failed their self-test on cpu")
+    assert "`python -m fusedseg doctor --gpu` shows more and tests again" in text
+    assert "attach the file that `python -m fusedseg doctor --gpu --json fusedseg.json` writes" in text
+    assert "FUSEDSEG_SELF_TEST=0" in text
+    # No other warning, no other test, and other families and dtypes are not affected.
+    faults.clear()
+    assert not serves()
+    assert serves("pool")
+    assert serves(dtype=torch.float16)
+    assert seen == [("norm", torch.float32), ("pool", torch.float32), ("norm", torch.float16)]
+    assert "self-test of its norm kernels in float32 failed" in _backend.why_not(torch.empty(1), "norm")
+
+
+def test_the_next_process_reads_the_verdict(stand_in, tested):
+    seen, faults = tested
+    faults["norm"] = out_of_resources()
+    with pytest.warns(RuntimeWarning, match="OutOfResources"):
+        assert not serves()
+    assert serves("conv")
+    new_process()
+    seen.clear()
+    # It says again that it runs on aten.
+    with pytest.warns(RuntimeWarning, match="OutOfResources"):
+        assert not serves()
+    assert serves("conv")
+    assert not seen
+
+
+@pytest.mark.parametrize("field", verdicts.Environment._fields)
+def test_another_environment_is_tested_anew(stand_in, tested, monkeypatch, field):
+    seen, _ = tested
+    assert serves()
+    new_process()
+    other = verdicts.environment(CPU)._replace(**{field: "other"})
+    monkeypatch.setattr(verdicts, "environment", lambda device: other)
+    assert serves()
+    assert len(seen) == 2
+
+
+def test_it_is_turned_off_by_a_variable(stand_in, tested, monkeypatch):
+    seen, faults = tested
+    faults["norm"] = out_of_resources()
+    monkeypatch.setenv("FUSEDSEG_SELF_TEST", "0")
+    assert serves()
+    assert not seen
+    monkeypatch.setenv("FUSEDSEG_SELF_TEST", "no")
+    with pytest.raises(ValueError, match="FUSEDSEG_SELF_TEST must be 0 or 1, got 'no'"):
+        serves("pool")
+
+
+def test_who_asks_for_triton_gets_an_error(stand_in, tested, monkeypatch):
+    _, faults = tested
+    faults["norm"] = out_of_resources()
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    with (
+        pytest.warns(RuntimeWarning, match="OutOfResources"),
+        pytest.raises(RuntimeError, match=r"fusedseg.backend is 'triton', but .* self-test of its norm kernels"),
+    ):
+        serves()
+
+
+def test_nothing_is_tested_now_and_aten_serves(stand_in, tested, monkeypatch):
+    """While a graph is captured, aten serves what is not tested; afterwards it is tested."""
+    seen, _ = tested
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "can_test", lambda device: False)
+        assert not serves()
+    assert not seen
+    assert serves()
+    assert seen
+    # A verdict that is known serves a captured graph too.
+    new_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "can_test", lambda device: False)
+        assert serves()
+
+
+def test_a_captured_graph_is_seen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert first_use.can_test(torch.device("cuda", 0)) is not capturing
+
+
+def test_transforms_and_the_compiler_are_seen(monkeypatch):
+    found = []
+    torch.func.grad(lambda x: (found.append(first_use.can_test(CPU)), x.sum())[1])(torch.ones(2))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found.append(first_use.can_test(CPU))
+    monkeypatch.undo()
+    assert [*found, first_use.can_test(CPU)] == [False, False, True]
+
+
+def test_fake_tensors_are_never_tested(stand_in, tested):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert not serves()
+    assert not tested[0]
+
+
+def test_modes_of_the_caller_do_not_matter(stand_in):
+    """The pool's real test runs in the interpreter under modes that would change or refuse its calls."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            assert _backend.use_triton(torch.empty(1, device="cpu"), "pool")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first_use.remembered("pool", torch.float32, CPU).kind == ""
+
+
+def test_a_test_without_memory_is_no_verdict(stand_in, tested):
+    """The kernels run in this process, and the next process tests them."""
+    seen, faults = tested
+    faults["norm"] = torch.OutOfMemoryError("CUDA out of memory")
+    assert serves()
+    assert not list(stand_in.glob("*.json"))
+    new_process()
+    faults.clear()
+    assert serves()
+    assert len(seen) == 2
+
+
+def test_a_device_that_no_longer_answers_ends_the_program(stand_in, tested, monkeypatch):
+    """After an illegal access every call of the process fails, also aten's; the verdict serves the next process."""
+    _, faults = tested
+    faults["norm"] = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    monkeypatch.setattr(first_use, "answers", lambda device: False)
+    with pytest.raises(RuntimeError, match=r"illegal memory access.*start the program again"):
+        serves()
+    monkeypatch.undo()
+    assert first_use.answers(CPU)
+    (file,) = stand_in.glob("norm-float32-*.json")
+    assert "illegal memory access" in file.read_text()
+
+
+def test_threads_of_a_process_test_once(stand_in, tested):
+    seen, _ = tested
+    threads = [threading.Thread(target=serves) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 1
+
+
+def test_synchronisation_may_be_forbidden(stand_in, tested, monkeypatch):
+    """``torch.cuda.set_sync_debug_mode("error")`` fails calls that wait for the GPU, and the test must wait."""
+    modes = [2]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    verdict, _ = first_use.test_now("norm", torch.float32, torch.device("cuda", 0))
+    assert (verdict.kind, modes) == ("", [2, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(f, d) for f, dtypes in checks.DTYPES.items() for d in dtypes if d != torch.float32], ids=str
+)
+def test_kernels_pass_in_every_dtype(family, dtype):
+    """``tests/test_doctor.py`` has fp32."""
+    checks.compare(family, dtype, CPU)
+
+
+def test_windows_of_the_check_have_one_maximum():
+    """The reference gives the gradient to the first maximum, and would hide an error between equal values."""
+    for dtype in checks.DTYPES["pool"]:
+        x = checks._random(checks.SHAPE, dtype, CPU, "contiguous", 0)
+        two = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).sort(-1).values
+        assert (two[..., -1] > two[..., -2]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("failing", ["norm", "pool"])
+def test_training_with_a_failed_family_is_training_on_aten(stand_in, monkeypatch, failing):
+    """A network is trained on the kernels that pass.  Pools are exact, so every loss is the same to the last bit."""
+
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), fusedseg.InPlaceABN(4), fusedseg.MaxPool2d(2), nn.Conv2d(4, 4, 1),
+            fusedseg.BatchNormAct(4), nn.Conv2d(4, 2, 1),
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        x, target = torch.randn(2, 2, 8, 8), torch.randint(2, (2, 4, 4))
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), target)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    from fusedseg.kernels import max_pool
+    from fusedseg.kernels.launcher import Launcher
+
+    def broken(self, tensors, *floats):
+        name = self._kernel.fn.__name__
+        launched.add(name.partition("_")[0])
+        call(self, tensors, *floats)
+        if name.startswith("norm" if failing == "norm" else "max_pool_fwd"):
+            tensors[1].flatten()[:3] = 7
+
+    launched: set[str] = set()
+    call = Launcher.__call__
+    monkeypatch.setattr(Launcher, "__call__", broken)
+    assert max_pool
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = losses()
+    (text,) = (str(of.message) for of in warned)
+    assert text.startswith(f"fusedseg: the Triton kernels of '{failing}' in float32 failed their self-test")
+    assert launched == {"norm", "max"}
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    expected = losses()
+    if failing == "norm":
+        assert found == expected
+    else:
+        # The norms have run on Triton, whose sums have another order.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,129 @@
+"""Strided, padded and expanded arguments of every op, as a compiler may hand them over (pytorch issue 132102).
+
+A kernel that assumed the strides of the traced tensors would read other elements.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedseg.activation import Activation
+from fusedseg.ops.conv import conv_abn
+from fusedseg.ops.conv.convolution import Geometry
+from fusedseg.ops.conv.sources import Convolution
+from fusedseg.ops.max_pool import op as pool
+from fusedseg.ops.norm import op as norm
+from fusedseg.ops.norm.spec import Passed, Spec
+
+SHAPE, DTYPE = (2, 4, 5, 6), torch.float64
+ACT = Activation("leaky_relu", 0.01)
+WINDOW = [2, 2], [2, 2], [0, 0], [1, 1], False
+
+
+def with_strides(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The values of ``t`` in memory with other strides."""
+    if how == "permuted":
+        last = t.dim() - 1
+        return t.transpose(0, last).contiguous().transpose(0, last)
+    if how == "sliced":
+        big = t.new_full([2 * n + 1 for n in t.shape], torch.nan)
+        view = big[tuple(slice(1, None, 2) for _ in t.shape)]
+    elif how == "padded":
+        # Inductor rounds the strides of rows up.
+        big = t.new_full((*t.shape[:-1], t.shape[-1] + 3), torch.nan)
+        view = big[..., : t.shape[-1]]
+    else:
+        return t[:1].expand(t.shape) if t.dim() == 1 else t[:, :1].expand(t.shape)
+    return view.copy_(t)
+
+
+WAYS = ("permuted", "sliced", "padded", "expanded")
+
+
+def norm_arguments(keep, device, way=None):
+    """Arguments of ``fusedseg::norm``; ``way`` gives x and the residual other strides."""
+    x, r = (torch.randn(SHAPE, dtype=DTYPE, device=device) for _ in range(2))
+    vectors = [torch.rand(SHAPE[1], dtype=DTYPE, device=device) + 0.5 for _ in range(4)]
+    if way is not None:
+        x, r = with_strides(x, way), with_strides(r, way)
+        vectors = [with_strides(v, "expanded" if way == "expanded" else "sliced") for v in vectors]
+    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.flat(Spec(keep, ACT, own=False))
+
+
+def dense(arguments):
+    return [t.contiguous() if isinstance(t, torch.Tensor) else t for t in arguments]
+
+
+def check(op, arguments):
+    """The op gives the values that it gives for contiguous arguments, and the strides that its fake announces."""
+    found, expected = op(*arguments), op(*dense(arguments))
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments))
+    found, expected, fake = ((t,) if isinstance(t, torch.Tensor) else t for t in (found, expected, fake))
+    for mine, theirs, announced in zip(found, expected, fake, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+        assert (mine.shape, mine.stride()) == (announced.shape, announced.stride())
+    return found
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own statistics", "given statistics"])
+@pytest.mark.parametrize("keep", ["output", "input"])
+@pytest.mark.parametrize("way", WAYS)
+def test_norm(backend, device, way, keep, own):
+    arguments = norm_arguments(keep, device, way)
+    if own:
+        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.flat(Spec(keep, ACT)))
+    z, stats, _ = check(norm.norm_op, arguments)
+    dz = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
+    x, weight, bias, r, *_ = arguments
+    source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else x
+    spec = norm.flat(Spec(keep, ACT, own=own))
+    check(norm.norm_backward_op, (dz, source, weight, bias, r, None, stats, None, None, 0, True, True, *spec))
+
+
+@pytest.mark.parametrize("keep", ["output", "input"])
+def test_vectors_of_a_norm_in_eager_mode(backend, device, keep):
+    """Parameters and statistics may be strided, as columns of a matrix are.  The statistics are written there, too."""
+    x = torch.randn(SHAPE, dtype=DTYPE, device=device)
+    values = [torch.rand(SHAPE[1], dtype=DTYPE, device=device) + 0.5 for _ in range(4)]
+    results = []
+    for way in ("sliced", None):
+        weight, bias, mean, var = (v.clone() if way is None else with_strides(v, way) for v in values)
+        leaves = [t.clone().requires_grad_() if t is x else t.requires_grad_() for t in (x, weight, bias)]
+        passed = Passed(leaves[0] * 1, *leaves[1:], running_mean=mean, running_var=var)
+        z = norm.normalise(passed, Spec(keep, ACT, momentum=0.1))
+        results.append([z, *torch.autograd.grad(z.square().sum(), leaves), mean, var])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pool(backend, device, way):
+    x = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
+    z, codes = check(pool.max_pool_op, (x, *WINDOW, True))
+    dz = with_strides(torch.randn(z.shape, dtype=DTYPE, device=device), way)
+    codes = codes if way == "expanded" else with_strides(codes.double(), way).to(torch.uint8)
+    dx = check(pool.max_pool_backward_op, (dz, codes, SHAPE[2:], False, *WINDOW))[0]
+    check(pool.max_pool_pick_op, (with_strides(dx, way) if way != "expanded" else dx, codes, SHAPE[2:], False, *WINDOW))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_conv(backend, device, way):
+    x = with_strides(torch.randn(SHAPE, dtype=torch.float32, device=device), way)
+    w = torch.randn(3, SHAPE[1], 3, 3, device=device)
+    w = w if way == "expanded" else with_strides(w, way)
+    weight, bias = (with_strides(torch.rand(3, device=device) + 0.5, "sliced") for _ in range(2))
+    call = Convolution((x,), w, None, Geometry((1, 1), (1, 1), (1, 1), 1))
+    passed, spec = Passed(w, weight, bias), Spec("output", ACT)
+    arguments = conv_abn._flat(call, passed, spec, None, backend)
+    found, expected = conv_abn.conv_abn_op(*arguments), conv_abn.conv_abn_op(*dense(arguments))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_compiler_keeps_the_strides_of_every_op():
+    """Inductor must hand over the strides that it has traced, because fakes announce strides of results by them."""
+    from torch._library.utils import get_layout_constraint_tag
+
+    for name in ("norm", "norm_backward", "conv_abn", "max_pool", "max_pool_backward", "max_pool_pick"):
+        op = getattr(torch.ops.fusedseg, name).default
+        assert get_layout_constraint_tag(op) == torch.Tag.needs_exact_strides, name

@@ -1,0 +1,235 @@
+"""``fusedseg doctor --gpu``.  A script takes the place of the worker, or the worker runs on the CPU."""
+
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+
+from fusedseg import _backend
+from fusedseg.__main__ import main
+from fusedseg.doctor import gpu, report, speed, worker
+from fusedseg.ops.self_test import first_use, verdicts
+from fusedseg.ops.self_test.checks import CHECKS
+from tests.test_doctor import program
+
+CPU = torch.device("cpu")
+JOBS = [("test", "cpu", "norm", "float16"), ("test", "cpu", "pool", "float16"), ("speed", "cpu", "copy")]
+# Does every job as its place in FOUND says: results, or "die", or "hang", or "leave" after the result.
+SCRIPT = """
+import json, os, sys, time
+print("a library says something, and {not json")
+for job in json.loads(sys.argv[1]):
+    print(json.dumps({"began": job}), flush=True)
+    how = HOW.get(job[2], "passes")
+    if how == "dies":
+        print("an illegal access", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 11)
+    if how == "hangs":
+        time.sleep(60)
+    found = {"kind": "", "text": "", "seconds": 0.5}
+    if how in ("fails", "leaves"):
+        found = {"kind": "launch failed", "text": "RuntimeError: Triton Error", "seconds": 0.5}
+    if job[0] == "speed":
+        found = {"speeds": [{"what": "copy", "seconds": 0.001, "rate": 2000.0, "unit": "GB/s"}]}
+    print(json.dumps({"done": job, "found": found}), flush=True)
+    if how == "leaves":
+        break
+"""
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Sets how each family's job goes."""
+
+    def become(**how):
+        monkeypatch.setattr(gpu, "WORKER", (sys.executable, "-c", f"HOW = {how}\n{SCRIPT}"))
+
+    become()
+    return become
+
+
+def outcomes(seconds=30.0):
+    return list(gpu.run(JOBS, seconds))
+
+
+def test_every_job_has_an_outcome(workers):
+    found = outcomes()
+    assert [of.job for of in found] == JOBS
+    assert not any(of.failed for of in found)
+    assert [gpu.line_of(of) for of in found] == [
+        "  cpu norm float16: passed (0.5 s)",
+        "  cpu pool float16: passed (0.5 s)",
+        "  cpu copy: 1.000 ms, 2000 GB/s",
+    ]
+
+
+def test_a_kernel_that_kills_its_process_is_named_and_the_rest_goes_on(workers):
+    workers(norm="dies")
+    first, *rest = outcomes()
+    assert gpu.line_of(first) == "  cpu norm float16: PROBLEM: process died: exit status -11: an illegal access"
+    assert [of.job for of in rest] == JOBS[1:]
+    assert not any(of.failed for of in rest)
+
+
+def test_a_process_that_leaves_is_followed_by_another(workers):
+    """The worker leaves after a failure that has made the GPU unusable for its process."""
+    workers(norm="leaves")
+    found = outcomes()
+    assert [of.failed for of in found] == [True, False, False]
+    assert gpu.line_of(found[0]) == "  cpu norm float16: PROBLEM: launch failed: RuntimeError: Triton Error"
+
+
+def test_a_kernel_that_hangs_ends_with_the_time(workers):
+    workers(pool="hangs")
+    start = time.monotonic()
+    found = outcomes(1.0)
+    assert time.monotonic() - start < 20
+    assert [of.job for of in found] == JOBS
+    assert found[-1].found["kind"] == gpu.LATE
+    assert "not tried, because no time was left: 55 seconds were over" in gpu.line_of(found[-1])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, tmp_path, workers):
+    """A machine with two GPUs of one model."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(_backend, "architecture", lambda device: "sm_90")
+
+    class Properties:
+        name, total_memory, multi_processor_count = "Card", 80 * 2**30, 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    verdicts.environment.cache_clear()
+    yield workers
+    verdicts.environment.cache_clear()
+
+
+def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
+    path = tmp_path / "fusedseg.json"
+    assert main(["doctor", "--gpu", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    for family in CHECKS:
+        for dtype in ("float16", "bfloat16", "float32"):
+            assert f"  cuda:0 {family} {dtype}: passed (0.5 s)\n" in out
+    # The other GPU is of the same model.
+    assert "cuda:1" not in out
+    assert "  cuda:0 (Card, sm_90): triton (a GPU (sm_90), and triton is installed)" in out
+    assert "All is well: every kernel that was tried agrees with PyTorch in float64.\n" in out
+    assert out.endswith(f"The report is in {path}: please attach it when you report a problem.\n")
+    content = json.loads(path.read_text())
+    assert content["format"] == gpu.FORMAT
+    assert any(line.startswith("torch ") for line in content["versions"])
+    (card,) = content["gpus"]
+    assert (card["gpu"], card["architecture"], card["multiprocessors"]) == ("Card", "sm_90", 132)
+    assert len(content["jobs"]) == 3 * len(CHECKS) + len(speed.SPEEDS)
+
+
+def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):
+    on_a_gpu(norm="fails")
+    assert main(["doctor", "--gpu"]) == 1
+    out = capsys.readouterr().out
+    assert "  cuda:0 norm bfloat16: PROBLEM: launch failed: RuntimeError: Triton Error\n" in out
+    assert out.splitlines()[-1].startswith("Something is wrong: see the lines with PROBLEM above.")
+
+
+def test_a_kernel_that_killed_its_process_is_not_used_any_more(on_a_gpu):
+    on_a_gpu(norm="dies")
+    assert main(["doctor", "--gpu"]) == 1
+    found = first_use.remembered("norm", torch.float16, torch.device("cuda", 0))
+    assert (found.kind, found.text) == ("process died", "exit status -11: an illegal access")
+
+
+def test_a_gpu_that_fusedseg_does_not_use_is_tested_too(on_a_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(_backend, "architecture", lambda device: "gfx1100")
+    assert main(["doctor", "--gpu"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Every kernel that was tried is right here, but fusedseg does not use them: gfx1100 has")
+
+
+def test_no_report_is_overwritten(on_a_gpu, tmp_path, capsys):
+    path = tmp_path / "fusedseg.json"
+    path.write_text("mine")
+    assert main(["doctor", "--gpu", "--json", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"fusedseg doctor --gpu: {path} exists: choose another path, or pass --overwrite\n"
+    )
+    assert path.read_text() == "mine"
+    assert main(["doctor", "--gpu", "--json", str(path), "--overwrite"]) == 0
+    assert json.loads(path.read_text())["jobs"]
+    assert main(["doctor", "--gpu", "--json", str(tmp_path / "none" / "a.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_json_belongs_to_gpu(tmp_path, capsys):
+    assert main(["doctor", "--json", str(tmp_path / "a.json")]) == 2
+    assert "--json belongs to --gpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path):
+    run = program(tmp_path, "-m", "fusedseg", "doctor", "--gpu")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "fusedseg doctor --gpu: torch sees no GPU here; `fusedseg doctor --compile` compiles the kernels without one\n"
+    )
+
+
+def test_the_worker_tests_and_keeps_the_verdict(monkeypatch, tmp_path, capsys):
+    """The verdict replaces the one that a self-test left, so that a repaired installation is used again."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first_use._known.clear()
+    first_use.record("pool", torch.float32, CPU, verdicts.Verdict("launch failed", "yesterday"))
+    assert first_use.remembered("pool", torch.float32, CPU).kind
+    assert worker.main([json.dumps([("test", "cpu", "pool", "float32"), ("test", "cpu", "pool", "int32")])]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [next(iter(event)) for event in events] == ["began", "done"] * 2
+    assert events[1]["found"]["kind"] == ""
+    assert first_use.remembered("pool", torch.float32, CPU).kind == ""
+    # An error has its traceback.
+    assert events[3]["found"]["kind"]
+    assert "Traceback" in events[3]["found"]["traceback"]
+
+
+def test_the_worker_leaves_a_gpu_that_does_not_answer(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(first_use, "answers", lambda device: False)
+    jobs = [("test", "cpu", "pool", "int32"), ("test", "cpu", "pool", "float32")]
+    assert worker.main([json.dumps(jobs)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_speeds_are_measured(monkeypatch):
+    """On the CPU, in the interpreter, with small tensors."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(speed, "NORM_SHAPE", (2, 4, 8, 8))
+    monkeypatch.setattr(speed, "CONV_SHAPE", (1, 16, 8, 8))
+    monkeypatch.setattr(speed, "CHANNELS", 16)
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    found = [of for measure in speed.SPEEDS.values() for of in measure(CPU)]
+    assert [of.what for of in found] == [
+        "copy",
+        *(f"our norm, {part}, {fmt}" for fmt in ("contiguous", "channels_last") for part in ("forward", "backward")),
+        "the vendor's convolution", "the vendor's convolution and our norm", "our convolution with its norm",
+    ]  # fmt: skip
+    assert all(of.seconds > 0 and of.rate > 0 for of in found)
+    assert {of.unit for of in found} == {"GB/s", "TFLOP/s"}
+
+
+def test_the_plain_report_names_failed_families(on_a_gpu, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    device = torch.device("cuda", 0)
+    first_use.record("conv", torch.float16, device, verdicts.Verdict("compilation failed", "PTXASError: no"))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "    aten for conv in float16: the self-test failed, compilation failed: PTXASError: no\n" in out
+    assert re.search(r"cuda:1 \(Card, sm_90\): triton", out)
+    assert report.devices()[1:] == [torch.device("cuda", 0), torch.device("cuda", 1)]
