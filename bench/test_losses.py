@@ -1,5 +1,7 @@
 """Times Dice + cross-entropy, and cross-entropy alone, for 3 to 118 classes: stock functions, the compiler, and ours.
 
+"head" is the last convolution of a network with HEAD_CLASSES classes and Dice + cross-entropy, on its features.
+
 The stock contender computes Dice and cross-entropy as nnU-Net and MONAI do, with a softmax, a one-hot target, and their
 sums.  The loss of nnU-Net competes as well where it is installed.
 """
@@ -73,7 +75,14 @@ LOSSES: dict[str, dict[str, tuple[Callable[[], nn.Module], Treat]]] = {
         "compiled": (StockCrossEntropy, compiled),
         "ours": (fusedseg.CrossEntropyLoss, as_it_is),
     },
+    "head": {
+        "eager": (StockDiceCE, as_it_is),
+        "compiled": (StockDiceCE, compiled),
+        "nnunet": (nnunet, as_it_is),
+        "ours": (partial(DC_and_CE_loss, DICE, {}), as_it_is),
+    },
 }
+HEAD_CLASSES = 118
 
 
 class Case(NamedTuple):
@@ -91,8 +100,9 @@ SHAPES = {
     "cuda": [(2, K, 128, 128, 128) for K in (3, 14, 50, 118)],
 }
 CASES = {
-    "cpu": [Case("dice_ce", shape, "fp32") for shape in SHAPES["cpu"]],
-    "cuda": [Case("dice_ce", shape, "fp16") for shape in SHAPES["cuda"]],
+    "cpu": [Case("dice_ce", shape, "fp32") for shape in SHAPES["cpu"]] + [Case("head", (1, 32, 40, 40, 40), "fp32")],
+    "cuda": [Case("dice_ce", shape, "fp16") for shape in SHAPES["cuda"]]
+    + [Case("head", (2, 32, 128, 128, 128), "fp16")],
 }
 MORE = {
     "cpu": [Case("ce", shape, "fp32") for shape in SHAPES["cpu"]]
@@ -118,6 +128,17 @@ class OfLabels(nn.Module):
         return self.loss(x, self.labels)
 
 
+class OfFeatures(OfLabels):
+    """The last convolution and a loss as a function of the features."""
+
+    def __init__(self, head: nn.Module, loss: nn.Module, labels: Tensor) -> None:
+        super().__init__(loss, labels)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.head(x), self.labels)
+
+
 class LossJob(LayerJob):
     names = ()
 
@@ -129,31 +150,47 @@ class LossJob(LayerJob):
         return [*super().owned(), self.x]
 
 
-def exact(case: Case, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    leaf = x.detach().double().requires_grad_()
+class HeadJob(LossJob):
+    names = ("weight", "bias")
+
+
+def exact(case: Case, data: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+    leaves = {name: t.detach().double().requires_grad_() for name, t in data.items() if name != "dz"}
+    leaf = leaves["x"] if case.loss != "head" else F.conv3d(*leaves.values())
     overlap, prediction, target, nll, _ = segmentation_sums(leaf, labels)
     loss = nll.sum() / target.sum()
-    if case.loss == "dice_ce":
+    if case.loss != "ce":
         loss = loss - ((2 * overlap + 1e-5) / (prediction + target + 1e-5))[:, 1:].mean()
-    return {"z": loss.detach(), "dx": torch.autograd.grad(loss, leaf)[0]}
+    grads = torch.autograd.grad(loss, [*leaves.values()])
+    return {"z": loss.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 @once
 def run(case: Case, device: torch.device) -> dict[str, Result]:
     source = Source(device)
     x = source.normal(*case[1:])
-    labels = torch.randint(x.shape[1], (x.shape[0], 1, *x.shape[2:]), device=device, generator=source.generator).short()
+    K = HEAD_CLASSES if case.loss == "head" else x.shape[1]
+    labels = torch.randint(K, (x.shape[0], 1, *x.shape[2:]), device=device, generator=source.generator).short()
     data = {"x": x.requires_grad_(), "dz": torch.ones((), device=device)}
+    gradient = GRADIENT_TOLERANCE[DTYPES[case.dtype]]
+    tolerance = {"z": FORWARD_TOLERANCE[torch.float32], "dx": gradient}
+    if case.loss == "head":
+        weight = source.normal((K, x.shape[1], 1, 1, 1), case.dtype, False)
+        data |= {"weight": weight, "bias": source.uniform(K, -1, 1).to(x.dtype)}
+        tolerance |= {"dweight": gradient, "dbias": gradient}
 
     def build(name: str) -> LossJob:
         make, treat = LOSSES[case.loss][name]
+        if case.loss == "head":
+            head = (fusedseg.ConvHead3d if name == "ours" else partial(nn.Conv3d, kernel_size=1))(x.shape[1], K)
+            return HeadJob(OfFeatures(head.to(x), make(), labels), data, treat)
         return LossJob(OfLabels(make(), labels), data, treat)
 
     names = [name for name in contenders(device.type) if name in LOSSES[case.loss]]
     return compete(
         {name: partial(build, name) for name in names},
-        {"": partial(exact, case, x, labels)},
-        {"z": FORWARD_TOLERANCE[torch.float32], "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
+        {"": partial(exact, case, data, labels)},
+        tolerance,
         Timing(device, SECONDS[device.type]),
         probes={COPY: Copy(x)},
     )

@@ -16,15 +16,18 @@ from .ops.norm.checks import check
 from .ops.norm.kept import find
 from .ops.norm.op import normalise
 from .ops.norm.spec import NAMES, Passed, Spec
-from .ops.segmentation.call import SegmentationSums, TpFpFn, segmentation_sums, tp_fp_fn
+from .ops.segmentation.call import SegmentationSums, TpFpFn, conv_dice_ce, segmentation_sums, tp_fp_fn
+from .ops.segmentation.conv_logits import ConvLogits
 from .ops.segmentation.labels import argmax_labels
 
 __all__ = [
+    "ConvLogits",
     "Interpolated",
     "SegmentationSums",
     "TpFpFn",
     "argmax_labels",
     "conv_abn",
+    "conv_dice_ce",
     "inplace_abn",
     "inplace_group_norm_act",
     "inplace_instance_norm_act",
@@ -134,8 +137,7 @@ def inplace_instance_norm_act(
         use_input_stats: True normalises with the statistics of each sample, and moves the running statistics by their
             averages; False normalises with the running statistics.
 
-    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
-    that 1 / sqrt(var + eps) has shape (N, C).
+    Everything else is as in ``inplace_abn``, except that 1 / sqrt(var + eps) has shape (N, C).
     """
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
@@ -163,8 +165,7 @@ def inplace_group_norm_act(
 
         leaky_relu(group_norm(x, num_groups, weight, bias, eps), 0.01)
 
-    All other arguments, the result, the tensors kept for backward and the errors are those of ``inplace_abn``, except
-    that 1 / sqrt(var + eps) has shape (N, num_groups).
+    Everything else is as in ``inplace_abn``, except that 1 / sqrt(var + eps) has shape (N, num_groups).
     """
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
@@ -272,7 +273,6 @@ def conv_abn(
 
     Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  ``torch.compile``
     breaks the graph here, where parameters are read; compile the module for ``fullgraph=True``.
-
     ``ConvABN2d`` lists the errors and the source.
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import Given, Spec
 from .likelihood import CrossEntropy, positions_of
@@ -48,7 +49,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         check_reduction(OP, reduction, "torch.nn.CrossEntropyLoss")
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         dense = target.shape == input.shape
         if dense and self.ignore_index >= 0:

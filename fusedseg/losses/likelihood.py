@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.spec import NLL, OTHER_NLL, TARGET
 
 
@@ -52,6 +53,6 @@ def binary_total(sums: Tensor, pos_weight: Tensor | None) -> Tensor:
     return (nll + sums[OTHER_NLL]).sum()
 
 
-def positions_of(logits: Tensor) -> int:
+def positions_of(logits: Logits) -> int:
     """The number of positions of all samples."""
     return logits.shape[0] * math.prod(logits.shape[2:])

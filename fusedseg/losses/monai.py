@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ..ops.check import check_choice
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, Spec
 from .likelihood import CrossEntropy, binary_total, positions_of
@@ -51,7 +52,7 @@ class Form(NamedTuple):
         if self.sigmoid and self.softmax:
             raise ValueError(f"{self.name}: sigmoid and softmax must not both be True")
 
-    def call(self, x: Tensor, target: Tensor) -> Call:
+    def call(self, x: Logits, target: Tensor) -> Call:
         """Reads the arguments of a forward as MONAI does, with its warnings for one channel."""
         labels = self.to_onehot_y and x.shape[1] > 1
         if x.shape[1] == 1:
@@ -166,7 +167,7 @@ class DiceLoss(_Loss):
         self.register_buffer("class_weight", weight)
         self.class_weight: Tensor | None
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         return self.value(sums(*self.form.call(input, target)), input.dim())
 
     def value(self, found: Tensor, dims: int) -> Tensor:
@@ -223,7 +224,7 @@ class TverskyLoss(_Loss):
         self.alpha, self.beta, self.batch = alpha, beta, batch
         self.smooth_nr, self.smooth_dr = float(smooth_nr), float(smooth_dr)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         tp, fp, fn = self.form.parts(sums(*self.form.call(input, target)), self.batch)
         score = 1 - (tp + self.smooth_nr) / (tp + self.alpha * fp + self.beta * fn + self.smooth_dr)
         return _reduced(score, self.reduction)
@@ -289,7 +290,7 @@ class DiceCELoss(_Loss):
         self.weight: Tensor | None
         self.lambda_dice, self.lambda_ce, self.label_smoothing = lambda_dice, lambda_ce, label_smoothing
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..ops.norm.sync import gather
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import TARGET, Given, Spec
 from .cross_entropy import check_reduction
@@ -110,7 +111,7 @@ class DC_and_CE_loss(nn.Module):
         self.ce_ignore = stock.ignore_index if ignore_label is None else -100
         self.weight_ce, self.weight_dice, self.ignore_label = weight_ce, weight_dice, ignore_label
 
-    def forward(self, net_output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, net_output: Logits, target: Tensor) -> Tensor:
         given = Given(net_output, target)
         entropy = self.entropy._replace(weight=self.ce_weight)
         probability = "softmax" if self.weight_dice != 0 else "none"
@@ -182,7 +183,7 @@ class DC_and_BCE_loss(nn.Module):
         self.pos_weight: Tensor | None
         self.weight_ce, self.weight_dice, self.use_ignore_label = weight_ce, weight_dice, use_ignore_label
 
-    def forward(self, net_output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, net_output: Logits, target: Tensor) -> Tensor:
         mask = None
         if self.use_ignore_label:
             ignored = target[:, -1:]
@@ -196,7 +197,7 @@ class DC_and_BCE_loss(nn.Module):
             entropy = entropy / net_output.numel()
         return self.weight_ce * entropy + self.weight_dice * self.dice.loss(found)
 
-    def _check_pos_weight(self, logits: Tensor) -> None:
+    def _check_pos_weight(self, logits: Logits) -> None:
         """Stock PyTorch broadcasts pos_weight against the logits; here it may differ between regions only."""
         if self.pos_weight is None or self.pos_weight.numel() == 1:
             return

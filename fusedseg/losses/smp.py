@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ..ops.check import check_choice
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import TARGET, Given, Spec
 
@@ -68,7 +69,7 @@ class SMPDiceLoss(_Loss):
         self.classes: Tensor | None
         self.class_weights: Tensor | None
 
-    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+    def forward(self, y_pred: Logits, y_true: Tensor) -> Tensor:
         tp, prediction, target = self._sums(y_pred, y_true)
         area = tp + self.alpha * (prediction - tp) + self.beta * (target - tp) + self.smooth
         score = (tp + self.smooth) / area.clamp_min(self.eps)
@@ -81,10 +82,12 @@ class SMPDiceLoss(_Loss):
         mean = loss.mean() if weights is None else (loss * weights).sum() / weights.sum()
         return mean if self.gamma == 1 else mean**self.gamma
 
-    def _sums(self, x: Tensor, target: Tensor) -> Tensor:
+    def _sums(self, x: Logits, target: Tensor) -> Tensor:
         """Overlap, prediction and target of the whole batch, (3, K)."""
         if self.mode == "binary":
-            x, target = x.reshape(x.shape[0], 1, -1), target.reshape(target.shape[0], 1, -1)
+            if isinstance(x, Tensor):
+                x = x.reshape(x.shape[0], 1, -1)
+            target = target.reshape(x.shape)
         dense = self.mode != "multiclass"
         function = "identity" if not self.from_logits else "sigmoid" if dense else "softmax"
         # Of two truth values or labels, the product is the minimum.

@@ -4,6 +4,7 @@ from ..ops.conv.sources import Interpolated
 from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
+from .conv_head import ConvHead2d, ConvHead3d
 from .convert_sync import convert_sync
 from .inplace_abn import InPlaceABN
 from .inplace_abn_sync import InPlaceABNSync
@@ -23,6 +24,8 @@ __all__ = [
     "ConvABN3d",
     "ConvBank2d",
     "ConvBank3d",
+    "ConvHead2d",
+    "ConvHead3d",
     "GroupNormAct",
     "InPlaceABN",
     "InPlaceABNSync",

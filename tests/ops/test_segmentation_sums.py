@@ -98,6 +98,12 @@ def test_masks_and_forms_of_labels(backend, device):
     compare(x.clone(), labels, {}, weights[:, None] < 0.5)
 
 
+def test_uint8_labels_of_more_than_256_classes(backend, device):
+    """The numbers of classes wrapped in uint8, so that label 0 also counted for class 256."""
+    x = torch.randn(1, 300, 7, dtype=torch.float64, device=device)
+    compare(x, torch.arange(7, dtype=torch.uint8, device=device).view(1, 7), {"squared": True, "ignore_index": 255})
+
+
 def test_other_strides(backend, device):
     """Logits, target and mask that are slices, transposed, or in different memory formats."""
     x = torch.randn(2, 6, 5, 4, dtype=torch.float64, device=device)

@@ -1,12 +1,14 @@
 """The functional forms of the op: ``segmentation_sums`` and ``tp_fp_fn`` of ``fusedseg.functional``."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .conv_logits import ConvLogits, Logits, is_target_dense
 from .op import sums
-from .spec import OVERLAP, PREDICTION, TARGET, Given, Spec
+from .spec import NLL, OVERLAP, PREDICTION, TARGET, Given, Spec
 
 
 class SegmentationSums(NamedTuple):
@@ -29,7 +31,7 @@ class SegmentationSums(NamedTuple):
 
 
 def segmentation_sums(
-    logits: Tensor,
+    logits: Logits,
     target: Tensor,
     mask: Tensor | None = None,
     *,
@@ -51,7 +53,7 @@ def segmentation_sums(
 
     Args:
         logits: (N, K, *spatial), fp16, bf16, fp32 or fp64, contiguous or channels_last; other strides are copied in
-            each pass.
+            each pass.  Or ``ConvLogits``, which are never formed, and whose features, weight and bias are kept instead.
         target: labels (N, *spatial) or (N, 1, *spatial), of any integer or floating dtype, never widened or expanded;
             or one value for each class, of the shape of ``logits``: one-hot, probabilities, or regions that overlap.
             A target of the shape of ``logits`` counts as the latter.
@@ -81,12 +83,53 @@ def segmentation_sums(
 
     Source: Milletari et al., "V-Net", 3DV 2016 (Dice); Wang et al., "Dice Semimetric Losses", MICCAI 2023 (minimum).
     """
-    dense = isinstance(target, Tensor) and isinstance(logits, Tensor) and target.shape == logits.shape
-    spec = Spec(probability, likelihood, ignore_index, squared, minimum, dense)
+    spec = Spec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target))
     found = sums(Given(logits, target, mask), spec)
     has_p, has_nll = probability != "none", spec.nll != "none"
     wanted = (has_p, has_p, True, has_nll, spec.other)
     return SegmentationSums(*(row if want else None for row, want in zip(found.unbind(0), wanted, strict=True)))  # type: ignore[arg-type]
+
+
+def conv_dice_ce(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    size: Sequence[int] | None = None,
+    align_corners: bool = False,
+    ignore_index: int | None = None,
+    smooth: float = 1e-5,
+) -> Tensor:
+    """A last 1x1 convolution, an optional interpolation, and Dice loss plus cross-entropy; no logits are formed.
+
+    Equals, with ``ConvLogits`` in place of the convolution and the interpolation::
+
+        sums = segmentation_sums(ConvLogits(features, weight, bias, size, align_corners), target)
+        dice = (2 * sums.overlap + smooth) / (sums.prediction + sums.target + smooth)
+        1 - dice.mean() + sums.nll.sum() / sums.target.sum()
+
+    and so ``monai.losses.DiceCELoss(to_onehot_y=True, softmax=True)`` of the logits.  All other losses take
+    ``ConvLogits`` themselves, ``fusedseg.losses.DC_and_CE_loss`` for example.
+
+    Args:
+        features, weight, bias, size, align_corners: as in ``ConvLogits``, which says when it pays and what is kept.
+        target: labels or one value for each class, as in ``segmentation_sums``.
+        ignore_index: positions with this label do not count.
+        smooth: added to numerator and denominator of Dice.
+
+    Returns:
+        The loss, in float64 for float64 features, otherwise in float32.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, as in ``ConvLogits`` and ``segmentation_sums``.
+        RuntimeError: backward itself is differentiated.
+    """
+    logits = ConvLogits(features, weight, bias, None if size is None else tuple(size), align_corners)
+    spec = Spec("softmax", "softmax", ignore_index, dense=is_target_dense(logits, target))
+    found = sums(Given(logits, target), spec)
+    dice = (2 * found[OVERLAP] + smooth) / (found[PREDICTION] + found[TARGET] + smooth)
+    return 1 - dice.mean() + found[NLL].sum() / found[TARGET].sum()
 
 
 class TpFpFn(NamedTuple):
@@ -98,7 +141,7 @@ class TpFpFn(NamedTuple):
 
 
 def tp_fp_fn(
-    logits: Tensor,
+    logits: Logits,
     target: Tensor,
     mask: Tensor | None = None,
     *,
@@ -127,10 +170,9 @@ def tp_fp_fn(
     Raises:
         ValueError, TypeError: an argument does not fit, as in ``segmentation_sums``.
     """
-    dense = isinstance(target, Tensor) and isinstance(logits, Tensor) and target.shape == logits.shape
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         mask = mask != 0
-    spec = Spec("positive" if regions else "argmax", "none", ignore_index, dense=dense)
+    spec = Spec("positive" if regions else "argmax", "none", ignore_index, dense=is_target_dense(logits, target))
     counts = sums(Given(logits, target, mask), spec).long()
     tp = counts[OVERLAP]
     return TpFpFn(tp, counts[PREDICTION] - tp, counts[TARGET] - tp)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ..check import check_choice, check_input, check_tensor
+from .conv_logits import ConvLogits, Logits
 from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, Spec
 
 
@@ -12,7 +13,8 @@ def check(given: Given, spec: Spec) -> None:
     check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))
     if spec.hard and spec.likelihood != "none":
         raise ValueError(f"{OP}: likelihood must be none for probability {spec.probability!r}, got {spec.likelihood!r}")
-    check_input(OP, given.logits)
+    if not isinstance(given.logits, ConvLogits):
+        check_input(OP, given.logits)
     check_tensor(OP, given.target, "target")
     _check_target(given.logits, given.target, spec.dense)
     if given.mask is not None:
@@ -24,7 +26,7 @@ def check(given: Given, spec: Spec) -> None:
         raise TypeError(f"{OP}: ignore_index must be an integer or None, got {spec.ignore!r}")
 
 
-def _check_target(logits: Tensor, target: Tensor, dense: bool) -> None:
+def _check_target(logits: Logits, target: Tensor, dense: bool) -> None:
     if target.is_complex():
         raise TypeError(f"{OP}: target must be bool, integer or floating point, got {target.dtype}")
     if not dense:
@@ -38,7 +40,7 @@ def _check_target(logits: Tensor, target: Tensor, dense: bool) -> None:
     _check_device("target", logits, target)
 
 
-def _check_positions(name: str, logits: Tensor, t: Tensor) -> None:
+def _check_positions(name: str, logits: Logits, t: Tensor) -> None:
     """Raises an error unless ``t`` has one value per position of the logits."""
     N, _, *spatial = logits.shape
     if t.shape not in ((N, *spatial), (N, 1, *spatial)):
@@ -49,6 +51,6 @@ def _check_positions(name: str, logits: Tensor, t: Tensor) -> None:
     _check_device(name, logits, t)
 
 
-def _check_device(name: str, logits: Tensor, t: Tensor) -> None:
+def _check_device(name: str, logits: Logits, t: Tensor) -> None:
     if t.device != logits.device:
         raise ValueError(f"{OP}: {name} must be on {logits.device}, the device of logits, got {t.device}")

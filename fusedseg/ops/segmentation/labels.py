@@ -5,21 +5,22 @@ from torch import Tensor
 
 from ... import _backend
 from ..check import check_input
-from . import aten
+from . import aten, conv_op
+from .conv_logits import ConvLogits, Logits
 from .op import dense
 from .spec import Given
 
 OP = "fusedseg.argmax_labels"
 
 
-def argmax_labels(logits: Tensor) -> Tensor:
+def argmax_labels(logits: Logits) -> Tensor:
     """The predicted label of each position, ``logits.argmax(1)``, in the smallest dtype that holds all classes.
 
     ``logits.argmax(1)`` takes 8 bytes for each position; this function takes one byte for up to 256 classes, two for
     up to 32768, and no other memory.
 
     Args:
-        logits: (N, K, *spatial), fp16, bf16, fp32 or fp64.
+        logits: (N, K, *spatial), fp16, bf16, fp32 or fp64; or ``ConvLogits``, which are never formed.
 
     Returns:
         (N, *spatial), uint8, int16 or int32.  The first of equal classes wins.  There is no gradient.
@@ -28,11 +29,14 @@ def argmax_labels(logits: Tensor) -> Tensor:
         ValueError: ``logits`` have fewer than two dimensions, or no class.
         TypeError: ``logits`` are no floating-point tensor.
     """
-    check_input(OP, logits)
+    if not isinstance(logits, ConvLogits):
+        check_input(OP, logits)
     K = logits.shape[1]
     if K < 1:
         raise ValueError(f"{OP}: x must have at least one class, got {tuple(logits.shape)}")
     dtype = torch.uint8 if K <= 256 else torch.int16 if K <= 2**15 else torch.int32
+    if isinstance(logits, ConvLogits):
+        return conv_op.argmax(logits, dtype)
     if torch.compiler.is_compiling():
         return logits.detach().argmax(1).to(dtype)
     given, sizes = dense(Given(logits.detach(), logits))

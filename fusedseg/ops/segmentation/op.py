@@ -19,8 +19,9 @@ from ... import _backend
 from .. import double_backward, reuse
 from ..double_backward import batched, differentiated_once
 from ..recompute import recipes
-from . import aten
+from . import aten, conv_op
 from .checks import check
+from .conv_logits import ConvLogits
 from .spec import OP, ROWS, Given, Sizes, Spec, sizes_of, sums_dtype
 
 OVERWRITTEN = (
@@ -147,6 +148,8 @@ sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, in
 def sums(given: Given, spec: Spec) -> Tensor:
     """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
     check(given, spec)
+    if isinstance(given.logits, ConvLogits):
+        return conv_op.sums(given, spec)
     if spec.hard:
         given = given._replace(logits=given.logits.detach())
     if torch.compiler.is_compiling():

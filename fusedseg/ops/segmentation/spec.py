@@ -1,7 +1,7 @@
 """The description of the sums that a segmentation loss needs, and of the form of its target."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,11 +78,12 @@ class Spec(NamedTuple):
 class Given(NamedTuple):
     """The tensors of one call.
 
-    logits: (N, K, *spatial).  target: labels (N, *spatial) or (N, 1, *spatial), or, if it is dense,
-    (N, K, *spatial).  mask: the weight of each position, (N, *spatial) or (N, 1, *spatial), or None.
+    logits: (N, K, *spatial), or ``ConvLogits`` in the arguments of ``op.sums`` and ``checks.check`` alone.
+    target: labels (N, *spatial) or (N, 1, *spatial), or, if it is dense, (N, K, *spatial).
+    mask: the weight of each position, (N, *spatial) or (N, 1, *spatial), or None.
     """
 
-    logits: Tensor
+    logits: Any
     target: Tensor
     mask: Tensor | None = None
 

@@ -70,7 +70,9 @@ def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
     if not spec.dense:
         shape = [1, 1, 1]
         shape[axes.classes] = tile.logits.shape[axes.classes]
-        y = y == torch.arange(shape[axes.classes], dtype=y.dtype, device=y.device).view(shape)
+        # Numbers of classes in the dtype of small integers would wrap.
+        dtype = y.dtype if y.is_floating_point() else torch.int64
+        y = y == torch.arange(shape[axes.classes], dtype=dtype, device=y.device).view(shape)
     return y.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
 
 

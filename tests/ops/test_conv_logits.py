@@ -1,0 +1,295 @@
+"""Sums, losses, counts and labels of logits that are not formed, against stock convolution and interpolation."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.functional import ConvLogits, argmax_labels, conv_dice_ce, segmentation_sums, tp_fp_fn
+from fusedseg.memory import SavedBytes
+from fusedseg.memory.meter import LiveBytes
+from fusedseg.ops.layout import FORMATS
+from fusedseg.ops.segmentation import aten, conv_op, op
+from fusedseg.ops.segmentation.spec import Given, Spec
+from tests import reference
+from tests.reference import relative_error
+from tests.tools.tensors import channels_last
+
+# The spatial shape of the features, the size of the logits, and align_corners.
+GEOMETRIES = {
+    "rows": ((), None, False),
+    "2d": ((5, 4), None, False),
+    "3d": ((3, 4, 5), None, False),
+    "2d-larger": ((5, 4), (13, 9), False),
+    "2d-aligned": ((5, 4), (13, 9), True),
+    "3d-larger": ((3, 4, 5), (7, 8, 10), False),
+    "3d-aligned": ((3, 4, 5), (7, 8, 10), True),
+    "3d-smaller": ((9, 8, 7), (2, 3, 3), False),
+    "one-axis": ((3, 4, 5), (3, 9, 5), True),
+    "to-one": ((9, 8), (1, 1), True),
+}
+SPECS = {
+    "dice-ce": ({"ignore_index": 2}, "labels"),
+    "smoothed": ({"likelihood": "smoothed"}, "labels"),
+    "regions": ({"probability": "sigmoid", "likelihood": "sigmoid"}, "regions"),
+    "squared": ({"squared": True}, "soft"),
+}
+MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+def stock(h, weight, bias, size, align):
+    dims = h.dim() - 2
+    convolve = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
+    z = convolve(h, weight.view(*weight.shape[:2], *(1,) * dims), bias)
+    return z if size is None else F.interpolate(z, size, mode=MODES[dims], align_corners=align)
+
+
+def tensors(spatial, K=4, C=6, dtype=torch.float64):
+    h, weight, bias = torch.randn(2, C, *spatial), torch.randn(K, C), torch.randn(K)
+    return [t.to(dtype).requires_grad_() for t in (h, weight, bias)]
+
+
+def target_of(logits, kind="labels"):
+    N, K, *spatial = logits.shape
+    return torch.randint(K, (N, *spatial)) if kind == "labels" else (
+        torch.rand(logits.shape) < 0.4 if kind == "regions" else torch.rand(logits.shape, dtype=torch.float64)
+    )  # fmt: skip
+
+
+def compare(given, size, align, options, target, mask=None, tolerance=1e-13):
+    logits = ConvLogits(*given, size, align)
+    spec = {"probability": "softmax", "likelihood": "softmax"} | options
+    sums = op.sums(Given(logits, target, mask), Spec(
+        spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
+        dense=target.shape == logits.shape,
+    ))  # fmt: skip
+    leaves = [t.detach().double().requires_grad_() for t in given]
+    expected = reference.segmentation_sums(stock(*leaves, size, align), target, mask, **options)
+    assert relative_error(sums, expected) <= tolerance
+    dsums = torch.randn_like(sums)
+    found = torch.autograd.grad(sums, given, dsums)
+    for grad, wanted, t in zip(found, torch.autograd.grad(expected, leaves, dsums.double()), given, strict=True):
+        assert grad.dtype == t.dtype
+        assert relative_error(grad, wanted) <= tolerance
+    return found
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_against_the_reference(name, monkeypatch):
+    """Tiles of a few positions, and of all positions of the small cases."""
+    spatial, size, align = GEOMETRIES[name]
+    for tile in (40, 400):
+        monkeypatch.setattr(aten, "TILE", tile)
+        for options, kind in SPECS.values():
+            given = tensors(spatial)
+            target = target_of(ConvLogits(*given, size, align), kind)
+            mask = torch.rand(2, 1, *(size or spatial)) if kind == "labels" else None
+            compare(given, size, align, options, target, mask)
+
+
+@pytest.mark.parametrize("name", ["2d", "2d-larger", "3d-larger"])
+def test_other_strides(name, monkeypatch):
+    monkeypatch.setattr(aten, "TILE", 40)
+    spatial, size, align = GEOMETRIES[name]
+    h, weight, bias = tensors(spatial)
+    for other in (channels_last(h), torch.cat([h, h], 1)[:, ::2], h.mT.contiguous().mT):
+        given = [other.detach().requires_grad_(), weight, bias]
+        target = target_of(ConvLogits(*given, size, align))
+        dh, *_ = compare(given, size, align, {}, target)
+        # The other two are copied.
+        assert dh.stride() == (other if other.is_contiguous(memory_format=FORMATS[h.dim()]) else h).stride()
+
+
+def test_half_precision_is_rounded_once(monkeypatch):
+    """The gradients of weight and bias are sums over all tiles; in half precision they would lose their small parts."""
+    monkeypatch.setattr(aten, "TILE", 64)
+    for dtype, u in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
+        for size in (None, (40, 40)):
+            given = tensors((20, 20), dtype=dtype)
+            compare(given, size, False, {}, target_of(ConvLogits(*given, size)), tolerance=u)
+
+
+@pytest.mark.parametrize("size", [None, (9, 9)], ids=["same", "larger"])
+def test_autocast(size):
+    """Operands are rounded as for a stock convolution, and the products of tiles are not."""
+    given = tensors((5, 4), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = ConvLogits(*given, size)
+        labels = target_of(logits)
+        inside = segmentation_sums(logits, labels).nll.sum()
+        assert logits.formed().dtype == torch.bfloat16
+    outside = segmentation_sums(logits, labels).nll.sum()
+    leaves = [t.detach().bfloat16().double().requires_grad_() for t in given]
+    expected = reference.segmentation_sums(stock(*leaves, size, False), labels)[3].sum()
+    wanted = torch.autograd.grad(expected, leaves)
+    for loss in (inside, outside):
+        assert relative_error(loss, expected) <= 1e-6
+        for grad, of in zip(torch.autograd.grad(loss, given), wanted, strict=True):
+            assert grad.dtype == torch.float32
+            assert relative_error(grad, of) <= 1e-5
+
+
+def test_all_losses_take_it():
+    given = tensors((5, 4))
+    logits = ConvLogits(*given, (8, 8))
+    labels, regions = target_of(logits)[:, None], target_of(logits, "regions")
+    one = ConvLogits(given[0], given[1][:1], given[2][:1], (8, 8))
+    losses = fusedseg.losses
+    of_labels = [
+        fusedseg.DiceLoss(softmax=True, to_onehot_y=True),
+        fusedseg.DiceCELoss(softmax=True, to_onehot_y=True, include_background=False),
+        losses.TverskyLoss(softmax=True, to_onehot_y=True),
+        losses.DC_and_CE_loss({"batch_dice": True}, {}, ignore_label=1),
+    ]
+    calls = [(loss, logits, labels) for loss in of_labels] + [
+        (fusedseg.CrossEntropyLoss(label_smoothing=0.1), logits, labels[:, 0]),
+        (losses.DC_and_BCE_loss({}, {}), logits, regions),
+        (losses.SMPDiceLoss("multiclass"), logits, labels[:, 0]),
+        (losses.SMPTverskyLoss("multilabel"), logits, regions),
+        (losses.SMPDiceLoss("binary"), one, labels[:, 0] > 1),
+        (lambda z, t: losses.DeepSupervision(of_labels[0])([z, z], [t, t]), logits, labels),
+        (lambda z, t: conv_dice_ce(*given, t, size=(8, 8)) if isinstance(z, ConvLogits)
+         else fusedseg.DiceCELoss(softmax=True, to_onehot_y=True)(z, t), logits, labels),
+    ]  # fmt: skip
+    for loss, unformed, target in calls:
+        value, expected = loss(unformed, target), loss(unformed.formed(), target)
+        torch.testing.assert_close(value, expected, rtol=1e-13, atol=1e-13)
+        found, wanted = (torch.autograd.grad(of, given) for of in (value, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["rows", "2d", "2d-aligned", "3d-larger"])
+def test_counts_and_labels(name, monkeypatch):
+    monkeypatch.setattr(aten, "TILE", 40)
+    spatial, size, align = GEOMETRIES[name]
+    logits = ConvLogits(*tensors(spatial), size, align)
+    labels = target_of(logits)
+    assert torch.equal(argmax_labels(logits), argmax_labels(logits.formed()))
+    for found, expected in zip(tp_fp_fn(logits, labels), tp_fp_fn(logits.formed(), labels), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["2d", "2d-aligned"])
+def test_gradcheck(name, monkeypatch):
+    monkeypatch.setattr(aten, "TILE", 40)
+    spatial, size, align = GEOMETRIES[name]
+    given = tensors(spatial, K=3, C=2)
+    labels = target_of(ConvLogits(*given, size, align))
+    assert torch.autograd.gradcheck(
+        lambda *given: conv_dice_ce(*given, labels, size=size, align_corners=align), given, fast_mode=True
+    )
+
+
+def test_gradients_that_nobody_needs():
+    """A frozen weight, frozen features, no bias, and a weight of two heads."""
+    h, weight, bias = tensors((5, 4))
+    labels = torch.randint(4, (2, 5, 4))
+    loss = lambda *given: conv_dice_ce(*given, labels)  # noqa: E731
+    expected = torch.autograd.grad(loss(h, weight, bias), (h, weight, bias))
+    assert torch.equal(torch.autograd.grad(loss(h, weight.detach(), bias.detach()), h)[0], expected[0])
+    assert torch.equal(torch.autograd.grad(loss(h.detach(), weight, bias), weight)[0], expected[1])
+    assert not loss(h.detach(), weight.detach(), None).requires_grad
+    twice = torch.autograd.grad(loss(h, weight, bias) + loss(h, weight, None), weight)[0]
+    assert torch.equal(twice, expected[1] + torch.autograd.grad(loss(h, weight, None), weight)[0])
+
+
+def test_keeps_nothing_but_its_arguments():
+    for size in (None, (9, 9)):
+        given = tensors((5, 4))
+        logits = ConvLogits(*given, size)
+        labels = target_of(logits)
+        with SavedBytes([*given, labels]) as saved:
+            sums = conv_op.sums(Given(logits, labels), Spec("softmax", "softmax"))
+        saved.add_attributes(sums)
+        assert saved.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "most"),
+    [
+        ((2, 32, 128, 128, 128), None, 271),
+        ((2, 32, 64, 64, 64), (128, 128, 128), 60),
+        ((1, 256, 128, 128), (512, 512), 40),
+    ],
+    ids=["same", "3d", "2d"],
+)
+def test_the_peak_is_the_gradient_of_the_features(shape, size, most, record_property):
+    """In MiB, for 118 classes in fp16, on tensors without values.  The logits take 944, 944 and 59 MiB."""
+    with FakeTensorMode():
+        h, weight, bias = (
+            torch.empty(s, dtype=torch.float16, requires_grad=True) for s in (shape, (118, shape[1]), 118)
+        )
+        labels = torch.empty(shape[0], *(size or shape[2:]), dtype=torch.uint8)
+        with LiveBytes() as live:
+            conv_dice_ce(h, weight, bias, labels, size=size).backward()
+    record_property("peak", live.peak / 2**20)
+    assert h.nbytes <= live.peak <= most * 2**20
+
+
+def test_gradients_of_gradients_and_batches():
+    h, weight, bias = tensors((5, 4))
+    labels = torch.randint(4, (2, 5, 4))
+    (dh,) = torch.autograd.grad(conv_dice_ce(h, weight, bias, labels), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
+        dh.sum().backward()
+    sums = op.sums(Given(ConvLogits(h, weight, bias), labels), Spec("softmax", "softmax"))
+    several = torch.randn(3, *sums.shape, dtype=torch.float64)
+    together = torch.autograd.grad(sums, (h, weight), several, retain_graph=True, is_grads_batched=True)
+    apart = [torch.autograd.grad(sums, (h, weight), each, retain_graph=True) for each in several]
+    assert all(torch.equal(a, torch.stack(b)) for a, b in zip(together, zip(*apart, strict=True), strict=True))
+
+
+def test_opcheck():
+    h, weight, bias = tensors((3, 4), dtype=torch.float32)
+    labels, spec = torch.randint(4, (2, 6, 8)), ("softmax", "smoothed", 1, False, False, False)
+    form = ([6, 8], False, torch.float32)
+    torch.library.opcheck(conv_op.conv_sums_op, (h, weight, bias, labels, None, *form, *spec))
+    dsums, detached = torch.randn(5, 2, 4), (h.detach(), weight.detach(), bias.detach())
+    arguments = (dsums, [True, False, True], *detached, labels, None, *form, *spec)
+    # Tracing takes most of the time; ``test_fullgraph`` of the module traces both.
+    quick = ("test_schema", "test_faketensor")
+    torch.library.opcheck(conv_op.conv_sums_backward_op, arguments, test_utils=quick)
+    torch.library.opcheck(conv_op.conv_argmax_op, (*detached, *form, torch.uint8), test_utils=quick)
+
+
+def test_empty():
+    for spatial, size in (((0, 4), None), ((3, 4), (6, 8))):
+        h, weight, bias = tensors(spatial)
+        h = h if size is None else h[:0].detach().requires_grad_()
+        labels = torch.zeros(h.shape[0], *(size or spatial))
+        sums = segmentation_sums(ConvLogits(h, weight, bias, size), labels)
+        assert sums.overlap.shape == (h.shape[0], 4)
+        assert torch.autograd.grad(sums.overlap.sum(), h)[0].shape == h.shape
+
+
+def test_refused():
+    h, weight, bias = (t.detach() for t in tensors((5, 4), dtype=torch.float32))
+
+    def refused(error, text, *args):
+        with pytest.raises(error, match=text):
+            ConvLogits(*args)
+
+    refused(TypeError, "ConvLogits: features must be a tensor, got list", [1], weight)
+    refused(TypeError, "features must be float16, .* got torch.int64", h.long(), weight)
+    refused(
+        ValueError,
+        r"features must have shape \(N, C, \*spatial\) with up to three .* got \(6,\)",
+        h[0, :, 0, 0],
+        weight,
+    )
+    refused(ValueError, r"weight must have shape \(K, 6\) or \(K, 6, 1, ...\), .* got \(4, 5\)", h, weight[:, :5])
+    refused(ValueError, r"weight must have shape .* got \(4, 6, 3, 3\)", h, torch.randn(4, 6, 3, 3))
+    refused(TypeError, "weight must be torch.float32, the dtype of features, got torch.float16", h, weight.half())
+    refused(ValueError, "weight must be on cpu, the device of features, got meta", h, weight.to("meta"))
+    refused(
+        ValueError,
+        r"bias must have shape \(4,\), one value per channel of the convolution, got \(3,\)",
+        h,
+        weight,
+        bias[:3],
+    )
+    refused(ValueError, r"size must be 2 positive integers for features .* got \(7,\)", h, weight, bias, (7,))
+    refused(TypeError, "align_corners must be True or False, got None", h, weight, bias, (7, 7), None)
+    with pytest.raises(ValueError, match=r"target must have shape \(2, 7, 7\) or .* got \(2, 5, 4\)"):
+        segmentation_sums(ConvLogits(h, weight, bias, (7, 7)), torch.zeros(2, 5, 4))
