@@ -99,6 +99,11 @@ def unsupported(arch: str) -> str:
     return ""
 
 
+def has_tf32(device: torch.device) -> bool:
+    """Whether Triton's products can use TF32 on a device.  Of AMD's GPUs, Triton compiles it for gfx942 alone."""
+    return torch.version.hip is None or device.type != "cuda" or architecture(device) == "gfx942"
+
+
 def explain(device: torch.device) -> tuple[str, str]:
     """The backend that serves tensors on a device, "triton" or "aten", and the reason for it.
 

@@ -64,6 +64,8 @@ FEW = {
     name: CASES[name]
     for name in ("3x3-64-64-fp16", "1x1-128-3-fp16", "3x3-64-64-fp16-norm", "3x3-64-64-tf32", "1x1-64-64-fp16-planes")
 }
+# Of AMD's GPUs, only gfx942 has TF32.
+WITHOUT_TF32 = {name: case for name, case in FEW.items() if "tf32" not in name}
 # Both kinds of products.
 FEWER = {name: CASES[name] for name in ("3x3-64-64-fp16", "3x3-64-64-tf32")}
 # The launch that needs the most shared memory: 128 output channels, and rows of 64 input channels.

@@ -94,6 +94,11 @@ def tf32_allowed() -> bool:
     return False
 
 
+def takes_tf32(x: Tensor) -> bool:
+    """Whether Triton's kernel uses TF32 for ``x``."""
+    return x.dtype == torch.float32 and tf32_allowed() and _backend.has_tf32(x.device)
+
+
 def check_conv_backend(op: str, name: str) -> None:
     check_choice(op, "conv_backend", name, NAMES)
 
@@ -121,7 +126,7 @@ def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -
     pointwise = w[0, 0].numel() == 1
     aligned = pointwise and set(geometry.stride) == {1} and set(geometry.padding) == {0} and layout.S % 16 == 0
     return (
-        (x.dtype in HALF or (x.dtype == torch.float32 and tf32_allowed()))
+        (x.dtype in HALF or takes_tf32(x))
         and geometry.groups == 1
         and w.shape[1] >= LEAST_CHANNELS
         and w.shape[1] * x.element_size() % 16 == 0
@@ -149,7 +154,7 @@ def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, trai
         dilation=geometry.dilation,
         groups=geometry.groups,
         log2_positions=math.ceil(math.log2(positions)),
-        tf32=x.dtype == torch.float32 and tf32_allowed(),
+        tf32=takes_tf32(x),
         benchmark=torch.backends.cudnn.benchmark,
     )
 

@@ -63,7 +63,7 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
             x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
             running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,
             eps=spec.eps, act=spec.act, kept=None if kept is None else (kept.slots, kept.count),
-            tf32=x.dtype == torch.float32 and choice.tf32_allowed(),
+            tf32=choice.takes_tf32(x),
         )  # fmt: skip
     return Normalised(z, *found)
 

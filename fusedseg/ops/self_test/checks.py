@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _backend
 from ..check import HALF
 from ..layout import layout_of
 from ..segmentation.spec import Spec, sizes_of
@@ -136,10 +137,11 @@ def _conv(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
 
     C, K = CONV_SHAPE[1], CONV_CHANNELS
     weight, bias = _parameters(K, dtype, device)
-    # In fp32 the taps use TF32, for which "auto" takes this kernel.
+    # In fp32 the taps use TF32 where the GPU has it, because "auto" takes this kernel for it.
+    taps_tf32 = dtype == torch.float32 and _backend.has_tf32(device)
     for fmt, taps, training, tf32 in (
-        ("channels_last", 3, True, dtype == torch.float32),
-        ("channels_last", 3, False, dtype == torch.float32),
+        ("channels_last", 3, True, taps_tf32),
+        ("channels_last", 3, False, taps_tf32),
         ("contiguous", 1, True, False),
     ):
         x = _random(CONV_SHAPE, dtype, device, fmt, 0)
