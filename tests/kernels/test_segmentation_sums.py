@@ -40,13 +40,18 @@ def small(monkeypatch, replanned):
 
 
 @pytest.fixture
-def split(request, monkeypatch, small):
+def narrow(monkeypatch, small):
     """A tile has two classes, so that the softmax of a position comes from several tiles."""
-    if request.config.getoption("--ptx"):
-        pytest.skip("exp of float64 branches by thread, and tests/ptx lets only whole warps of a loop shuffle")
     from fusedseg.kernels import segmentation_sums
 
     monkeypatch.setattr(segmentation_sums, "MAX_BLOCK_K", 2)
+
+
+@pytest.fixture
+def split(request, narrow):
+    """``narrow`` for tests in float64."""
+    if request.config.getoption("--ptx"):
+        pytest.skip("exp of float64 branches by thread, and tests/ptx lets only whole warps of a loop shuffle")
 
 
 def launch(x, target, mask, spec, dsums, dx=None):
@@ -93,6 +98,18 @@ def test_values_and_gradients(name, rows, device):
 @pytest.mark.parametrize("name", ["smoothed-ignore", "regions", "minimum"])
 def test_classes_in_several_tiles(name, rows, device):
     check((2, 5, 9), *CASES[name], rows, device)
+
+
+@pytest.mark.usefixtures("poison", "narrow")
+@FORMATS
+def test_classes_in_several_tiles_of_fp32(rows, device):
+    x, target, mask, dsums = inputs((2, 5, 9), "labels", rows, device, torch.float32)
+    leaf = x.double().requires_grad_()
+    expected = reference.segmentation_sums(leaf, target, mask, "softmax", "softmax")
+    sums, dx, _ = launch(x, target, mask, DICE_CE, dsums)
+    # A few roundings of fp32.
+    assert relative_error(sums, expected) <= 1e-6
+    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums.double())[0]) <= 1e-6
 
 
 @pytest.mark.usefixtures("poison", "split")

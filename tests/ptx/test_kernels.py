@@ -66,6 +66,13 @@ PARTS = {
         ],
         {"conv_abn_fwd_kernel"},
     ),
+    "sums-of-losses": Part(
+        [
+            *cases("test_segmentation_sums.py::test_values_and_gradients", "dice-ce-planes", "regions-rows"),
+            *cases("test_segmentation_sums.py::test_classes_in_several_tiles_of_fp32", "planes", "rows"),
+        ],
+        {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel", "segmentation_positions_kernel"},
+    ),
 }  # fmt: skip
 # Every kernel and branch on small tensors, and what only compiled code can get wrong.
 SMALL = ("tests/kernels/test_sanitize.py", "tests/kernels/test_compiled.py")
