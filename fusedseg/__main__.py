@@ -72,10 +72,17 @@ def add_doctor(commands) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    wrong = None
+    if not args.gpu and (args.json is not None or args.overwrite):
+        wrong = "--json and --overwrite belong to --gpu"
+    elif args.overwrite and args.json is None:
+        wrong = "--overwrite belongs to --json"
+    elif args.gpu and args.compile:
+        wrong = "--gpu compiles the kernels itself, so leave --compile out"
+    if wrong is not None:
+        print(f"fusedseg doctor: {wrong}; see fusedseg doctor --help", file=sys.stderr)
+        return 2
     if not args.gpu:
-        if args.json is not None:
-            print("fusedseg doctor: --json belongs to --gpu; see fusedseg doctor --help", file=sys.stderr)
-            return 2
         return doctor(args.compile)
     # The import stands here, because the report without it must be fast.
     from .doctor.gpu import doctor_gpu

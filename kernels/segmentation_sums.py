@@ -34,6 +34,17 @@ import triton.language as tl
 
 from .launch import acc_dtype, multiprocessors, warps_of
 from .launcher import Launcher, plan
+from .segmentation_tile import (
+    load_logits,
+    load_target,
+    minus_log_sigmoid,
+    offsets,
+    online_argmax,
+    online_lse,
+    program_of,
+    sigmoid,
+    softmax,
+)
 
 # The rows of the tensors of sums, and of their gradients, in the order above.
 ROWS = 5
@@ -43,112 +54,6 @@ TILE, PER_THREAD = 2048, 8
 # The fewest positions of a tile: 16 bytes of adjacent positions in half precision for each of two threads.
 MIN_BLOCK_S = 16
 PROGRAMS_PER_SM = 4
-
-
-@triton.jit
-def program_of(S, tiles_per_program, BLOCK_S: tl.constexpr):
-    """The sample of a program, and its first tile and the tile after its last one."""
-    tiles = (S - 1) // BLOCK_S + 1
-    programs = (tiles - 1) // tiles_per_program + 1
-    n = (tl.program_id(0) // programs).to(tl.int64)
-    first = tl.program_id(0) % programs * tiles_per_program
-    return n, first, tl.minimum(first + tiles_per_program, tiles)
-
-
-@triton.jit
-def offsets(k, s, K, S, LAST: tl.constexpr):
-    """Offsets in a sample of classes k, (BLOCK_K, 1), and positions s, (1, BLOCK_S).
-
-    LAST says that the classes of a position are adjacent.
-    """
-    if LAST:
-        offs = s * K + k
-    else:
-        offs = k.to(tl.int64) * S + s
-    return offs
-
-
-@triton.jit
-def load_logits(x_ptr, n, k, s, K, S, LAST: tl.constexpr, ACC: tl.constexpr):
-    """A tile of x.  It is -inf for classes that do not exist, and 0 at positions that do not exist."""
-    x = tl.load(x_ptr + n * K * S + offsets(k, s, K, S, LAST), mask=(k < K) & (s < S), other=0.0).to(ACC)
-    return tl.where(k < K, x, float("-inf"))
-
-
-@triton.jit
-def load_target(y_ptr, mask_ptr, n, k, s, K, S, stride_n, IGNORE: tl.constexpr, DENSE: tl.constexpr,
-                Y_LAST: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """y and m of a tile, in shapes that broadcast to it.  Sample n of the target begins at n * stride_n."""
-    m = (s < S).to(ACC)
-    if mask_ptr is not None:
-        m = tl.load(mask_ptr + n * S + s, mask=s < S, other=0).to(ACC)
-    if DENSE:
-        y = tl.load(y_ptr + n * stride_n + offsets(k, s, K, S, Y_LAST), mask=(k < K) & (s < S), other=0).to(ACC)
-        if IGNORE is not None:
-            m = tl.where(y == IGNORE, 0.0, m)
-    else:
-        label = tl.load(y_ptr + n * stride_n + s, mask=s < S, other=0).to(tl.int32)
-        if IGNORE is not None:
-            m = tl.where(label == IGNORE, 0.0, m)
-        y = (label == k).to(ACC)
-    return y, m
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def minus_log_sigmoid(x):
-    """-log(sigmoid(x)), which neither overflows nor loses digits."""
-    e = tl.exp(-tl.abs(x))
-    # log(1 + e) of a small e: the error of rounding 1 + e is taken out again.
-    rounded = 1.0 + e
-    rest = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
-    log1p = tl.where(rounded == 1.0, e, tl.log(rounded) * (e / rest))
-    return tl.maximum(-x, 0.0) + log1p
-
-
-@triton.jit
-def softmax(x):
-    """The softmax of a tile with all classes, and lse."""
-    most = tl.max(x, 0, keep_dims=True)
-    e = tl.exp(x - most)
-    total = tl.sum(e, 0, keep_dims=True)
-    return e / total, most + tl.log(total)
-
-
-@triton.jit
-def online_lse(x_ptr, n, s, K, S, blocks_k, LAST: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
-               BLOCK_S: tl.constexpr):  # fmt: skip
-    """lse of positions whose classes are in several tiles."""
-    most = tl.full((1, BLOCK_S), float("-inf"), ACC)
-    total = tl.zeros((1, BLOCK_S), ACC)
-    for j in range(blocks_k):
-        k = j * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-        x = load_logits(x_ptr, n, k, s, K, S, LAST, ACC)
-        higher = tl.maximum(most, tl.max(x, 0, keep_dims=True))
-        # While all classes are -inf, -inf - -inf would be NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(most - base) + tl.sum(tl.exp(x - base), 0, keep_dims=True)
-        most = higher
-    return most + tl.log(total)
-
-
-@triton.jit
-def online_argmax(x_ptr, n, s, K, S, blocks_k, LAST: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
-                  BLOCK_S: tl.constexpr):  # fmt: skip
-    """The first class with the largest logit of each position."""
-    most = tl.full((1, BLOCK_S), float("-inf"), ACC)
-    best = tl.zeros((1, BLOCK_S), tl.int32)
-    for j in range(blocks_k):
-        k = j * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-        x = load_logits(x_ptr, n, k, s, K, S, LAST, ACC)
-        higher = tl.max(x, 0, keep_dims=True)
-        best = tl.where(higher > most, j * BLOCK_K + tl.argmax(x, 0, keep_dims=True), best)
-        most = tl.maximum(most, higher)
-    return best
 
 
 @triton.jit

@@ -167,9 +167,19 @@ def test_no_report_is_overwritten(on_a_gpu, tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_json_belongs_to_gpu(tmp_path, capsys):
-    assert main(["doctor", "--json", str(tmp_path / "a.json")]) == 2
-    assert "--json belongs to --gpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "a.json"], "--json and --overwrite belong to --gpu"),
+        (["--overwrite"], "--json and --overwrite belong to --gpu"),
+        (["--gpu", "--overwrite"], "--overwrite belongs to --json"),
+        (["--gpu", "--compile"], "--gpu compiles the kernels itself, so leave --compile out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_belong_together(options, message, capsys):
+    assert main(["doctor", *options]) == 2
+    assert capsys.readouterr().err == f"fusedseg doctor: {message}; see fusedseg doctor --help\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from .table import TABLE, is_invertible
 
-# The values of ``activation``: NAMES are all of them, INVERTIBLE are valid for an op that stores its output, and
-# EXACT_ONLY are valid only for an op that stores its input, and LEARNED have slopes that are learned.
+# The values of ``activation``: NAMES are all of them, INVERTIBLE are valid for an op that stores its output, EXACT_ONLY
+# are valid only for an op that stores its input, and LEARNED have slopes that are learned.
 NAMES = tuple(row.name for row in TABLE.values() if row.selected_by is None)
 INVERTIBLE = tuple(name for name in NAMES if TABLE[name].inverse is not None)
 EXACT_ONLY = tuple(name for name in NAMES if name not in INVERTIBLE)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import OLDER, OTHERS, SHARED, TARGETS, VENDORS
+from tests.tools.codegen import OLDER, OTHERS, SHARED, TARGETS, VENDORS, check_spills
 
 # A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches for one GPU of each
 # vendor, convolutions with their kinds of products for GPUs whose tensor cores have other instructions, and for GPUs
@@ -93,17 +93,7 @@ def launches(compiled, suite, target):
 
 @suites("norm_act", "conv_abn")
 def test_no_spills(launches, target, record_property):
-    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
-    record_property("registers", registers)
-    print(f"\nregisters a thread, {target}")
-    for name, count in registers.items():
-        print(f"{count:5d}  {name}")
-    spilled = {
-        f"{of['case']} {of['kernel']}": of["spilled"]
-        for of in launches
-        if of["spilled"] > SPILLS.get((target, of["case"]), 0)
-    }
-    assert spilled == {}
+    check_spills(launches, {case: most for (of, case), most in SPILLS.items() if of == target}, record_property)
 
 
 @suites("norm_act")

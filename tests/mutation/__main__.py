@@ -36,7 +36,7 @@ RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
-    "kernels/segmentation_sums.py": ["tests/kernels/test_segmentation_sums.py"],
+    "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py"],
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
     "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_max_pool_codegen.py"],
     "kernels/*": NORM_KERNELS,

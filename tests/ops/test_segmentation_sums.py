@@ -228,7 +228,7 @@ def test_argmax_labels(backend, device, rows, monkeypatch):
         assert labels.dtype == dtype
         assert torch.equal(labels, x.argmax(1).to(dtype))
     assert argmax_labels(x[:0]).shape == (0, 3, 4)
-    with pytest.raises(ValueError, match=r"argmax_labels: x must have at least one class, got \(2, 0, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"argmax_labels: logits must have at least one class, got \(2, 0, 3, 4\)"):
         argmax_labels(x[:, :0])
     compiled = torch.compile(argmax_labels, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), labels)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +155,20 @@ def describe(case: str, launch) -> dict:
         "accesses": accesses(launch.compiled),
         "matrix": matrix_instructions(launch.compiled),
     }
+
+
+def check_spills(launches: Sequence[dict], known: Mapping[str, int], record_property: Callable) -> set[str]:
+    """Fails if a kernel spills more bytes a thread than are known of its case; returns the names of the kernels."""
+    registers = {f"{of['case']} {of['kernel']}": of["registers"] for of in launches}
+    record_property("registers", registers)
+    print("\nregisters a thread")
+    for name, count in registers.items():
+        print(f"{count:5d}  {name}")
+    spilled = {
+        f"{of['case']} {of['kernel']}": of["spilled"] for of in launches if of["spilled"] > known.get(of["case"], 0)
+    }
+    assert spilled == {}
+    return {of["kernel"] for of in launches}
 
 
 def compile_for(target: str, module: str, cases: str) -> list[dict]:

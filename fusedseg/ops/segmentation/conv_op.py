@@ -21,7 +21,7 @@ from ..recompute import recipes
 from . import conv_aten
 from .conv_aten import Call
 from .conv_logits import Conv, ConvLogits, Form
-from .spec import OP, ROWS, Given, Spec, sums_dtype
+from .spec import OP, ROWS, SCHEMA, Given, Spec, sums_dtype
 
 Needs = tuple[bool, bool, bool]
 
@@ -64,11 +64,10 @@ class ConvSumsFunction(torch.autograd.Function):
         return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
 
-# The fields of ``Form`` and ``Spec`` in the schemas of the ops, in their order.
+# The fields of ``Form`` in the schemas of the ops, in their order.
 _FORM = "SymInt[]? size, bool align_corners, ScalarType dtype"
-_SPEC = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense"
 _CONV = "Tensor features, Tensor weight, Tensor? bias"
-_CALL = f"{_CONV}, Tensor target, Tensor? mask, {_FORM}, {_SPEC}"
+_CALL = f"{_CONV}, Tensor target, Tensor? mask, {_FORM}, {SCHEMA}"
 
 
 def _form(size: Any, align_corners: bool, dtype: torch.dtype) -> Form:

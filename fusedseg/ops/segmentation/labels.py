@@ -33,7 +33,7 @@ def argmax_labels(logits: Logits) -> Tensor:
         check_input(OP, logits)
     K = logits.shape[1]
     if K < 1:
-        raise ValueError(f"{OP}: x must have at least one class, got {tuple(logits.shape)}")
+        raise ValueError(f"{OP}: logits must have at least one class, got {tuple(logits.shape)}")
     dtype = torch.uint8 if K <= 256 else torch.int16 if K <= 2**15 else torch.int32
     if isinstance(logits, ConvLogits):
         return conv_op.argmax(logits, dtype)

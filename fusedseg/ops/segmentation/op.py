@@ -22,7 +22,7 @@ from ..recompute import recipes
 from . import aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits
-from .spec import OP, ROWS, Given, Sizes, Spec, sizes_of, sums_dtype
+from .spec import OP, ROWS, SCHEMA, Given, Sizes, Spec, sizes_of, sums_dtype
 
 OVERWRITTEN = (
     f"{OP}: a second backward is not possible, because the first one has written the gradient over the logits "
@@ -100,12 +100,10 @@ class SumsFunction(torch.autograd.Function):
         return backward(dsums, Given(logits, *rest), spec, into), None, None, None
 
 
-# The fields of a ``Spec`` in the schemas of both ops, in their order.
-_SPEC = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense"
 _GIVEN = "Tensor logits, Tensor target, Tensor? mask"
 
 
-@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_GIVEN}, {_SPEC}) -> Tensor")
+@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_GIVEN}, {SCHEMA}) -> Tensor")
 def sums_op(logits, target, mask, *spec):
     return forward(Given(logits, target, mask), Spec(*spec))
 
@@ -116,7 +114,7 @@ def _(logits, target, mask, *spec):
 
 
 @torch.library.custom_op(
-    "fusedseg::segmentation_sums_backward", mutates_args=(), schema=f"(Tensor dsums, {_GIVEN}, {_SPEC}) -> Tensor"
+    "fusedseg::segmentation_sums_backward", mutates_args=(), schema=f"(Tensor dsums, {_GIVEN}, {SCHEMA}) -> Tensor"
 )
 def sums_backward_op(dsums, logits, target, mask, *spec):
     return backward(dsums, Given(logits, target, mask), Spec(*spec))

@@ -75,6 +75,10 @@ class Spec(NamedTuple):
         return self.probability in HARD
 
 
+# The fields of a ``Spec`` in the schemas of ``torch.library``, in their order.
+SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense"
+
+
 class Given(NamedTuple):
     """The tensors of one call.
 
