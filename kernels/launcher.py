@@ -74,20 +74,29 @@ def is_watched() -> bool:
     )
 
 
-def kind_of(tensors: Sequence[Tensor | None], addresses: Sequence[int | None], device: Any) -> tuple:
-    """The kind of a call, without the launcher's own sizes and constants."""
+def addresses_and_kind(tensors: Sequence[Tensor | None], device: Any) -> tuple[list[int | None], tuple]:
+    """The addresses of the tensors, and the kind of the call, without the launcher's own sizes and constants."""
     bits = 0
-    for address in addresses:
-        if address is not None:
+    addresses: list[int | None] = []
+    kind = [device]
+    for t in tensors:
+        if t is None:
+            addresses.append(None)
+            kind.append(None)
+        else:
+            address = t.data_ptr()
             bits |= address
-    kind = (device, *[None if t is None else t.dtype for t in tensors])
+            addresses.append(address)
+            kind.append(t.dtype)
     # In most calls all addresses are multiples of 16.
-    return kind if bits % 16 == 0 else (*kind, *[a and a % 16 for a in addresses])
+    if bits % 16:
+        kind += [a and a % 16 for a in addresses]
+    return addresses, tuple(kind)
 
 
-def device_and_kind(tensors: Sequence[Tensor | None]) -> tuple:
+def kind_now(tensors: Sequence[Tensor | None]) -> tuple:
     """The kind of a call on the current device."""
-    return kind_of(tensors, [None if t is None else t.data_ptr() for t in tensors], driver.active.get_current_device())
+    return addresses_and_kind(tensors, driver.active.get_current_device())[1]
 
 
 class Ready(NamedTuple):
@@ -182,16 +191,18 @@ class Launcher:
         if direct and self._compiled and not self._kernel.pre_run_hooks:
             active = driver.active
             device = active.get_current_device()
-            addresses = [None if t is None else t.data_ptr() for t in tensors]
-            found = self._compiled.get(kind_of(tensors, addresses, device))
+            addresses, kind = addresses_and_kind(tensors, device)
+            found = self._compiled.get(kind)
             if found is not None:
                 call, function, options, packed, _ = found
                 stream = active.get_current_stream(device)
-                arguments = (*addresses, *floats, *self._tail)
-                call(*self._whole_grid, stream, function, *options, *((arguments,) if packed else arguments))
+                if packed:
+                    call(*self._whole_grid, stream, function, *options, (*addresses, *floats, *self._tail))
+                else:
+                    call(*self._whole_grid, stream, function, *options, *addresses, *floats, *self._tail)
                 return
         asks = direct and _agrees is None and self._once
-        found = self._once.pop(device_and_kind(tensors), None) if asks else None
+        found = self._once.pop(kind_now(tensors), None) if asks else None
         if found is None:
             compiled = self._launch(tensors, floats)
             if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
@@ -212,7 +223,7 @@ class Launcher:
         except AttributeError:
             _agrees = False
             return
-        (self._compiled if _agrees else self._once)[device_and_kind(tensors)] = found
+        (self._compiled if _agrees else self._once)[kind_now(tensors)] = found
 
     def _compare(self, found: Ready, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> None:
         """Launches in Triton's public way, and compares the arguments that arrive with those of a direct launch."""
@@ -225,4 +236,4 @@ class Launcher:
         ours = (*ours, arguments) if found.packed else (*ours, *arguments)
         _agrees = same(ours, spy.arguments)
         if _agrees:
-            self._compiled |= {device_and_kind(tensors): found, **self._once}
+            self._compiled |= {kind_now(tensors): found, **self._once}

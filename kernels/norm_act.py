@@ -208,24 +208,27 @@ def apply_plan(source, layout, dtype, device, eps, act, K, partials):
     return Launcher(norm_act_fwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 
-def launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act, kept,
-           partial, residual, batches=None):  # fmt: skip
-    """Launches the kernel, which writes ``out``; returns xhat of the kept channels."""
-    slots, K = kept if kept is not None else (None, 0)
-    xhat_kept = x.new_empty(layout.I * layout.N * K * layout.S) if K else None
-    tensors = weight, bias, mean, rstd, running_mean, running_var, batches, xhat_kept, slots
+@plan
+def fwd_plan(source, layout, dtype, eps, act, K):
+    """The number and the dtype of the statistics, the length of xhat of the kept channels, and ``onchip_plan``."""
+    groups, wide = layout.I * layout.C // layout.D, torch.promote_types(dtype, torch.float32)
     # Given statistics need no slab, but in a slab several small planes of a sample share a tile.
-    if partial is None and (source == "batch" or (source == "saved" and layout.I * layout.D > 1)):
-        onchip = onchip_plan(source, layout, x.dtype, eps, act, K)
-        if onchip is not None:
-            onchip((x, out, residual, *tensors), momentum)
-            return xhat_kept
+    slab = source == "batch" or (source == "saved" and layout.I * layout.D > 1)
+    onchip = onchip_plan(source, layout, dtype, eps, act, K) if slab else None
+    return groups, wide, layout.I * layout.N * K * layout.S, onchip
+
+
+def launch(source, x, out, layout, tensors, momentum, eps, act, partial, K):
+    """Launches the kernel, which writes ``out``.
+
+    ``tensors`` are the residual, weight, bias, mean, rstd, running mean and variance, the number of batches, xhat of
+    the ``K`` kept channels, and their slots.
+    """
     if source == "batch":
         partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
     partials = 1 if partial is None else partial.shape[1]
     apply = apply_plan(source, layout, x.dtype, x.device, eps, act, K, partials)
-    apply((x, out, residual, partial, *tensors), momentum)
-    return xhat_kept
+    apply((x, out, tensors[0], partial, *tensors[1:]), momentum)
 
 
 def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
@@ -240,16 +243,25 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
     It returns mean (written in training only; None without ``keep_mean``) and rstd, (I C / D,) in fp32 (fp64 for fp64),
     and xhat of the kept channels, flat, or None.
     """
-    count, dtype = layout.I * layout.C // layout.D, torch.promote_types(x.dtype, torch.float32)
-    mean = torch.empty(count, dtype=dtype, device=x.device) if keep_mean else None
-    rstd = torch.empty(count, dtype=dtype, device=x.device)
+    slots, K = (None, 0) if kept is None else kept
     source = "batch" if training else "running"
-    xhat_kept = launch(source, x, out, layout, weight, bias, mean, rstd, running_mean, running_var, momentum, eps, act,
-                       kept, partial, residual, batches)  # fmt: skip
-    return mean, rstd, xhat_kept
+    groups, wide, side, onchip = fwd_plan(source, layout, x.dtype, eps, act, K)
+    mean = torch.empty(groups, dtype=wide, device=x.device) if keep_mean else None
+    rstd = torch.empty(groups, dtype=wide, device=x.device)
+    xhat = x.new_empty(side) if K else None
+    if onchip is not None and partial is None:
+        onchip((x, out, residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots), momentum)
+    else:
+        tensors = residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots
+        launch(source, x, out, layout, tensors, momentum, eps, act, partial, K)
+    return mean, rstd, xhat
 
 
 def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
     """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write."""
-    args = (x, out, layout, weight, bias, mean, rstd, None, None, 0.0, 0.0, act, None, None, residual)
-    launch("saved", *args)
+    *_, onchip = fwd_plan("saved", layout, x.dtype, 0.0, act, 0)
+    tensors = residual, weight, bias, mean, rstd, *[None] * 5
+    if onchip is not None:
+        onchip((x, out, *tensors), 0.0)
+    else:
+        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0)

@@ -49,9 +49,14 @@ class Invertible(StockNorm):
         if not torch.is_grad_enabled() or unfused.wanted():
             return None
         if not torch.compiler.is_compiling():
-            return self._kept.refresh(weight, bias, self._act, dtype, residual)
+            return self._kept_eagerly(weight, bias, dtype, residual)
         self._trace_kept(dtype, residual)
         return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
+
+    def _kept_eagerly(
+        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool
+    ) -> Kept | None:
+        return self._kept.refresh(weight, bias, self._act, dtype, residual) if torch.is_grad_enabled() else None
 
     @unfused.assume_constant_result
     def _trace_kept(self, dtype: torch.dtype, residual: bool) -> bool:

@@ -39,7 +39,10 @@ def looked_up(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
     if torch.compiler.is_compiling():
         return [getattr(module, name) for name in names]
     found = module.__dict__[where]
-    return [found[name] if name in found else getattr(module, name) for name in names]
+    try:
+        return [*map(found.__getitem__, names)]
+    except KeyError:
+        return [found[name] if name in found else getattr(module, name) for name in names]
 
 
 RUNNING = "running_mean", "running_var"
@@ -70,8 +73,11 @@ class BatchStatistics:
         # A forward pass that is computed again moves no running statistics.
         if training and (not self.track_running_stats or recomputing()):
             return Using(True)
-        running_mean, running_var, *counted = looked_up(self, "_buffers", COUNTED if training else RUNNING)
-        batches = counted[0] if counted else None
+        batches = None
+        if training:
+            running_mean, running_var, batches = looked_up(self, "_buffers", COUNTED)
+        else:
+            running_mean, running_var = looked_up(self, "_buffers", RUNNING)
         if momentum is None:
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
         return Using(training or running_mean is None, running_mean, running_var, momentum, batches)

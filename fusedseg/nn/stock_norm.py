@@ -10,11 +10,11 @@ from torch.fx import Proxy
 
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
+from ..ops import unfused
 from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept
-from ..ops.norm.op import normalise
+from ..ops.norm.op import normalise, normalise_eagerly
 from ..ops.norm.spec import Passed, Spec
-from ..ops.recompute.recipes import unwatched
 from .leaf import Unscriptable, as_leaf
 from .norm_statistics import Using, looked_up
 
@@ -56,23 +56,35 @@ class StockNorm(Unscriptable, nn.Module):
             options["bias"] = False
         super().__init__(*stock, dtype=dtype, **options)
 
-    @unwatched
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
-        self._check_shape(x)
+        if torch.compiler.is_compiling():
+            self._check_shape(x)
+            return self._in_program(x, residual)
+        # The recompute scope does not watch the calls inside a fused op.
+        with torch._C.DisableTorchFunction():
+            if isinstance(x, Proxy) or isinstance(residual, Proxy):
+                return as_leaf(self, x, residual)
+            self._check_shape(x)
+            if unfused.wanted():
+                return self._in_program(x, residual)
+            passed, spec = self._call(x, residual)
+            check(self.OP, passed, spec)
+            kept = self._kept_eagerly(passed.weight, passed.bias, x.dtype, residual is not None)
+            return normalise_eagerly(passed, spec, kept)
+
+    def _in_program(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """``forward`` while the call is compiled, exported or traced."""
+        passed, spec = self._call(x, residual)
+        check(self.OP, passed, spec)
+        return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
+
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Passed, Spec]:
         own, running_mean, running_var, momentum, batches, groups = self._statistics()
         weight, bias, *slope = looked_up(self, "_parameters", self.VECTORS)
-        passed = Passed(
-            x, weight=weight, bias=bias, residual=residual, slope=slope[0] if slope else None,
-            running_mean=running_mean, running_var=running_var, batches=batches,
-        )  # fmt: skip
-        spec = Spec(
-            self.KEEP, self._act, eps=self.eps, momentum=momentum, own=own, kind=self.KIND, groups=groups,
-            process_group=self._others(),
-        )  # fmt: skip
-        check(self.OP, passed, spec)
-        return normalise(passed, spec, self._kept_now(weight, bias, x.dtype, residual is not None))
+        # Arguments by position take a third of the time of arguments by name.
+        passed = Passed(x, weight, bias, residual, slope[0] if slope else None, running_mean, running_var, batches)
+        spec = Spec(self.KEEP, self._act, self.eps, momentum, own, self.KIND, groups, self._others())
+        return passed, spec
 
     def _others(self) -> str | None:
         """The name of the process group whose members share the statistics, or None."""
@@ -80,6 +92,12 @@ class StockNorm(Unscriptable, nn.Module):
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         """The kept channels of an output of this dtype; None for a module that keeps its input."""
+        return None
+
+    def _kept_eagerly(
+        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool
+    ) -> Kept | None:
+        """``_kept_now`` for a call that is neither compiled, nor exported, nor traced."""
         return None
 
     def _check_shape(self, x: Tensor) -> None:
@@ -93,8 +111,8 @@ class StockNorm(Unscriptable, nn.Module):
         text = f"{self.OP}: x must have shape (N, {channels}) {self.SPATIAL}, got {tuple(x.shape)}"
         if x.dim() not in self.DIMS or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is seven frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=7)
+        # The caller of the module is six frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=6)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

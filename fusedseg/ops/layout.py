@@ -1,6 +1,8 @@
 """The memory layout of an activation tensor (N, C, *spatial), and a view of it that every implementation can use."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,13 +64,33 @@ def suggests_channels_last(x: Tensor) -> bool:
 
 def layout_of(x: Tensor) -> Layout | None:
     """The layout of a dense tensor; None for any other strides."""
-    N, C, *spatial = x.shape
-    S = math.prod(spatial) if x.numel() else 0
-    if x.is_contiguous():
+    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
+    return (_layout if type(x) is Tensor else _layout.__wrapped__)(x.shape, x.stride())
+
+
+# The layout is remembered, because finding it takes microseconds.  The limit is for shapes that change in every call.
+@functools.lru_cache(1024)
+def _layout(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
+    N, C, *spatial = shape
+    S = 0 if N == 0 or C == 0 else math.prod(spatial)
+    if _contiguous(shape, strides):
         return Layout(True, N, C, 1) if S <= 1 else Layout(False, N, C, S)
-    if x.movedim(1, -1).is_contiguous():
+    if _contiguous((N, *spatial, C), (strides[0], *strides[2:], strides[1])):
         return Layout(True, N * S, C, 1)
     return None
+
+
+def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """The answer of ``Tensor.is_contiguous`` for a tensor of this shape with these strides."""
+    step = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n == 0:
+            return True
+        if n != 1:
+            if stride != step:
+                return False
+            step = step * n
+    return True
 
 
 def dense(x: Tensor) -> tuple[Tensor, Layout]:

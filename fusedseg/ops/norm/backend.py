@@ -21,11 +21,9 @@ class Backend(Protocol):
     All tensors are dense and not empty.  ``layout`` is the layout of x with the statistics of the op.
     """
 
-    def cannot(self, x: Tensor, act: Activation | None) -> str | None:
-        """The reason why this backend cannot serve ``x`` with this activation, or None if it can.
-
-        ``act=None`` asks without an activation.
-        """
+    def serves(self, x: Tensor, act: Activation | None) -> bool:
+        """Whether this backend can serve ``x`` with this activation.  ``act=None`` asks without an activation."""
+        ...
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         """The forward pass.  An op that keeps its output writes z into ``out``, which may be x.
@@ -59,4 +57,4 @@ TRITON, ATEN = Triton(), Aten()
 
 def backend_of(x: Tensor, act: Activation | None = None) -> Backend:
     """The backend that serves ``x``."""
-    return TRITON if TRITON.cannot(x, act) is None else ATEN
+    return TRITON if TRITON.serves(x, act) else ATEN

@@ -47,7 +47,9 @@ class NormFunction(torch.autograd.Function):
         passed, layout, spec, kept, done, for_others = call
         x, weight, bias, residual, slope, _, _, batches = passed
         in_place = spec.keep == "output"
-        source, layout = dense(x) if layout is None else (x, layout)
+        source = x
+        if layout is None:
+            source, layout = dense(x)
         if spec.kind != "batch":
             layout = spec.layout(source, layout)
         laid = None if residual is None else like(residual, source)
@@ -74,7 +76,7 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        saved = Saved(source, weight, bias, residual, slope, mean=mean, second=second, xhat=xhat, share=share)
+        saved = Saved(source, weight, bias, residual, slope, mean, second, xhat, share=share)
         ctx.save_for_backward(*saved)
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
@@ -101,7 +103,7 @@ class NormFunction(torch.autograd.Function):
         rebuilt = None if output is None else [output]
         # Only the list holds the output now, so the code that takes it off the list can free it.
         del output
-        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, rebuilt=rebuilt)
+        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
         if recorded or batched((dz,)):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(
@@ -109,8 +111,17 @@ class NormFunction(torch.autograd.Function):
             )
         else:
             grads = backward(dz, Saved(*tensors), spec, layout, kept, wanted)
-        needs = need_x, need_weight, need_bias, need_residual, need_slope
-        return None, *_of_inputs(grads, dz if passed_on else None, needs)
+        dx, dweight, dbias, dresidual, dslope = grads
+        found = (
+            None,
+            dx if need_x else None,
+            dweight if need_weight else None,
+            dbias if need_bias else None,
+        )
+        if not more:
+            return found
+        dresidual = dz if passed_on else dresidual
+        return *found, dresidual if need_residual else None, dslope if need_slope else None
 
 
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors.  The checks refuse both, so this
@@ -265,16 +276,25 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     In eager mode an op that keeps its output overwrites x.  Under ``torch.compile`` it does not change x, and x is
     freed because no graph saves it.
     """
-    x, weight, bias, residual, slope, _, _, batches = passed
+    exported = spec.process_group is None and unfused.wanted()
+    if not exported and not torch.compiler.is_compiling():
+        return normalise_eagerly(passed, spec, kept)
+    x, residual, batches = passed.x, passed.residual, passed.batches
+    if residual is not None and residual.dtype != x.dtype:
+        passed = passed._replace(residual=residual.to(x.dtype))
+    z = unfused.norm_act(passed, spec) if exported else _compiled(passed, _of_given(spec), kept)
+    if batches is not None:
+        batches.add_(1)
+    return z
+
+
+def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
+    """``normalise`` for a call that is neither compiled, nor exported, nor traced."""
+    x, weight, bias, residual, slope, _, _, _ = passed
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.to(x.dtype)
         passed = passed._replace(residual=residual)
-    exported = spec.process_group is None and unfused.wanted()
-    if exported or torch.compiler.is_compiling():
-        z = unfused.norm_act(passed, spec) if exported else _compiled(passed, _of_given(spec), kept)
-        if batches is not None:
-            batches.add_(1)
-        return z
+    spec = spec if spec.own or spec.kind == "batch" else _of_given(spec)
     saved: list[Saved] | None = None
     registry = layout = None
     if spec.keep == "output":
@@ -285,12 +305,12 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         passed = passed if x is passed.x else passed._replace(x=x)
         registry = recipes.active()
         saved = None if registry is None else []
-    call = passed, layout, _of_given(spec), kept, None, saved
+    call = passed, layout, spec, kept, None, saved
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
     z = _apply(call, x, weight, bias, *more)
     if saved:
-        _offer(z, saved[0], residual, call[2], registry)
+        _offer(z, saved[0], residual, spec, registry)
     return z
 
 

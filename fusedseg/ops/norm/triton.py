@@ -24,10 +24,9 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 class Triton:
-    def cannot(self, x: Tensor, act: Activation | None) -> str | None:
-        if act is not None and TABLE[act.name].learned:
-            return f"the slope of {act.name} is learned, and no kernel computes its gradient"
-        return None if _backend.use_triton(x, "norm") else "fusedseg.backend leaves this tensor to aten"
+    def serves(self, x: Tensor, act: Activation | None) -> bool:
+        # No kernel computes the gradient of a learned slope.
+        return (act is None or not TABLE[act.name].learned) and _backend.use_triton(x, "norm")
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         norm_act, _ = _kernels()
@@ -55,7 +54,7 @@ class Triton:
         if not own and spec.keep == "input":
             # These are copies, because the buffers may change before backward runs.
             mean, second = (v.to(second.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
-        found = Normalised(z, mean, second, xhat, counted=batches is not None)
+        found = Normalised(z, mean, second, xhat, None, None, batches is not None)
         if own and not of_batch:
             move_running(passed, spec, found, layout.N * layout.S)
         return found
