@@ -31,7 +31,7 @@ from fusedseg import _backend
 
 # The most calls of a training step that has one launch each way: forward, backward.  Five and three of them ask whether
 # the elements of parameters and statistics are adjacent in memory.
-MOST_CALLS = {fusedseg.InPlaceABN: (113, 53), fusedseg.BatchNormAct: (104, 55)}
+MOST_CALLS = {fusedseg.InPlaceABN: (96, 52), fusedseg.BatchNormAct: (92, 54)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
 
@@ -285,14 +285,18 @@ def the_function_in_c_gets_what_triton_gives_it() -> None:
 
 
 def ours_called(function) -> int:
-    """Counts the Python and C functions that this package calls while ``run`` runs."""
+    """Counts the Python and C functions that this package calls while ``function`` runs.
+
+    ``list.append`` is left out, because the interpreter has an instruction for it.
+    """
     calls, folders = 0, tuple(os.path.dirname(module.__file__) for module in (fusedseg, launcher))
 
     def count(frame, event, arg) -> None:
         nonlocal calls
         caller = frame.f_back if event == "call" else frame
+        append = event == "c_call" and arg.__name__ == "append"
         if event in ("call", "c_call") and caller is not None and caller.f_code.co_filename.startswith(folders):
-            calls += 1
+            calls += not append
 
     sys.setprofile(count)
     try:
@@ -304,7 +308,8 @@ def ours_called(function) -> int:
 
 def a_step_of_a_norm_makes_few_calls() -> None:
     """For short tensors these calls determine the host's time.  The limits are counted figures."""
-    with recorder(), mock.patch.object(_backend, "use_triton", return_value=True):
+    chosen = {("norm", torch.float32, torch.device("cpu")): ""}
+    with recorder(), mock.patch.dict(_backend._reasons, chosen):
         for cls, (forward, backward) in MOST_CALLS.items():
             module, x = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True)
             for _ in range(3):

@@ -81,10 +81,15 @@ def test_norm(backend, device, way, keep, own):
     check(norm.norm_backward_op, (dz, source, weight, bias, r, None, stats, None, None, 0, True, True, *spec))
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 @pytest.mark.parametrize("keep", ["output", "input"])
-def test_vectors_of_a_norm_in_eager_mode(backend, device, keep):
-    """Parameters and statistics may be strided, as columns of a matrix are.  The statistics are written there, too."""
+def test_vectors_of_a_norm_in_eager_mode(backend, device, keep, rows):
+    """Parameters and statistics may be strided, as columns of a matrix are.  The statistics are written there, too.
+
+    aten's batch norm of channels_last reads strided vectors as if their elements were adjacent.
+    """
     x = torch.randn(SHAPE, dtype=DTYPE, device=device)
+    x = x.contiguous(memory_format=torch.channels_last) if rows else x
     values = [torch.rand(SHAPE[1], dtype=DTYPE, device=device) + 0.5 for _ in range(4)]
     results = []
     for way in ("sliced", None):

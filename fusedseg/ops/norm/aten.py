@@ -14,9 +14,6 @@ from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, like_param
 
 
 class Aten:
-    def serves(self, x: Tensor, act: Activation | None) -> bool:
-        return True
-
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         if spec.keep == "input":
             return aten_input.forward(passed, spec)

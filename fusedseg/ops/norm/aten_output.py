@@ -40,6 +40,11 @@ def _inverse(act: Activation) -> Inverse:
     return inverse
 
 
+def _is_planes(x: Tensor, layout: Layout) -> bool:
+    """Whether ``x`` is planes of the layout's channels.  If samples have statistics of their own, N C are C there."""
+    return not layout.rows and layout.C == x.shape[1]
+
+
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
     if residual is not None:
         y.add_(channel_view(residual, layout))
@@ -53,14 +58,17 @@ def forward(
     x, weight, bias, residual = passed.x, passed.weight, passed.bias, passed.residual
     running_mean, running_var, training = passed.running_mean, passed.running_var, spec.own
     momentum, eps, act, acc = spec.momentum, spec.eps, spec.act, stats_dtype(x)
-    xv = channel_view(x, layout)
-    outv = xv if out is x else channel_view(out, layout)
     # Parameters in fp32 make aten compute the statistics of half-precision input in fp32.
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
     bias = cast(bias, acc)
     own_update = running_mean is not None and running_mean.dtype != acc
     slow = aten_chunks.slow_statistics(x, layout, acc)
-    if training and kept is None and layout.D == 1 and not slow and not own_update:
+    at_once = training and kept is None and layout.D == 1 and not slow and not own_update
+    # aten takes planes of any dimensions, and a view takes as long as the arithmetic on a small tensor.
+    as_given = at_once and residual is None and _is_planes(x, layout)
+    xv = x if as_given else channel_view(x, layout)
+    outv = xv if out is x else out if as_given else channel_view(out, layout)
+    if at_once:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         torch.native_batch_norm(
             xv, weight, bias, running_mean, running_var, True, momentum, eps, out=(outv, mean, rstd)
@@ -233,10 +241,13 @@ def backward(
     z, training, into, exchange = saved.source, spec.own, wanted.into, wanted.exchange
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
-    zv, dzv = channel_view(z, layout), channel_view(dz, layout)
+    at_once = training and layout.D == 1 and exchange is None and aten_chunks.small(z)
+    # As in ``forward``.
+    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout) and not _by_sums(z)
+    zv, dzv = (z, dz) if as_given else (channel_view(z, layout), channel_view(dz, layout))
     # Half precision is excluded, because x - mean must not be rounded to it.
     as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
-    if training and layout.D == 1 and exchange is None and aten_chunks.small(z):
+    if at_once:
         if _by_sums(z):
             dx = torch.empty_like(z) if into is None else into
             s2, s1 = _backward_over(job, zv, dzv, channel_view(dx, layout))
@@ -256,7 +267,7 @@ def backward(
             s2, s1 = _backward_twice(job, zv, dzv, dxv, training, layout.rows, exchange)
         else:
             s2, s1 = _backward_planes(job, zv, dzv, dxv, training, as_groups)
-    return Gradients(dx.as_strided(z.shape, z.stride()), s2, s1)
+    return Gradients(dx if as_given else dx.as_strided(z.shape, z.stride()), s2, s1)
 
 
 def _backward_over(

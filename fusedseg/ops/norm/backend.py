@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...activation import Activation
+from ... import _backend
+from ...activation import TABLE, Activation
 from ..layout import Layout
 from .aten import Aten
 from .kept import Kept
@@ -18,12 +19,8 @@ from .triton import Triton
 class Backend(Protocol):
     """The methods of an implementation.
 
-    All tensors are dense and not empty.  ``layout`` is the layout of x with the statistics of the op.
+    All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  ``layout`` is the layout of x with the statistics of the op.
     """
-
-    def serves(self, x: Tensor, act: Activation | None) -> bool:
-        """Whether this backend can serve ``x`` with this activation.  ``act=None`` asks without an activation."""
-        ...
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         """The forward pass.  An op that keeps its output writes z into ``out``, which may be x.
@@ -56,5 +53,7 @@ TRITON, ATEN = Triton(), Aten()
 
 
 def backend_of(x: Tensor, act: Activation | None = None) -> Backend:
-    """The backend that serves ``x``."""
-    return TRITON if TRITON.serves(x, act) else ATEN
+    """The backend that serves ``x``.  ``act=None`` asks without an activation."""
+    # No kernel computes the gradient of a learned slope.
+    learned = act is not None and TABLE[act.name].learned
+    return ATEN if learned or not _backend.use_triton(x, "norm") else TRITON

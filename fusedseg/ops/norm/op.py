@@ -55,7 +55,7 @@ class NormFunction(torch.autograd.Function):
         laid = None if residual is None else like(residual, source)
         if source is not x or laid is not residual:
             passed = passed._replace(x=source, residual=laid)
-        mean, share = None, None
+        mean = share = None
         if done is not None:
             z, (second, xhat) = source, done
         else:

@@ -7,7 +7,18 @@ from ..layout import Layout, like
 from . import sync
 from .backend import backend_of
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, statistics_count, stats_dtype
+from .spec import (
+    Gradients,
+    Normalised,
+    Passed,
+    Saved,
+    Spec,
+    Wanted,
+    adjacent,
+    on_adjacent,
+    statistics_count,
+    stats_dtype,
+)
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
@@ -25,7 +36,10 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     if x.numel() == 0:
         zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
         return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
-    return backend_of(x, spec.act).forward(passed, spec, layout, kept, out)
+    run = backend_of(x, spec.act).forward
+    if not adjacent(passed.weight, passed.bias, passed.running_mean, passed.running_var):
+        return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
+    return run(passed, spec, layout, kept, out)
 
 
 def rebuild(saved: Saved, spec: Spec) -> Tensor:
@@ -35,7 +49,15 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
         return torch.empty_like(x)
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
-    return backend_of(x, spec.act).rebuild(saved, spec)
+    return backend_of(x, spec.act).rebuild(_adjacent(saved), spec)
+
+
+def _adjacent(saved: Saved) -> Saved:
+    """``saved`` with copies of weight and bias if their elements are not adjacent in memory."""
+    if adjacent(saved.weight, saved.bias):
+        return saved
+    weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
+    return saved._replace(weight=weight, bias=bias)
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
@@ -56,4 +78,4 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
         )
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, source))
-    return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
+    return backend_of(source, spec.act).backward(like(dz, source), _adjacent(saved), spec, layout, kept, wanted)

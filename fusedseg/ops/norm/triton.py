@@ -6,12 +6,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ... import _backend
 from ..._backend import device_of
-from ...activation import TABLE, Activation
+from ...activation import Activation
 from ..layout import Layout, dense
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, move_running, on_adjacent
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
 
 
 @functools.cache
@@ -24,16 +23,10 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 class Triton:
-    def serves(self, x: Tensor, act: Activation | None) -> bool:
-        # No kernel computes the gradient of a learned slope.
-        return (act is None or not TABLE[act.name].learned) and _backend.use_triton(x, "norm")
-
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         norm_act, _ = _kernels()
         x, weight, bias, residual, _, running_mean, running_var, batches = passed
         own = spec.own
-        if not adjacent(weight, bias, running_mean, running_var):
-            return on_adjacent(passed, own, lambda passed: self.forward(passed, spec, layout, kept, out))
         # Kernels move the running statistics of a batch only.
         of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
         if not of_batch:
@@ -63,8 +56,6 @@ class Triton:
         self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
     ) -> Gradients:
         _, norm_act_bwd = _kernels()
-        if not adjacent(saved.weight, saved.bias):
-            saved = _with_copies(saved)
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
             rstd = (rstd + spec.eps).rsqrt()
@@ -92,8 +83,6 @@ class Triton:
 
     def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         norm_act, _ = _kernels()
-        if not adjacent(saved.weight, saved.bias):
-            saved = _with_copies(saved)
         x = saved.source
         layout = spec.layout(*dense(x))
         z = torch.empty_like(x)
@@ -119,12 +108,6 @@ class Triton:
 
         with device_of(x):
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
-
-
-def _with_copies(saved: Saved) -> Saved:
-    """``saved`` with copies of weight and bias whose elements are adjacent in memory."""
-    weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
-    return saved._replace(weight=weight, bias=bias)
 
 
 def _can_count(batches: Tensor, x: Tensor) -> bool:
