@@ -42,7 +42,7 @@ def _inverse(act: Activation) -> Inverse:
 
 def _is_planes(x: Tensor, layout: Layout) -> bool:
     """Whether ``x`` is planes of the layout's channels.  If samples have statistics of their own, N C are C there."""
-    return not layout.rows and layout.C == x.shape[1]
+    return not layout.rows and x.shape[1] == layout.C
 
 
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:

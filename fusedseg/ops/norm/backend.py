@@ -19,7 +19,8 @@ from .triton import Triton
 class Backend(Protocol):
     """The methods of an implementation.
 
-    All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  ``layout`` is the layout of x with the statistics of the op.
+    All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  ``layout`` is the layout
+    of x with the statistics of the op.
     """
 
     def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
