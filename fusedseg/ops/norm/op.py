@@ -47,9 +47,7 @@ class NormFunction(torch.autograd.Function):
         passed, layout, spec, kept, done, for_others = call
         x, weight, bias, residual, slope, _, _, batches = passed
         in_place = spec.keep == "output"
-        source = x
-        if layout is None:
-            source, layout = dense(x)
+        source, layout = dense(x) if layout is None else (x, layout)
         if spec.kind != "batch":
             layout = spec.layout(source, layout)
         laid = None if residual is None else like(residual, source)
@@ -111,17 +109,8 @@ class NormFunction(torch.autograd.Function):
             )
         else:
             grads = backward(dz, Saved(*tensors), spec, layout, kept, wanted)
-        dx, dweight, dbias, dresidual, dslope = grads
-        found = (
-            None,
-            dx if need_x else None,
-            dweight if need_weight else None,
-            dbias if need_bias else None,
-        )
-        if not more:
-            return found
-        dresidual = dz if passed_on else dresidual
-        return *found, dresidual if need_residual else None, dslope if need_slope else None
+        needs = need_x, need_weight, need_bias, need_residual, need_slope
+        return None, *_of_inputs(grads, dz if passed_on else None, needs)
 
 
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors.  The checks refuse both, so this
