@@ -23,6 +23,7 @@ CHECKS = (
     "options_take_the_public_way",
     "no_launch_fuses",
     "dry_run_lists_every_launch",
+    "a_dry_run_makes_its_own_plans",
     "the_function_in_c_gets_what_triton_gives_it",
     "a_step_of_a_norm_makes_few_calls",
     "unknown_versions_take_the_public_way",
