@@ -86,8 +86,9 @@ def launches(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Chooses the tests to run, begins with the longest, and runs kernel tests without coverage, which would double the interpreter's time.
+    """Chooses the tests to run, and begins with the longest.
 
+    Kernel tests run without coverage, which would double the interpreter's time.
     ``--device cuda`` leaves out the tests that do not use ``device``, because they run nothing on the GPU.  ``--ptx``
     also leaves out tests that launch no kernel.  Without both options, the tests of compiled code are left out.
     """
@@ -115,11 +116,16 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """The garbage collector leaves alone what exists now.
 
-    These are millions of objects of PyTorch, of its compiler and of the collected tests; looking at them again and again
+    These are a million objects of PyTorch, of its compiler and of the collected tests; looking at them again and again
     took a twelfth of the time.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure(config):
+    # Triton would report what is left at the end of the process as leaked.
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,24 @@
-"""Compares a network under ``torch.compile`` with the same network in eager mode."""
+"""Compares a network under ``torch.compile`` with the same network in eager mode; ``opcheck`` of one backend."""
 
 import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+TRACES = "test_aot_dispatch_dynamic"
+WITHOUT_TRACES = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def opcheck(op: Callable, arguments: tuple, backend: str) -> None:
+    """``torch.library.opcheck``; on Triton without its longest part, which traces the op and runs the traced program.
+
+    The traced program holds the op, its fake and its formula of backward, which the backends share: the case on aten
+    traces them.
+    """
+    torch.library.opcheck(
+        op, arguments, test_utils=WITHOUT_TRACES if backend == "triton" else (*WITHOUT_TRACES, TRACES)
+    )
 
 
 def check_compiled_follows(
