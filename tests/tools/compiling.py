@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-TRACES = "test_aot_dispatch_dynamic"
-WITHOUT_TRACES = ("test_schema", "test_autograd_registration", "test_faketensor")
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
+ALL = (*QUICK, "test_aot_dispatch_dynamic")
 
 
 def opcheck(op: Callable, arguments: tuple, backend: str) -> None:
@@ -16,9 +16,7 @@ def opcheck(op: Callable, arguments: tuple, backend: str) -> None:
     The traced program holds the op, its fake and its formula of backward, which the backends share: the case on aten
     traces them.
     """
-    torch.library.opcheck(
-        op, arguments, test_utils=WITHOUT_TRACES if backend == "triton" else (*WITHOUT_TRACES, TRACES)
-    )
+    torch.library.opcheck(op, arguments, test_utils=QUICK if backend == "triton" else ALL)
 
 
 def check_compiled_follows(

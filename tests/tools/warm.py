@@ -2,9 +2,9 @@
 
     done = run("tests.tools.codegen", "sm_90", ...)      # as subprocess.run([sys.executable, "-m", ...]) would
 
-Importing takes three to six seconds.  A server process does it once, runs nothing, and forks a process for each program.
-The server has no TRITON_INTERPRET, so a program may compile kernels; it must not interpret any, because Triton reads the
-variable where its own functions are defined too.  A test of what an import does needs a fresh process instead.
+Importing takes three to six seconds.  A server process does it once, runs nothing, and forks a process for each
+program.  The server has no TRITON_INTERPRET, so a program may compile kernels.  It must not interpret any, because
+Triton reads the variable where its own functions are defined too.  A test of what an import does needs a fresh process.
 """
 
 import atexit
