@@ -91,9 +91,15 @@ def expected(case: NormCase, data: dict[str, Tensor], slope: float) -> dict[str,
     return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
 
 
-def contenders_of(case: NormCase, names: Iterable[str], compiled: Container[NormCase]) -> list[str]:
-    """Those of ``names`` that compete in a case.  Compilers do in the cases of ``compiled`` only."""
-    return list(names) if case in compiled else uncompiled(names)
+def contenders_of(case: NormCase, names: Iterable[str], compiled: Container[NormCase], kind: str) -> list[str]:
+    """Those of ``names`` that compete in a case on "cpu" or "cuda".  Compilers do in the cases of ``compiled`` only.
+
+    A norm and an activation alone have little that the aggressive compiler could recompute.  On a CPU it is left out,
+    because a C++ compiler takes seconds for it.
+    """
+    if case not in compiled:
+        return uncompiled(names)
+    return [name for name in names if kind == "cuda" or name != "aggressive"]
 
 
 def parametrize_norms(
@@ -106,7 +112,7 @@ def parametrize_norms(
     """Parametrizes the cases of the device with their contenders.  Those in ``more`` are marked slow."""
     kind = torch.device(metafunc.config.getoption("--device")).type
     both = [(case, slow) for group, slow in ((cases, False), (more, True)) for case in group.get(kind, ())]
-    parametrize_pairs(metafunc, [(case, contenders_of(case, names, compiled), slow) for case, slow in both])
+    parametrize_pairs(metafunc, [(case, contenders_of(case, names, compiled, kind), slow) for case, slow in both])
 
 
 def compete_norms(

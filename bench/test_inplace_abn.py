@@ -8,7 +8,7 @@ from .harness import Result, once
 from .norm_layers import NormCase, compete_norms, contenders_of, layer_of, parametrize_norms, report_norm
 from .replay import CLOCK
 
-SECONDS = {"cpu": 1.5, "cuda": 1.0}
+SECONDS = {"cpu": 1.0, "cuda": 1.0}
 CASES = {
     "cpu": [
         NormCase("batch", (2, 64, 256, 256), "fp32"),
@@ -59,7 +59,7 @@ COMPILED = [*CASES["cuda"], *MORE["cuda"], *MORE["cpu"], CASES["cpu"][1]]
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    names = contenders_of(case, CONTENDERS, COMPILED)
+    names = contenders_of(case, CONTENDERS, COMPILED, device.type)
     layers = {name: (layer_of(CONTENDERS[name][0]), CONTENDERS[name][1]) for name in names}
     return compete_norms(case, device, layers, SLOPE, SECONDS[device.type])
 

@@ -59,7 +59,7 @@ CONTENDERS = beside_stock(partial(nn.ReLU, inplace=True), ours)
 
 @once
 def run(case: NormCase, device: torch.device) -> dict[str, Result]:
-    layers = {name: CONTENDERS[name] for name in contenders_of(case, CONTENDERS, COMPILED)}
+    layers = {name: CONTENDERS[name] for name in contenders_of(case, CONTENDERS, COMPILED, device.type)}
     return compete_norms(case, device, layers, 0.0, SECONDS[device.type])
 
 

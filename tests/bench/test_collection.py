@@ -1,20 +1,14 @@
 """``pytest tests bench`` works in one process, in either order, with pytest-benchmark or without it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools import warm
 
 
 def run_pytest(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", *arguments, "-q", "-n", "0", "-p", "no:cacheprovider"]
     # A process that an xdist worker starts must not act as a worker.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    env = warm.without(["PYTEST_"])
+    run = warm.run("pytest", *arguments, "-q", "-n", "0", "-p", "no:cacheprovider", env=env)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     return run.stdout
 

@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +15,7 @@ from bench.closing import average, closing_lines, times
 from bench.harness import Result
 from bench.progress import Progress, case_of, clock
 from bench.results import Report, Section
+from tests.tools import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,12 +174,9 @@ def bench(tmp_path):
         text = f"CASES = {cases!r}\n{textwrap.dedent(BENCH)}"
         (tmp_path / "bench" / "test_tiny.py").write_text(text)
         # With pytest-randomly, the cases would run in another order.
-        command = [sys.executable, "-m", "pytest", "bench", "-p", "no:randomly", *options]
         # In a worker of xdist, pytest-benchmark would disable itself.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=env | {"COLUMNS": "120"}, capture_output=True, text=True, check=False
-        )
+        env = warm.without(["PYTEST_XDIST"]) | {"COLUMNS": "120"}
+        done = warm.run("pytest", "bench", "-p", "no:randomly", *options, cwd=tmp_path, env=env)
         return done.returncode, done.stdout + done.stderr
 
     return run

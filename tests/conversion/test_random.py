@@ -40,19 +40,18 @@ def test_random_network(seed, monkeypatch, request):
 @pytest.mark.usefixtures("uncounted")
 def test_random_networks_are_of_every_kind():
     """The test above shows little unless the networks have fused norms of every kind and norms that are left."""
+    kinds = {"ConvABN2d", "InPlaceInstanceNormAct", "InPlaceGroupNormAct", "BatchNormAct", "MaxPool2d", "JoinConv2d",
+             "its activation module is also called elsewhere"}  # fmt: skip
+    often = ("followed by add", "its output is read by")
     found = []
+
+    def rare() -> list[str]:
+        return [*kinds.difference(found), *(of for of in often if sum(why.startswith(of) for why in found) <= 3)]
+
+    # The first networks of the test above, as many as it takes.
     for seed in range(QUICK):
         report = fusedseg.convert(Random(seed), example_inputs=torch.randn(2, 3, 9, 10))
         found += [row.to.partition("(")[0] for row in report.replaced] + [row.why for row in report.recomputed]
-    for name in (
-        "ConvABN2d",
-        "InPlaceInstanceNormAct",
-        "InPlaceGroupNormAct",
-        "BatchNormAct",
-        "MaxPool2d",
-        "JoinConv2d",
-    ):
-        assert name in found
-    assert sum(why.startswith("followed by add") for why in found) > 3
-    assert sum(why.startswith("its output is read by") for why in found) > 3
-    assert "its activation module is also called elsewhere" in found
+        if not rare():
+            break
+    assert rare() == []

@@ -253,6 +253,16 @@ def dry_run_lists_every_launch() -> None:
             launch(tensors, 1.0)
 
 
+def a_dry_run_makes_its_own_plans() -> None:
+    """The plans of one GPU may not fit another, so none of them is used in a dry run, and none is left behind by it."""
+    with recorder(), mock.patch.object(launcher, "_plans", []):
+        planned_for = launcher.plan(lambda: driver.active.get_current_target().arch)
+        assert planned_for() == 90
+        with dry_run("sm_80"):
+            assert planned_for() == 80
+        assert planned_for() == 90
+
+
 def the_function_in_c_gets_what_triton_gives_it() -> None:
     """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call.
 
@@ -337,6 +347,7 @@ CHECKS = (
     options_take_the_public_way,
     no_launch_fuses,
     dry_run_lists_every_launch,
+    a_dry_run_makes_its_own_plans,
     the_function_in_c_gets_what_triton_gives_it,
     a_step_of_a_norm_makes_few_calls,
     unknown_versions_take_the_public_way,

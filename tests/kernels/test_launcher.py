@@ -2,10 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
+from tests.tools import warm
 
 CHECKS = (
     "launches_what_triton_would",
@@ -23,6 +20,7 @@ CHECKS = (
     "options_take_the_public_way",
     "no_launch_fuses",
     "dry_run_lists_every_launch",
+    "a_dry_run_makes_its_own_plans",
     "the_function_in_c_gets_what_triton_gives_it",
     "a_step_of_a_norm_makes_few_calls",
     "unknown_versions_take_the_public_way",
@@ -37,10 +35,8 @@ LEAKY = ("leaky_relu", 0.01)
 @functools.cache
 def results() -> dict[str, str]:
     """Results of the checks in a separate process, because this process may use the interpreter."""
-    unset = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
-    env = {key: value for key, value in os.environ.items() if key not in unset}
-    command = [sys.executable, "-m", "tests.kernels.launcher_checks"]
-    run = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False)
+    env = warm.without(["TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"])
+    run = warm.run("tests.kernels.launcher_checks", env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(run.stdout)
 

@@ -11,6 +11,7 @@ from fusedseg.memory import measure
 from fusedseg.ops.conv import conv_abn as op
 from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error
+from tests.tools.compiling import opcheck
 from tests.tools.precision import cudnn_set
 
 SMALL = CASES["2d"]
@@ -140,7 +141,7 @@ def test_opcheck(backend, device, dtype, which, fmt):
     given = inputs(case, dtype, device, fmt, conv_bias="no bias" not in which, kept=kept)
     slots = torch.tensor([-1] * (K - 1) + [0], dtype=torch.int32, device=device) if kept else None
     statistics = running(case, dtype, device) if which == "eval" else (None, None)
-    torch.library.opcheck(op.conv_abn_op, functional_arguments(given, case, statistics, backend, slots, int(kept)))
+    opcheck(op.conv_abn_op, functional_arguments(given, case, statistics, backend, slots, int(kept)), backend)
 
 
 # If a size is 1, a tensor fits more than one memory format.

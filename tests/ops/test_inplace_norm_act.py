@@ -11,6 +11,7 @@ from fusedseg.ops.norm import aten_chunks, op
 from fusedseg.ops.norm.kept import find
 from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
+from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
 ACTIVATIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, p: y}
@@ -238,7 +239,7 @@ def test_opcheck(backend, device, groups, fmt, kept):
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
     spec = Spec("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
     arguments = (x, weight, bias, r, None, None, None, slots, int(kept))
-    torch.library.opcheck(op.norm_op, (*arguments, *op.flat(spec)))
+    opcheck(op.norm_op, (*arguments, *op.flat(spec)), backend)
 
 
 def test_double_backward(backend, device):

@@ -12,6 +12,7 @@ from fusedseg.memory import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
 from fusedseg.ops.max_pool import op
 from fusedseg.ops.recompute.watch import Watch
+from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
@@ -146,12 +147,12 @@ def test_opcheck(backend, device, rows):
     x = torch.randn(2, 3, 5, 4, device=device)
     x = (channels_last(x) if rows else x).requires_grad_()
     pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
-    torch.library.opcheck(op.max_pool_op, (x, *pool, True))
-    torch.library.opcheck(op.max_pool_op, (x.detach(), *pool, False))
+    opcheck(op.max_pool_op, (x, *pool, True), backend)
+    opcheck(op.max_pool_op, (x.detach(), *pool, False), backend)
     z, codes = op.max_pool_op(x.detach(), *pool, True)
     dz = torch.randn_like(z).requires_grad_()
-    torch.library.opcheck(op.max_pool_backward_op, (dz, codes, [5, 4], rows, *pool))
-    torch.library.opcheck(op.max_pool_pick_op, (torch.randn_like(x).requires_grad_(), codes, [5, 4], rows, *pool))
+    opcheck(op.max_pool_backward_op, (dz, codes, [5, 4], rows, *pool), backend)
+    opcheck(op.max_pool_pick_op, (torch.randn_like(x).requires_grad_(), codes, [5, 4], rows, *pool), backend)
 
 
 def refused(error, text, *arguments, x=None):

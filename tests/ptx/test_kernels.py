@@ -5,14 +5,14 @@ most of the time, so a part has few cases that compile the same kernel in nearly
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.tools import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,8 +91,7 @@ def run(arch: str, *arguments: str) -> str:
     # The options of this run are removed, because they may divide the tests among processes.  The plugins that are left
     # out cost seconds.
     options = ["-o", "addopts=--import-mode=importlib", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, "-q", "--tb=short", "--ptx", arch]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run("pytest", *options, "-q", "--tb=short", "--ptx", arch, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

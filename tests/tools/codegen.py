@@ -4,14 +4,13 @@
     report["sm_90"][0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
-Kernels are compiled in separate processes, because the calling process may have imported them for the interpreter.
+Kernels are compiled in a separate process, because the calling process may have imported them for the interpreter.
 The named module holds a dict, CASES by default, of functions that call launchers with CPU tensors.
 """
 
 import importlib
 import json
 import multiprocessing
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.tools import warm
+
 # All architectures that kernels are compiled for, and one architecture of each vendor.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VENDORS = ("sm_90", "gfx942")
@@ -44,9 +44,7 @@ BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", jobs: int = 1) -> dict[str, list[dict]]:
     """Compiles every launch of every case of ``module`` for each target ("sm_90", "gfx942"), ``jobs`` at a time."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.tools.codegen", ",".join(targets), module, cases, str(jobs)]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    run = warm.run("tests.tools.codegen", ",".join(targets), module, cases, str(jobs))
     if run.returncode:
         raise RuntimeError(f"compiling {module} for {targets} failed:\n{run.stdout}{run.stderr}")
     return json.loads(run.stdout)

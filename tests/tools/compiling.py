@@ -1,10 +1,22 @@
-"""Compares a network under ``torch.compile`` with the same network in eager mode."""
+"""Compares a network under ``torch.compile`` with the same network in eager mode; ``opcheck`` of one backend."""
 
 import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
+ALL = (*QUICK, "test_aot_dispatch_dynamic")
+
+
+def opcheck(op: Callable, arguments: tuple, backend: str) -> None:
+    """``torch.library.opcheck``; on Triton without its longest part, which traces the op and runs the traced program.
+
+    The traced program holds the op, its fake and its formula of backward, which the backends share: the case on aten
+    traces them.
+    """
+    torch.library.opcheck(op, arguments, test_utils=QUICK if backend == "triton" else ALL)
 
 
 def check_compiled_follows(

@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 
-# The server imports these modules for all processes.  Optimizers import the compiler in their first step.
+# The server imports these modules for all processes, if they are installed.  Optimizers import the compiler in their
+# first step, and the compiler imports networkx when it divides its first graph.
 PRELOADED = [
     "torch",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch._dynamo",
+    "torch._functorch.partitioners",
+    "torch._inductor.output_code",
+    "networkx",
+    "triton",
     "fusedseg",
     "tests.training.jobs",
 ]

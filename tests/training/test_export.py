@@ -5,8 +5,6 @@ The exported programs contain only stock functions, so they run without this pac
 
 import copy
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.unet import MultiEncoderUNet, UNet
+from tests.tools import warm
 
 MODULES = {
     "InPlaceABN": lambda: fusedseg.InPlaceABN(4, activation="elu", activation_param=1.2),
@@ -140,6 +139,7 @@ def test_compiled_code_survives_an_export():
 
 ELSEWHERE = """
 import sys, warnings
+assert "fusedseg" not in sys.modules
 sys.modules["fusedseg"] = None
 import torch
 warnings.simplefilter("ignore")
@@ -154,7 +154,8 @@ def test_programs_run_without_the_package(tmp_path):
     torch.export.save(exported(net, images), tmp_path / "program.pt2")
     torch.jit.trace(net, images).save(tmp_path / "script.pt")
     torch.save((images, expected), tmp_path / "images.pt")
-    run = subprocess.run([sys.executable, "-I", "-c", ELSEWHERE], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    run = warm.run("elsewhere", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
 
 
