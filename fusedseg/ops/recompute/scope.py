@@ -5,6 +5,8 @@ from contextlib import ContextDecorator, ExitStack
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .. import unfused
+from . import compiled
 from .recipes import innermost
 from .registry import Registry
 from .saved import unpack
@@ -50,15 +52,26 @@ class recompute(ContextDecorator):
         # A decorated function makes a new scope for each call, so that any thread may call it.
         return type(self)()
 
+    @compiled.as_python
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted():
+                compiled.prepare()
+                compiled.begin()
+            return
         stack = ExitStack()
         # Inside another scope there is nothing left to do.
-        if not torch.compiler.is_compiling() and innermost() is None:
+        if innermost() is None:
             registry = Registry(torch._C._autograd._top_saved_tensors_default_hooks(True))
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
             stack.enter_context(Watch(registry))
         self._entered.append(stack)
 
+    @compiled.as_python
     def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted():
+                compiled.end()
+            return
         self._entered.pop().close()
