@@ -85,7 +85,7 @@ def begin() -> None:
 def end() -> None:
     """Labels the nodes that were made since ``begin``."""
     graph = _traced()
-    if graph in _labels:
+    if graph is not None and graph in _labels:
         _labels[graph].end(graph)
 
 
@@ -161,7 +161,8 @@ def _is_cheap(node: fx.Node) -> bool:
         return False
     name = op._schema.name.partition("::")[2]
     if op.namespace == "fusedseg":
-        return name in OURS and OURS[name](dict(zip((arg.name for arg in op._schema.arguments), node.args)))
+        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
+        return name in OURS and OURS[name](given)
     return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
 
 

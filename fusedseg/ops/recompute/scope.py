@@ -35,7 +35,11 @@ class recompute(ContextDecorator):
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
     and inference tensors, and tensors that could be rebuilt only from the caller's own memory.  All data is saved
     inside ``torch.vmap``, and while other saved-tensor hooks, such as a checkpoint's, lie inside the scope.  Hooks
-    around the scope receive the tensors that are kept.  Under ``torch.compile`` the scope does nothing.
+    around the scope receive the tensors that are kept.
+
+    Under ``torch.compile`` the compiler keeps and rebuilds what the scope would keep and rebuild, whether the scope is
+    inside the compiled function or around its call.  A backend that does not use AOTAutograd cannot follow a scope
+    inside the compiled function, and the scope warns.
 
     Raises:
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
