@@ -272,6 +272,23 @@ def test_autocast(x):
     assert kept(net, compiled(cast(inside(net))), x) <= 1.02 * kept(net, cast(recompute()(net)), x)
 
 
+def test_chosen_products_run_again(x):
+    """Backward computes the first two convolutions again, in place of keeping their outputs."""
+    net = small()
+    twin = copy.deepcopy(net)
+
+    def run(x):
+        scope = recompute()
+        scope._again = (0, 1)
+        with scope:
+            return net(x)
+
+    least = kept(net, compiled(inside(net)), x)
+    assert kept(net, compiled(run), x) < 0.5 * least
+    twin.load_state_dict(net.state_dict())
+    assert same(step(net, compiled(run), x), step(twin, compiled(twin), x))
+
+
 def test_dropout_draws_once(x):
     """The mask is drawn once, and backward uses the mask of forward."""
     net = nn.Sequential(*small()[:3], nn.Dropout(0.5), nn.Conv2d(8, 4, 1, bias=False))

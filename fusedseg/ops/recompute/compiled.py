@@ -73,11 +73,14 @@ def _traced() -> fx.Graph | None:
     return None if mode is None or not torch.is_grad_enabled() else mode.tracer.graph
 
 
-def begin() -> None:
-    """Marks the place in the graph where a scope begins."""
+def begin(again: tuple[int, ...] = ()) -> None:
+    """Marks the place in the graph where a scope begins.
+
+    again: the products that backward computes again, by their place in the order of the products in the scope.
+    """
     graph = _traced()
     if graph is not None:
-        _labels.setdefault(graph, Labels()).begin(graph)
+        _labels.setdefault(graph, Labels(again)).begin(graph)
     elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         _warn_of_backend()
 
@@ -89,11 +92,11 @@ def end() -> None:
         _labels[graph].end(graph)
 
 
-def called() -> None:
-    """Labels all nodes so far, because a scope is open around the compiled function."""
+def called(again: tuple[int, ...] = ()) -> None:
+    """Labels all nodes so far, because a scope is open around the compiled function.  ``again`` as in ``begin``."""
     graph = _traced()
     if graph is not None:
-        _labels.setdefault(graph, Labels()).label(graph)
+        _labels.setdefault(graph, Labels(again)).label(graph)
 
 
 @assume_constant_result
@@ -139,14 +142,18 @@ def _call(node: fx.Node) -> str:
     return stack[-1][0] if stack else node.name
 
 
-def _is_product(node: fx.Node) -> bool:
-    """Whether the node is a convolution, a matrix product, attention, or an op of another package."""
+def _has_flops(node: fx.Node) -> bool:
+    """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return op.overloadpacket in flop_registry or (op.namespace not in ("aten", "prims") and not _is_cheap(node))
+    return _has_flops(node) or (node.target.namespace not in ("aten", "prims") and not _is_cheap(node))
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -177,12 +184,16 @@ OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
 class Labels:
     """The scopes in one graph, and the values that follow from the products in them.
 
+    again: the products that backward computes again, by their place in the order of the products.
     calls: for each large value that follows from a product, the calls that compute it again from values that are kept;
         none for a value that is kept itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again: tuple[int, ...] = ()) -> None:
+        self.again = again
         self.calls: dict[fx.Node, frozenset[str]] = {}
+        # The products so far, each by its call: the compiler may write one call as several products.
+        self._products: dict[str, int] = {}
         self._open = 0
         self._last: fx.Node | None = None
 
@@ -211,10 +222,15 @@ class Labels:
         if node.op != "call_function" or LABEL in node.meta:
             # A checkpoint has labelled it already.
             return
-        if _is_product(node):
-            self.calls[node] = KEPT
-            return
         inputs = [source for source in node.all_input_nodes if source in self.calls]
+        if _is_product(node):
+            again = self._runs_again(node)
+            self.calls[node] = (
+                frozenset({_call(node)}).union(*(self.calls[source] for source in inputs)) if again else KEPT
+            )
+            if self.again:
+                node.meta[LABEL] = AGAIN if again else KEEP
+            return
         if not inputs or _size(node) * SMALL <= max(map(_size, inputs)):
             # The compiler keeps small results, such as one value per channel, unless they cost nothing.
             return
@@ -227,6 +243,12 @@ class Labels:
             again = len(calls) <= MAX_STEPS and not self._has_larger_source(node, inputs)
             self.calls[node] = calls if again else KEPT
             node.meta[LABEL] = AGAIN if again else KEEP
+
+    def _runs_again(self, node: fx.Node) -> bool:
+        """Whether a product was chosen to run again.  Ops of other packages are no products that can be chosen."""
+        if not self.again or not _has_flops(node):
+            return False
+        return self._products.setdefault(_call(node), len(self._products)) in self.again
 
     def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether a much larger value would have to be computed again first, as for a pool; see ``LARGER``.

@@ -49,6 +49,9 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
+    # The products that run again in compiled code (``compiled.begin``).
+    _again: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         self._entered: list[ExitStack] = []
 
@@ -61,7 +64,7 @@ class recompute(ContextDecorator):
         if torch.compiler.is_compiling():
             if not unfused.wanted():
                 compiled.prepare()
-                compiled.begin()
+                compiled.begin(self._again)
             return
         stack = ExitStack()
         # Inside another scope there is nothing left to do.
