@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from ..ops import unfused
@@ -40,7 +39,7 @@ class Scoped:
         if self._fusedseg_wiring is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         self._check_wiring()
-        if _apart(self, args, kwargs):
+        if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with recompute():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -80,7 +79,7 @@ class _ScopedGraph(Scoped):
         if self._fusedseg_wiring is None:
             return call(self, *args, **kwargs)
         self._check_wiring()
-        if _apart(self, args, kwargs):
+        if _apart(args, kwargs):
             return call(self, *args, **kwargs)
         with recompute():
             return call(self, *args, **kwargs)
@@ -113,9 +112,9 @@ class _ScopedGraph(Scoped):
         return made
 
 
-def _apart(root: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the call needs no scope, because the model is compiled, traced or exported."""
-    if torch.compiler.is_compiling() or root._compiled_call_impl is not None or unfused.wanted():
+def _apart(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the call needs no scope, because the model is traced or exported."""
+    if unfused.wanted():
         return True
     return any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values()))
 

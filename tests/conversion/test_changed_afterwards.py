@@ -47,7 +47,7 @@ def test_the_parameter_of_an_activation_is_set(image, act, name, value, compiled
     model = sequential(copy.deepcopy(act))
     stock = copy.deepcopy(model)
     fusedseg.convert(model, example_inputs=image)
-    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     forward(image)
     setattr(model.body[2], name, getattr(act, name))
     forward(image)
@@ -97,7 +97,7 @@ CHANGES = {
 def test_a_module_is_replaced(image, change, message, compiled):
     model = sequential(nn.LeakyReLU(0.1))
     fusedseg.convert(model, example_inputs=image)
-    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     forward(image)
     change(model)
     with pytest.raises(Exception if compiled else RuntimeError, match=f"{message}.*{AGAIN}"):

@@ -6,6 +6,7 @@ stock.py       the rules for PyTorch's functions (stock_norm.py has those for ba
 recipes.py     the contract by which an op offers a recipe for its output
 registry.py    the live tensors: which are kept, and which have a recipe (memory.py, offers.py, plain.py)
 saved.py       the objects that the graph holds in place of tensors, and the way back to the tensors
+compiled.py    the same scope in compiled code: labels for the compiler
 joins.py       notes about the sources of a concatenation, for the convolution that reads it
 calls.py       a call without its tensors, which can be made again with other tensors
 """

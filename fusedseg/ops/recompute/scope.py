@@ -5,6 +5,8 @@ from contextlib import ContextDecorator, ExitStack
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .. import unfused
+from . import compiled
 from .recipes import innermost
 from .registry import Registry
 from .saved import unpack
@@ -33,7 +35,11 @@ class recompute(ContextDecorator):
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
     and inference tensors, and tensors that could be rebuilt only from the caller's own memory.  All data is saved
     inside ``torch.vmap``, and while other saved-tensor hooks, such as a checkpoint's, lie inside the scope.  Hooks
-    around the scope receive the tensors that are kept.  Under ``torch.compile`` the scope does nothing.
+    around the scope receive the tensors that are kept.
+
+    Under ``torch.compile`` the compiler keeps and rebuilds what the scope would keep and rebuild, whether the scope is
+    inside the compiled function or around its call.  A backend that does not use AOTAutograd cannot follow a scope
+    inside the compiled function, and the scope warns.
 
     Raises:
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
@@ -43,6 +49,9 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
+    # The products that run again in compiled code (``compiled.begin``).
+    _again: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         self._entered: list[ExitStack] = []
 
@@ -50,15 +59,26 @@ class recompute(ContextDecorator):
         # A decorated function makes a new scope for each call, so that any thread may call it.
         return type(self)()
 
+    @compiled.as_python
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted():
+                compiled.prepare()
+                compiled.begin(self._again)
+            return
         stack = ExitStack()
         # Inside another scope there is nothing left to do.
-        if not torch.compiler.is_compiling() and innermost() is None:
+        if innermost() is None:
             registry = Registry(torch._C._autograd._top_saved_tensors_default_hooks(True))
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
             stack.enter_context(Watch(registry))
         self._entered.append(stack)
 
+    @compiled.as_python
     def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted():
+                compiled.end()
+            return
         self._entered.pop().close()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import recipes
+from . import compiled, recipes
 from .calls import replay
 from .plain import plain
 from .registry import Registry
@@ -127,10 +127,14 @@ class Watch(TorchFunctionMode):
         self.registry = registry
         _watch_scripted()
 
+    @compiled.as_python
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            compiled.prepare()
+            compiled.called()
+            return out
         registry, rule = self.registry, RULES.get(func)
         if rule is None and not kwargs and not _may_change(func):
             return func(*args)

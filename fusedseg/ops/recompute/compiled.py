@@ -1,0 +1,264 @@
+"""The recompute scope under ``torch.compile``: labels for the compiler's partition of a graph.
+
+The compiler decides for each value of a graph whether to keep it for backward or to compute it again.  The scope says
+what it wants by labels on the nodes of the graph, the same labels that ``torch.utils.checkpoint`` sets in a graph.
+
+``begin``, ``end`` and ``called`` are calls that the compiler takes into its graph.  They run while AOTAutograd traces
+this graph once more, into a graph of aten ops, and leave no node in it.  They only look at the nodes that the trace has
+made: nothing stays open if the trace fails, and no configuration of PyTorch changes.
+
+* ``with fusedseg.recompute():`` inside the compiled function calls ``begin`` and ``end``.
+* A scope around the call of a compiled function has a function mode (``watch.py``).  The compiler traces the mode too,
+  and ``called`` follows each call of a function.  The compiler itself checks at each call whether the modes are those
+  of the trace, so one function compiled once serves calls inside and outside of scopes with one graph for each.
+"""
+
+import warnings
+from collections.abc import Callable
+from operator import getitem
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..unfused import assume_constant_result
+from .registry import LARGER, MAX_STEPS, SMALL
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The key of a label in ``Node.meta``, and the labels: backward computes the value again, or it is kept.
+LABEL = "recompute"
+AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+# The calls that compute a value again which is kept.
+KEPT: frozenset[str] = frozenset()
+# Cheap ops of aten and prims that are neither elementwise nor views.
+CHEAP = {
+    # norms and their statistics
+    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm",
+    "native_group_norm", "native_layer_norm", "mean", "sum", "var", "var_mean", "rsqrt",
+    # copies, casts, concatenation, padding and broadcasting
+    "_to_copy", "_unsafe_view", "broadcast_in_dim", "cat", "clone", "constant_pad_nd", "convert_element_type", "div",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "stack",
+    # pools and interpolation
+    "_low_memory_max_pool_with_offsets", "_unsafe_index", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "avg_pool2d", "avg_pool3d", "index", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+    # softmax and gated activations
+    "_log_softmax", "_prelu_kernel", "_softmax", "glu", "log_sigmoid_forward",
+}  # fmt: skip
+
+
+def as_python(function: Function) -> Function:
+    """Keeps the compiler from compiling ``function``, and what it calls, where plain Python calls it.
+
+    After a break of the graph, the compiler looks at each function that Python calls.  The scope of eager mode must
+    run as it is.  The compiler still follows ``function`` where a compiled function calls it.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def _traced() -> fx.Graph | None:
+    """The graph that AOTAutograd traces now, if autograd saves tensors; None otherwise."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None or not torch.is_grad_enabled() else mode.tracer.graph
+
+
+def begin(again: tuple[int, ...] = ()) -> None:
+    """Marks the place in the graph where a scope begins.
+
+    again: the products that backward computes again, by their place in the order of the products in the scope.
+    """
+    graph = _traced()
+    if graph is not None:
+        _labels.setdefault(graph, Labels(again)).begin(graph)
+    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        _warn_of_backend()
+
+
+def end() -> None:
+    """Labels the nodes that were made since ``begin``."""
+    graph = _traced()
+    if graph is not None and graph in _labels:
+        _labels[graph].end(graph)
+
+
+def called(again: tuple[int, ...] = ()) -> None:
+    """Labels all nodes so far, because a scope is open around the compiled function.  ``again`` as in ``begin``."""
+    graph = _traced()
+    if graph is not None:
+        _labels.setdefault(graph, Labels(again)).label(graph)
+
+
+@assume_constant_result
+def prepare() -> bool:
+    """Lets the compiler take the functions above into its graph.  It runs while the compiler traces."""
+    import torch._dynamo
+
+    for function in (begin, end, called):
+        torch._dynamo.allow_in_graph(function)
+    return True
+
+
+def _warn_of_backend() -> None:
+    warnings.warn(
+        "fusedseg.recompute: a scope inside a compiled function has no effect with this backend, which runs the graph "
+        "without AOTAutograd; compile with backend='inductor' or 'aot_eager', or write `with fusedseg.recompute():` "
+        "around the call of the compiled function",
+        stacklevel=3,
+    )
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    """The results of a node, which are tensors without values."""
+    value = node.meta.get("val")
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+
+
+def _size(node: fx.Node) -> int:
+    """The number of elements of the largest result."""
+    largest = 0
+    for t in _tensors(node):
+        count = 1
+        for size in t.shape:
+            # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
+            count *= size if isinstance(size, int) else size.node.hint or 1
+        largest = max(largest, count)
+    return largest
+
+
+def _call(node: fx.Node) -> str:
+    """The call of a function to which the node belongs; the compiler may write one call as many nodes."""
+    stack = node.meta.get("source_fn_stack")
+    return stack[-1][0] if stack else node.name
+
+
+def _has_flops(node: fx.Node) -> bool:
+    """Whether the node is a convolution, a matrix product or attention."""
+    from torch.utils.flop_counter import flop_registry
+
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return _has_flops(node) or (node.target.namespace not in ("aten", "prims") and not _is_cheap(node))
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
+        # The compiler cannot keep such a number for backward.
+        return False
+    name = op._schema.name.partition("::")[2]
+    if op.namespace == "fusedseg":
+        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
+        return name in OURS and OURS[name](given)
+    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
+
+
+# The ops of this package that may run again, and for which arguments.  A norm that keeps its output has nothing to
+# rebuild, and a synchronised norm must not communicate again.
+OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "norm": lambda given: given["keep"] == "input" and given.get("process_group") is None,
+    "max_pool": lambda given: True,
+}
+
+
+class Labels:
+    """The scopes in one graph, and the values that follow from the products in them.
+
+    again: the products that backward computes again, by their place in the order of the products.
+    calls: for each large value that follows from a product, the calls that compute it again from values that are kept;
+        none for a value that is kept itself.
+    """
+
+    def __init__(self, again: tuple[int, ...] = ()) -> None:
+        self.again = again
+        self.calls: dict[fx.Node, frozenset[str]] = {}
+        # The products so far, each by its call: the compiler may write one call as several products.
+        self._products: dict[str, int] = {}
+        self._open = 0
+        self._last: fx.Node | None = None
+
+    def begin(self, graph: fx.Graph) -> None:
+        self._open += 1
+        if self._open == 1:
+            self._last = next(iter(reversed(graph.nodes)), None)
+
+    def end(self, graph: fx.Graph) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self.label(graph)
+
+    def label(self, graph: fx.Graph) -> None:
+        """Labels the nodes after the last one that was labelled."""
+        nodes: list[fx.Node] = []
+        for node in reversed(graph.nodes):
+            if node is self._last:
+                break
+            nodes.append(node)
+        for node in reversed(nodes):
+            self._label(node)
+        self._last = nodes[0] if nodes else self._last
+
+    def _label(self, node: fx.Node) -> None:
+        if node.op != "call_function" or LABEL in node.meta:
+            # A checkpoint has labelled it already.
+            return
+        inputs = [source for source in node.all_input_nodes if source in self.calls]
+        if _is_product(node):
+            again = self._runs_again(node)
+            self.calls[node] = (
+                frozenset({_call(node)}).union(*(self.calls[source] for source in inputs)) if again else KEPT
+            )
+            if self.again:
+                node.meta[LABEL] = AGAIN if again else KEEP
+            return
+        if not inputs or _size(node) * SMALL <= max(map(_size, inputs)):
+            # The compiler keeps small results, such as one value per channel, unless they cost nothing.
+            return
+        if node.target is getitem:
+            self.calls[node] = self.calls[inputs[0]]
+        elif not _is_cheap(node):
+            self.calls[node] = KEPT
+        else:
+            calls = frozenset({_call(node)}).union(*(self.calls[source] for source in inputs))
+            again = len(calls) <= MAX_STEPS and not self._has_larger_source(node, inputs)
+            self.calls[node] = calls if again else KEPT
+            node.meta[LABEL] = AGAIN if again else KEEP
+
+    def _runs_again(self, node: fx.Node) -> bool:
+        """Whether a product was chosen to run again.  Ops of other packages are no products that can be chosen."""
+        if not self.again or not _has_flops(node):
+            return False
+        return self._products.setdefault(_call(node), len(self._products)) in self.again
+
+    def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
+        """Whether a much larger value would have to be computed again first, as for a pool; see ``LARGER``.
+
+        The positions of a stock max-pool are int64, which would weigh more than the input.
+        """
+        if node.target.is_view or any(t.dtype == torch.int64 for t in _tensors(node)):  # type: ignore[union-attr]
+            return False
+        return any(self.calls[source] and _size(source) >= LARGER * _size(node) for source in inputs)
+
+
+# The labels of the graphs that are traced now.
+_labels: WeakKeyDictionary[fx.Graph, Labels] = WeakKeyDictionary()
