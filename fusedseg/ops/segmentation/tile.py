@@ -57,12 +57,29 @@ def _has_cheap_values(t: Tensor) -> bool:
     return t.device.type == "cpu" and not isinstance(t, FakeTensor)
 
 
-def _weights(of_value: Tensor, mask: Tensor | None, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+def _weights(tile: Tile, ignore: int | None) -> Tensor | None:
     """m: the mask, and 0 where the target is the ignored label; None stands for 1 everywhere."""
-    if spec.ignore is None:
-        return mask
-    valid = (of_value != spec.ignore).to(dtype)
-    return valid if mask is None else valid * mask
+    if ignore is None:
+        return tile.mask
+    valid = (tile.target != ignore).to(tile.logits.dtype)
+    return valid if tile.mask is None else valid * tile.mask
+
+
+def _ignored(labels: Tensor, spec: Spec, K: int) -> int | None:
+    """The ignored label, or None if it does not occur, which saves the work of a mask.
+
+    Raises IndexError for a label of no class.  Both need values that Python reads without waiting for a device.
+    """
+    if not _has_cheap_values(labels) or not labels.numel() or labels.dtype == torch.bool:
+        return spec.ignore
+    low, high = (of.item() for of in torch.aminmax(labels))
+    ignore = spec.ignore if spec.ignore is not None and low <= spec.ignore <= high else None
+    if low < 0 or high >= K:
+        wrong = (labels < 0) | (labels >= K)
+        wrong = wrong if ignore is None else wrong & (labels != ignore)
+        if wrong.any():
+            raise IndexError(f"{OP}: a label must be a class below {K} or ignored, got {labels[wrong][0].item()}")
+    return ignore
 
 
 class _Labels(NamedTuple):
@@ -72,37 +89,25 @@ class _Labels(NamedTuple):
     m: Tensor | None
 
 
-def _labels(tile: Tile, spec: Spec) -> _Labels:
-    m = _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+def _labels(tile: Tile, spec: Spec, axes: Axes) -> _Labels:
+    ignore = _ignored(tile.target, spec, tile.logits.shape[axes.classes])
     index = tile.target.long()
-    return _Labels(index if spec.ignore is None else index * (index != spec.ignore), m)
+    return _Labels(index if ignore is None else index * (index != ignore), _weights(tile, ignore))
 
 
 def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
     """y for every class, and m."""
-    y, m = tile.target, _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+    y = tile.target
     if spec.dense:
-        return y.to(tile.logits.dtype), m
+        return y.to(tile.logits.dtype), _weights(tile, spec.ignore)
     shape, K = [1, 1, 1], tile.logits.shape[axes.classes]
     shape[axes.classes] = K
-    _check_labels(y, spec, K)
+    m = _weights(tile, _ignored(y, spec, K))
     # Numbers of classes in the dtype of small integers would wrap.
     dtype = y.dtype if y.is_floating_point() or torch.iinfo(y.dtype).max >= K else torch.int64
     classes = torch.arange(K, dtype=dtype, device=y.device).view(shape)
     # Written as numbers at once: a tensor of truth values, and its conversion, take eight times as long.
     return torch.eq(y, classes, out=torch.empty_like(tile.logits)), m
-
-
-def _check_labels(labels: Tensor, spec: Spec, K: int) -> None:
-    """Raises IndexError for a label of no class, where that does not make the host wait."""
-    if not _has_cheap_values(labels) or not labels.numel() or labels.dtype == torch.bool:
-        return
-    low, high = (of.item() for of in torch.aminmax(labels))
-    if 0 <= low and high < K:
-        return
-    wrong = ((labels < 0) | (labels >= K)) & (labels != (low - 1 if spec.ignore is None else spec.ignore))
-    if wrong.any():
-        raise IndexError(f"{OP}: a label must be a class below {K} or ignored, got {labels[wrong][0].item()}")
 
 
 def _exponentials(x: Tensor, axes: Axes) -> tuple[Tensor, Tensor]:
@@ -147,7 +152,7 @@ def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
 
 
 def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
-    x, (index, m) = tile.logits, _labels(tile, spec)
+    x, (index, m) = tile.logits, _labels(tile, spec, axes)
     flat = index.squeeze(axes.classes)
 
     def add_by_class(row: int, values: Tensor, classes: Tensor = flat) -> None:
@@ -212,7 +217,7 @@ def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> 
 
 def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     """With u and v at the label apart, dx = m p (dPREDICTION + factor) - m dOTHER_NLL, and more at the label."""
-    x, (index, m) = tile.logits, _labels(tile, spec)
+    x, (index, m) = tile.logits, _labels(tile, spec, axes)
     p = _softmax(x, axes)
     flat = index.squeeze(axes.classes)
 
@@ -263,9 +268,10 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     if "softmax" not in (spec.probability, spec.nll):
         dx.zero_() if found is None else dx.copy_(found)
         return
-    p = _softmax(x, axes)
-    # With w = m (p u - v), the gradient is w - p (sum of w over the classes).
+    e, sum_of_e = _exponentials(x, axes)
+    # With p = e / sum of e, and w = m (p u - v), the gradient is w - p (sum of w over the classes).
     if spec.probability == "softmax":
+        p = e.div_(sum_of_e)
         w = _grad_of_p(p, y, spec, dsums).mul_(p)
         if spec.nll == "softmax":
             w.addcmul_(y, dsums[NLL], value=-1)
@@ -276,9 +282,11 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     if m is not None:
         w *= m
     total = w.sum(axes.classes, keepdim=True)
+    if spec.probability != "softmax":
+        total /= sum_of_e
     # Half precision is rounded once, at the end.
-    out = dx if dx.dtype == p.dtype and found is None else w
-    torch.addcmul(w, p, total, value=-1, out=out)
+    out = dx if dx.dtype == e.dtype and found is None else w
+    torch.addcmul(w, e, total, value=-1, out=out)
     if out is not dx:
         dx.copy_(out if found is None else out.add_(found))
 
