@@ -11,6 +11,7 @@ SUITES = [pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest
 SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
+
 @pytest.fixture
 def launches(compiled, cases, target):
     return compiled(MODULE, cases, (target,) if cases == "FEW" else TARGETS)[target]
