@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
     "__init__": (BASE | {"conversion", "functional", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),
-    "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
+    "demo": ({"losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
     "cli": ({"conversion", "memory", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }

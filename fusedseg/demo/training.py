@@ -1,4 +1,7 @@
-"""Trains the network of a problem twice from the same weights on the same batches, and measures both."""
+"""Trains the network of a problem twice from the same weights on the same batches, and measures both.
+
+The network of stock modules is trained with Dice and cross-entropy in stock functions, ours with ``DiceCELoss``.
+"""
 
 import math
 import time
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..losses import DiceCELoss
 from ..memory import SavedBytes, allocator_peak
 from .problem import Batch, Problem
 
@@ -56,6 +60,31 @@ def weigh(labels: Tensor, classes: int) -> Tensor:
     return torch.bincount(labels.flatten(), minlength=classes).clamp_min(1).float().rsqrt()
 
 
+class StockDiceCE(nn.Module):
+    """What ``fusedseg.DiceCELoss`` computes, in stock functions: logits (N, K, *spatial), labels (N, 1, *spatial)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        p, axes = x.softmax(1), tuple(range(2, x.dim()))
+        y = torch.zeros_like(p).scatter_(1, labels, 1)
+        overlap, both = (p * y).sum(axes), p.sum(axes) + y.sum(axes)
+        dice = 1 - (2 * overlap + 1e-5) / (both + 1e-5)
+        return (dice * self.weight).mean() + F.cross_entropy(x, labels[:, 0], self.weight)
+
+
+def loss_of(name: str, problem: Problem) -> nn.Module:
+    """Dice and cross-entropy: of stock functions for the network of stock modules, and ours for ours."""
+    weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes))
+    # Only the ratios of the weights count in the cross-entropy.  In the Dice part, their mean is 1.
+    weight = weight / weight.mean()
+    if NETWORKS[name]:
+        return StockDiceCE(weight)
+    return DiceCELoss(to_onehot_y=True, softmax=True, weight=weight).to(weight.device)
+
+
 def forward(net: nn.Module, images: tuple[Tensor, ...], autocast: bool) -> Tensor:
     with torch.autocast(images[0].device.type, torch.bfloat16, enabled=autocast):
         return net(*images)
@@ -66,7 +95,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
     from tqdm import tqdm
 
     device = problem.whole.labels.device
-    class_weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes))
+    losses = {name: loss_of(name, problem) for name in networks}
     trainings = {
         name: Training(net.train(), torch.optim.Adam(net.parameters(), lr=problem.size.learning_rate, eps=ADAM_EPS))
         for name, net in networks.items()
@@ -78,12 +107,12 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
         batch = problem.batch(generator)
         # The learning rate falls to zero along a cosine.
         rate = problem.size.learning_rate / 2 * (1 + math.cos(math.pi * step / steps))
-        for training in trainings.values():
+        for name, training in trainings.items():
             training.optimizer.param_groups[0]["lr"] = rate
             start = time.perf_counter()
-            loss = F.cross_entropy(
-                forward(training.net, batch.images, problem.size.autocast).float(), batch.labels, class_weight
-            )
+            logits = forward(training.net, batch.images, problem.size.autocast)
+            # Stock functions outside of autocast would compute in half precision.
+            loss = losses[name](logits.float() if NETWORKS[name] else logits, batch.labels[:, None])
             training.optimizer.zero_grad()
             loss.backward()
             training.optimizer.step()
@@ -136,8 +165,9 @@ def intersection_over_union(predicted: Tensor, truth: Tensor, classes: tuple[str
     return dict(zip(classes, (both / either).tolist(), strict=True))
 
 
-def count_bytes(net: nn.Module, batch: Batch, autocast: bool) -> tuple[int, int]:
+def count_bytes(name: str, net: nn.Module, problem: Problem, batch: Batch) -> tuple[int, int]:
     """The bytes that a step keeps for backward, logits included, and the allocator's peak; without the optimizer."""
+    autocast, loss_of_step = problem.size.autocast, loss_of(name, problem)
     params = list(net.parameters())
     with SavedBytes([*params, *net.buffers()]) as saved:
         out = forward(net.train(), batch.images, autocast)
@@ -148,6 +178,8 @@ def count_bytes(net: nn.Module, batch: Batch, autocast: bool) -> tuple[int, int]
 
     def step() -> None:
         out = forward(net, batch.images, autocast)
-        torch.autograd.grad(F.cross_entropy(out.float(), batch.labels), params)
+        loss = loss_of_step(out.float() if NETWORKS[name] else out, batch.labels[:, None])
+        del out
+        torch.autograd.grad(loss, params)
 
     return kept, allocator_peak(step, batch.labels.device)

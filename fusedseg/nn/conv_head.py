@@ -29,6 +29,8 @@ DOC = """The last convolution, 1x1, of a segmentation network; in training its l
         scale_factor: the number of times that the logits are larger than the features along each axis, an integer.
         align_corners: as in ``interpolate``.
 
+    ``from_conv`` makes one of the last convolution of a network that exists, with its parameters.
+
     Its forward takes features (N, in_channels, {axes}) and two options: ``size``, the spatial size of the logits, which
     then goes before ``scale_factor``; and ``labels``.  ``labels=True`` gives ``argmax_labels`` of the logits, in either
     mode, and also forms no logits.
@@ -53,6 +55,8 @@ DOC = """The last convolution, 1x1, of a segmentation network; in training its l
 class _ConvHead(Unscriptable):
     """What both classes share, beside the stock convolution."""
 
+    _stock: type[nn.Module]
+
     def __init__(
         self,
         in_channels: int,
@@ -68,6 +72,33 @@ class _ConvHead(Unscriptable):
         stock: Any = super()
         stock.__init__(in_channels, out_channels, 1, bias=bias, device=device, dtype=dtype)
         self.scale_factor, self.align_corners = scale_factor, align_corners
+
+    @classmethod
+    def from_conv(cls: Any, conv: nn.Module, *, scale_factor: int = 1, align_corners: bool = False) -> Any:
+        """A head in place of a stock 1x1 convolution: ``net.head = fusedseg.ConvHead3d.from_conv(net.head)``.
+
+        The head has the parameters of ``conv`` themselves, so that an optimizer keeps them, and its ``state_dict`` has
+        the same names.  It is in training mode if ``conv`` is.  Hooks of ``conv`` are not taken over.
+
+        Raises:
+            TypeError: ``conv`` is no stock convolution of the dimensions of the head.
+            ValueError: ``conv`` has a kernel other than 1, or a stride, padding or groups.
+        """
+        stock = cls._stock
+        if type(conv) is not stock:
+            raise TypeError(f"{cls._name()}.from_conv: conv must be an nn.{stock.__name__}, got {type(conv).__name__}")
+        form = conv.kernel_size, conv.stride, conv.padding, conv.groups
+        ones = (1,) * len(conv.kernel_size)
+        if form != (ones, ones, (0,) * len(ones), 1):
+            raise ValueError(
+                f"{cls._name()}.from_conv: conv must have kernel size 1, stride 1, no padding and one group, got {conv}"
+            )
+        head = cls(
+            conv.in_channels, conv.out_channels, conv.bias is not None, scale_factor=scale_factor,
+            align_corners=align_corners, device="meta", dtype=conv.weight.dtype,
+        )  # fmt: skip
+        head.weight, head.bias = conv.weight, conv.bias
+        return head.train(conv.training)
 
     @classmethod
     def _name(cls) -> str:
@@ -101,7 +132,9 @@ class _ConvHead(Unscriptable):
 
 class ConvHead2d(_ConvHead, nn.Conv2d):  # type: ignore[misc]
     __doc__ = DOC.format(dims=2, mode="bilinear", axes="H, W")
+    _stock = nn.Conv2d
 
 
 class ConvHead3d(_ConvHead, nn.Conv3d):  # type: ignore[misc]
     __doc__ = DOC.format(dims=3, mode="trilinear", axes="D, H, W")
+    _stock = nn.Conv3d

@@ -92,6 +92,56 @@ def test_distributed_data_parallel_finds_its_tensors(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+class DeepHeads(nn.Module):
+    """The last layers of nnU-Net's PlainConvUNet with deep supervision: a head for each resolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.down = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 8, 2, 2)
+        self.seg_layers = nn.ModuleList([nn.Conv2d(6, 4, 1), nn.Conv2d(8, 4, 1, bias=False)])
+
+    def forward(self, x):
+        h = self.body(x)
+        return [head(of) for head, of in zip(self.seg_layers, (h, self.down(h)), strict=True)]
+
+
+def test_from_the_convolutions_of_a_network():
+    """The heads have the parameters themselves, and deep supervision gives the loss and gradients of stock heads."""
+    net = DeepHeads().double()
+    x = torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    labels = [torch.randint(4, (2, 1, *size)) for size in ((6, 8), (3, 4))]
+    loss = fusedseg.losses.DeepSupervision(fusedseg.losses.DC_and_CE_loss({}, {}), [2 / 3, 1 / 3])
+    params, names, logits = [*net.parameters()], [*net.state_dict()], net(x)
+    expected = loss(logits, labels)
+    grads = torch.autograd.grad(expected, params)
+    for i, conv in enumerate(net.seg_layers):
+        net.seg_layers[i] = fusedseg.ConvHead2d.from_conv(conv)
+    assert all(new is old for new, old in zip(net.parameters(), params, strict=True))
+    assert [*net.state_dict()] == names
+    outputs = net(x)
+    assert all(isinstance(of, ConvLogits) for of in outputs)
+    found = loss(outputs, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(found, params), grads)
+    assert all(torch.equal(*pair) for pair in zip(net.eval()(x), logits, strict=True))
+
+
+def test_from_a_convolution_keeps_its_mode_and_dtype():
+    conv = nn.Conv3d(3, 2, 1, dtype=torch.bfloat16).eval()
+    head = fusedseg.ConvHead3d.from_conv(conv, scale_factor=2, align_corners=True)
+    assert (head.training, head.weight, head.scale_factor, head.align_corners) == (False, conv.weight, 2, True)
+
+
+def test_refused_convolutions():
+    with pytest.raises(TypeError, match=r"ConvHead3d.from_conv: conv must be an nn.Conv3d, got Conv2d"):
+        fusedseg.ConvHead3d.from_conv(nn.Conv2d(3, 2, 1))
+    with pytest.raises(TypeError, match=r"conv must be an nn.Conv2d, got ConvHead2d"):
+        fusedseg.ConvHead2d.from_conv(fusedseg.ConvHead2d(3, 2))
+    for options in ({"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}):
+        with pytest.raises(ValueError, match=r"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2"):
+            fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
+
+
 def test_refused():
     with pytest.raises(ValueError, match=r"ConvHead2d: scale_factor must be an integer >= 1, got 1.5"):
         fusedseg.ConvHead2d(3, 2, scale_factor=1.5)
