@@ -19,6 +19,7 @@ LONG = {
     ("functional/norms.py", "norm_act"): "the arguments of F.batch_norm, and of norm and activation",
     ("functional/convolutions.py", "conv_abn"): "the arguments of F.conv2d, F.batch_norm, and of the activation",
     ("inference/sliding_window.py", "sliding_window_labels"): "the arguments of MONAI's sliding_window_inference",
+    ("ops/segmentation/call.py", "segmentation_sums"): "options of the sums, by keyword only",
     ("memory/plan.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")

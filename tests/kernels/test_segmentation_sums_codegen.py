@@ -11,8 +11,9 @@ SUITES = [pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest
 SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
-# Bytes per thread that are known to spill: ptxas spills two registers of the sums to make one more program resident.
+# Bytes per thread that are known to spill: ptxas spills two to four registers to make one more program resident.
 SPILLS = {
+    ("sm_80", "focal-512-fp16-planes"): 16,
     **{("sm_90", f"{of}-fp16-planes"): 8 for of in ("dice_ce_ignore-118", "dice_ce_ignore-512")},
     ("sm_90", "dice_ce-64-fp32-rows"): 8,
 }

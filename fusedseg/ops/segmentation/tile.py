@@ -10,7 +10,9 @@ the gradient of the logits x is
     sigmoid      u p (1 - p)                                 m (dNLL y (p - 1) + dOTHER_NLL (1 - y) p)
     identity     u
 
-where the first column belongs to the probability and the second one to the likelihood.
+where the first column belongs to the probability and the second one to the likelihood.  With the factor f of a focal
+loss, dNLL in v is multiplied by the gradient of (1 - p)**gamma l in l, and the gradient of a sigmoid gets the gradient
+of its factor as well.
 """
 
 from typing import NamedTuple
@@ -89,6 +91,22 @@ def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
     return x
 
 
+def _one_minus(p: Tensor) -> Tensor:
+    """1 - p, above 0, so that negative powers and quotients exist."""
+    return (1 - p).clamp_(min=1e-30)
+
+
+def _focal_slope(p: Tensor, gamma: float) -> Tensor:
+    """The gradient of (1 - p)**gamma l in l = log(p)."""
+    q = _one_minus(p)
+    return q**gamma * (1 - gamma * torch.xlogy(p, p) / q)
+
+
+def _sigmoid_factor(x: Tensor, y: Tensor, gamma: float) -> Tensor:
+    """The factor f of a focal loss, with a sigmoid."""
+    return torch.exp(gamma * F.logsigmoid(x * (1 - 2 * y)))
+
+
 def _times(t: Tensor, m: Tensor | None) -> Tensor:
     return t if m is None else t * m
 
@@ -111,7 +129,8 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     p = log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
-        add_by_class(NLL, -log_p.gather(axes.classes, index))
+        at_label = log_p.gather(axes.classes, index)
+        add_by_class(NLL, -at_label * _one_minus(at_label.exp()) ** spec.gamma if spec.gamma else -at_label)
         if spec.other:
             sums[OTHER_NLL] -= _times(log_p, m).sum(axes.positions)
     if spec.probability == "softmax":
@@ -136,13 +155,15 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
+        focal = log_p * _one_minus(log_p.exp()) ** spec.gamma if spec.gamma else log_p
         # A class with a logit of -inf has no part in the sum of labels of other classes.
-        sums[NLL] -= total(log_p * y if spec.dense else torch.where(y > 0, log_p, 0.0))
+        sums[NLL] -= total(focal * y if spec.dense else torch.where(y > 0, focal, 0.0))
         if spec.other:
             sums[OTHER_NLL] -= total(log_p)
     elif spec.nll == "sigmoid":
-        sums[NLL] -= total(F.logsigmoid(x) * y)
-        sums[OTHER_NLL] -= total(F.logsigmoid(-x) * (1 - y))
+        factor = _sigmoid_factor(x, y, spec.gamma) if spec.gamma else None
+        sums[NLL] -= total(_times(F.logsigmoid(x) * y, factor))
+        sums[OTHER_NLL] -= total(_times(F.logsigmoid(-x) * (1 - y), factor))
     if spec.probability != "none":
         shared = log_p is not None and spec.probability == "softmax"
         p = log_p.exp_() if shared else _probability(x, spec, axes)  # type: ignore[union-attr]
@@ -177,6 +198,8 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         factor, extra = -(of_prediction.sum(axes.classes, keepdim=True) + overlap), overlap
     if spec.nll == "softmax":
         nll = of_label(NLL)
+        if spec.gamma:
+            nll = nll * _focal_slope(p.gather(axes.classes, index), spec.gamma)
         extra = -nll if extra is None else extra - nll
         if spec.other:
             nll = nll + dsums[OTHER_NLL].sum(axes.classes, keepdim=True)
@@ -216,14 +239,26 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor) -> Tensor
     if softmax is not None:
         v = None
         if spec.nll == "softmax":
-            v = _times(dsums[NLL] * y + dsums[OTHER_NLL] if spec.other else dsums[NLL] * y, m)
+            v = dsums[NLL] * y
+            if spec.gamma:
+                v = v * _focal_slope(softmax, spec.gamma)
+            v = _times(v + dsums[OTHER_NLL] if spec.other else v, m)
         of_softmax = _grad_of_softmax(softmax, u if spec.probability == "softmax" else None, v, axes)
         dx = of_softmax if dx is None else dx + of_softmax
     if spec.nll == "sigmoid":
-        p = x.sigmoid()
-        of_nll = _times(dsums[NLL] * y * (p - 1) + dsums[OTHER_NLL] * (1 - y) * p, m)
+        of_nll = _times(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m)
         dx = of_nll if dx is None else dx + of_nll
     return torch.zeros_like(x) if dx is None else dx
+
+
+def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> Tensor:
+    p, of_one, of_zero = x.sigmoid(), dsums[NLL] * y, dsums[OTHER_NLL] * (1 - y)
+    grad = of_one * (p - 1) + of_zero * p
+    if gamma:
+        value = of_one * F.logsigmoid(x) + of_zero * F.logsigmoid(-x)
+        sign = 2 * y - 1
+        grad = (grad + value * gamma * sign * torch.sigmoid(x * sign)) * _sigmoid_factor(x, y, gamma)
+    return grad
 
 
 def _grad_of_softmax(p: Tensor, u: Tensor | None, v: Tensor | None, axes: Axes) -> Tensor:
