@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +31,14 @@ class Focal(NamedTuple):
         cls, name: str, include_background: bool, alpha: Sequence[float] | float | None, reduction: str, softmax: bool
     ) -> "Focal":
         """Without a weight, which is a buffer of the loss."""
-        if alpha is not None and not isinstance(alpha, (int, float)):
-            alpha = torch.as_tensor(alpha)
-        if softmax and not include_background and isinstance(alpha, (int, float)):
+        single = alpha is None or isinstance(alpha, (int, float))
+        if alpha is not None and single and softmax and not include_background:
             warnings.warn(
                 f"{name}: a single alpha is ignored with use_softmax=True and include_background=False", stacklevel=3
             )
             alpha = None
-        return cls(name, include_background, alpha, None, reduction, softmax)
+        found: Any = alpha if single else torch.as_tensor(alpha)
+        return cls(name, include_background, found, None, reduction, softmax)
 
     def value(self, found: Tensor, call: Call) -> Tensor:
         """The loss from its sums, (ROWS, N, K)."""

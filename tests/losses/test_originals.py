@@ -172,6 +172,8 @@ def test_monai_dice_focal(monai, monkeypatch, spatial):
         check_same((ours, labels), (stock, labels), x)
 
 
+# nnU-Net's class passes arguments that PyTorch has given up.
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @SHAPES
 def test_nnunet_top_k(nnunet, spatial):
     compound, _ = nnunet

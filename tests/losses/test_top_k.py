@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.functional import ConvLogits
 from fusedseg.losses import DC_and_topk_loss, TopKLoss
-from fusedseg.memory.meter import measure
+from fusedseg.memory.meter import allocator_peak, measure
 from fusedseg.ops.segmentation import aten
 from tests.losses import formulas
 from tests.losses.compare import check_same
@@ -71,15 +71,15 @@ def test_logits_that_are_not_formed():
 def test_memory():
     """One byte for each position is kept; at the peak there are one gradient, or that of each of two parts."""
     with FakeTensorMode():
-        shape = 2, 118, 128, 128, 128
-        x, labels = torch.empty(shape, dtype=torch.half, requires_grad=True), torch.empty(2, 1, *shape[2:]).byte()
-        losses = TopKLoss(), DC_and_topk_loss({}, {})
-        alone, both = (measure(lambda x, of=of: of(x, labels), x, loss=lambda v: v, owned=[x, labels]) for of in losses)
-    positions, size = labels.numel(), 2 * x.numel()
-    assert alone.saved - positions <= 8192
-    assert both.saved - positions <= 8192
-    assert alone.peak <= 1.05 * size
-    assert both.peak <= 2.05 * size
+        x = torch.empty(2, 118, 128, 128, 128, dtype=torch.half, requires_grad=True)
+        labels = torch.empty(2, 1, *x.shape[2:], dtype=torch.uint8)
+        found = measure(lambda x: TopKLoss()(x, labels), x, loss=lambda v: v, owned=[x, labels])
+    assert found.saved - labels.numel() <= 8192
+    assert found.peak <= 1.05 * 2 * x.numel()
+    # Autograd adds the gradients of real tensors in place.  The few copies of a tile of 1 MiB are 0.14 of these logits.
+    x, labels = torch.randn(1, 118, 32, 32, 32, requires_grad=True), torch.randint(118, (1, 1, 32, 32, 32))
+    loss = DC_and_topk_loss({}, {})
+    assert allocator_peak(lambda: loss(x, labels).backward()) <= 2.25 * 4 * x.numel()
 
 
 def test_compiles_without_a_break():
