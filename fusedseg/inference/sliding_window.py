@@ -75,8 +75,8 @@ def sliding_window_labels(
 
     Sums have the dtype of the image, as in MONAI: half precision halves their bytes and rounds them after each window.
     Held at once are the predictions of one call of the model, and the sums of the positions that have been touched, and
-    that a later window touches again.  With half of a window as overlap, this is about half of a window along the first
-    axis, and the whole image along the others; so a long first axis costs no memory.
+    that a later window touches again.  With half of a window as overlap, these positions are half of a window along the
+    first axis and the whole image along the others, and one row of windows more.  A longer first axis adds nothing.
 
     Raises:
         ValueError: a size, a shape or a choice does not fit; the model returns another resolution or number of classes.
