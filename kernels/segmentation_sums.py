@@ -56,6 +56,9 @@ from .segmentation_tile import (
 # The rows of the tensors of sums, and of their gradients, in the order above.
 ROWS = 5
 MAX_BLOCK_K = 256
+# Classes of a tile where they do not fit into one: backward holds the gradients of the sums of several tiles, and
+# spills them with larger tiles.
+SPLIT_BLOCK_K = 128
 # Logits of a tile, and of a thread.
 TILE, PER_THREAD = 2048, 8
 # The fewest positions of a tile: 16 bytes of adjacent positions in half precision for each of two threads.
@@ -118,7 +121,7 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
                 p = tl.exp(x - lse)
         factor = m
         if GAMMA != 0.0 and NLL == "softmax":
-            factor *= focal(p, GAMMA)
+            factor = focal(p, GAMMA)
         if PROBABILITY == "argmax":
             if position_ptr is None:
                 p = (k == tl.argmax(x, 0, keep_dims=True)).to(ACC)
@@ -130,17 +133,20 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
             p = sigmoid(x)
         if PROBABILITY == "identity":
             p = x
-        if PROBABILITY != "none":
-            overlap += tl.sum((tl.minimum(p, y) if MINIMUM else p * y) * m, 1, keep_dims=True)
-            prediction += tl.sum((p * p if SQUARED else p) * m, 1, keep_dims=True)
-        target += tl.sum((y * y if SQUARED else y) * m, 1, keep_dims=True)
+        # m y, with which the sums of labels begin: less is alive at once than if y and m were multiplied in each sum.
+        at_target = y * m
+        target += tl.sum(y * at_target if SQUARED else at_target, 1, keep_dims=True)
         if NLL == "softmax":
             minus_l = lse - x
-            # A class with a logit of -inf has no part in the sum of labels of other classes.
-            at_label = minus_l * y if DENSE else tl.where(y != 0.0, minus_l, 0.0)
-            nll += tl.sum(at_label * factor, 1, keep_dims=True)
             if OTHER:
                 other_nll += tl.sum(minus_l * m, 1, keep_dims=True)
+            if GAMMA != 0.0:
+                minus_l *= factor
+            # A class with a logit of -inf has no part in the sum of labels of other classes.
+            nll += tl.sum((minus_l if DENSE else tl.where(y != 0.0, minus_l, 0.0)) * at_target, 1, keep_dims=True)
+        if PROBABILITY != "none":
+            prediction += tl.sum((p * p if SQUARED else p) * m, 1, keep_dims=True)
+            overlap += tl.sum(tl.minimum(p, y) * m if MINIMUM else p * at_target, 1, keep_dims=True)
         if NLL == "sigmoid":
             if GAMMA != 0.0:
                 factor *= focal_of_sigmoid(x, y, GAMMA)
@@ -253,7 +259,7 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
 def blocks(sizes, dtype, device):
     """(tiles per program, programs of a sample, tiles of classes, constants) of a launch."""
     N, K, S, last = sizes
-    block_k = min(triton.next_power_of_2(K), MAX_BLOCK_K)
+    block_k = triton.next_power_of_2(K) if K <= MAX_BLOCK_K else SPLIT_BLOCK_K
     block_s = min(triton.next_power_of_2(S), max(MIN_BLOCK_S, TILE // block_k))
     tiles = triton.cdiv(S, block_s)
     wanted = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // N))

@@ -47,6 +47,7 @@ def narrow(monkeypatch, small):
     from fusedseg.kernels import segmentation_sums
 
     monkeypatch.setattr(segmentation_sums, "MAX_BLOCK_K", 2)
+    monkeypatch.setattr(segmentation_sums, "SPLIT_BLOCK_K", 2)
 
 
 @pytest.fixture

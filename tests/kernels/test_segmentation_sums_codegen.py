@@ -11,13 +11,6 @@ SUITES = [pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest
 SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
-# Bytes per thread that are known to spill: ptxas spills two to four registers to make one more program resident.
-SPILLS = {
-    ("sm_80", "focal-512-fp16-planes"): 16,
-    **{("sm_90", f"{of}-fp16-planes"): 8 for of in ("dice_ce_ignore-118", "dice_ce_ignore-512")},
-    ("sm_90", "dice_ce-64-fp32-rows"): 8,
-}
-
 
 @pytest.fixture
 def launches(compiled, cases, target):
@@ -26,9 +19,7 @@ def launches(compiled, cases, target):
 
 @suites
 def test_no_spills(launches, target, record_property):
-    kernels = check_spills(
-        launches, {case: most for (of, case), most in SPILLS.items() if of == target}, record_property
-    )
+    kernels = check_spills(launches, {}, record_property)
     assert kernels >= {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel"}
 
 

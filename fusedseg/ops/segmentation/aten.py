@@ -17,6 +17,8 @@ from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside two or three copies.
 TILE = 1 << 18
+# The fewest threads that a tile is large enough for: with one thread, a tile of TILE logits takes 5 to 10 % longer.
+FEWEST_THREADS = 2
 # On a GPU, where each op is one launch.
 DEVICE_TILE = 1 << 24
 
@@ -34,10 +36,15 @@ def _views(given: Given, sizes: Sizes, spec: Spec) -> tuple[Tensor, Tensor, Tens
     return seen(given.logits, K), seen(given.target, K if spec.dense else 1), mask, axes
 
 
+def tile_size(t: Tensor, device_tile: int = DEVICE_TILE) -> int:
+    """The number of logits of a tile; ``device_tile`` is that of a GPU."""
+    return device_tile if t.is_cuda else TILE * max(FEWEST_THREADS, torch.get_num_threads())
+
+
 def _tiles(logits: Tensor, sizes: Sizes) -> Iterator[tuple[slice, slice]]:
     """(samples, positions) of each tile.  A tensor without values has one tile, which shows the bytes of a tile."""
     N, K, S, _ = sizes
-    tile = DEVICE_TILE if logits.is_cuda else TILE * torch.get_num_threads()
+    tile = tile_size(logits)
     samples, positions = max(1, tile // (K * S)), max(1, tile // K)
     fake = isinstance(logits, FakeTensor) or logits.is_meta
     for n in range(0, N, samples):

@@ -82,7 +82,7 @@ class Wide(NamedTuple):
     def chunks(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Positions of (C, *spatial), and the features of these, (1, C, s)."""
         flat = features.reshape(1, features.shape[0], -1)
-        step = max(1, _tile_size(features) // max(self.weight.shape))
+        step = max(1, aten.tile_size(features, DEVICE_TILE) // max(self.weight.shape))
         for s in range(0, flat.shape[2], step):
             where = slice(s, s + step)
             yield where, self.features(flat[:, :, where])
@@ -102,10 +102,6 @@ class Wide(NamedTuple):
             if dh is not None:
                 assert into is not None
                 into.view(into.shape[0], -1)[:, where] = dh[0]
-
-
-def _tile_size(t: Tensor) -> int:
-    return DEVICE_TILE if t.is_cuda else aten.TILE * torch.get_num_threads()
 
 
 def _is_fake(t: Tensor) -> bool:
@@ -131,7 +127,7 @@ def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[
 def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, (N, C) = Wide.of(conv, form), conv.features.shape[:2]
     features = conv.features.reshape(N, C, -1)
-    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), _tile_size(features)
+    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), aten.tile_size(features, DEVICE_TILE)
     samples, positions = max(1, tile // (widest * S)), max(1, tile // widest)
     for start in range(0, N, samples):
         for s in range(0, S, positions):
@@ -154,7 +150,7 @@ def _as_volume(t: Tensor) -> Tensor:
 
 def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, features = Wide.of(conv, form), _as_volume(conv.features)
-    K, tile = conv.weight.shape[0], _tile_size(features)
+    K, tile = conv.weight.shape[0], aten.tile_size(features, DEVICE_TILE)
     axes = [axis_of(n, m, form.align_corners) for n, m in zip(features.shape[2:], _grid(conv, form), strict=True)]
     planes, rows, columns = axes
     of_planes, of_rows, of_columns = (axis.matrix(wide.weight) for axis in axes)

@@ -15,13 +15,20 @@ loss, dNLL in v is multiplied by the gradient of (1 - p)**gamma l in l, and the 
 of its factor as well.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
+from .spec import NLL, OP, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
+
+# Up to this number of classes, a one-hot target of the tile takes less time than looking up and adding by label.
+ONE_HOT_CLASSES = 16
+# On a CPU, exp2 of a product takes half of the time of exp.
+LOG2_E = math.log2(math.e)
 
 
 class Axes(NamedTuple):
@@ -39,18 +46,42 @@ class Tile(NamedTuple):
     mask: Tensor | None
 
 
-def _is_short(spec: Spec) -> bool:
+def _is_looked_up(tile: Tile, spec: Spec, axes: Axes) -> bool:
     """Whether labels are looked up; otherwise they become a one-hot target of the tile."""
-    looked_up = spec.probability in ("softmax", "argmax", "none") and spec.nll != "sigmoid"
-    return not spec.dense and looked_up and not spec.squared
+    possible = spec.probability in ("softmax", "argmax", "none") and spec.nll != "sigmoid"
+    if spec.dense or spec.squared or not possible:
+        return False
+    return spec.hard or tile.logits.shape[axes.classes] > ONE_HOT_CLASSES
 
 
-def _weights(of_value: Tensor, mask: Tensor | None, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+def _has_cheap_values(t: Tensor) -> bool:
+    """Whether Python can read a value without waiting for a device."""
+    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
+
+
+def _weights(tile: Tile, ignore: int | None) -> Tensor | None:
     """m: the mask, and 0 where the target is the ignored label; None stands for 1 everywhere."""
-    if spec.ignore is None:
-        return mask
-    valid = (of_value != spec.ignore).to(dtype)
-    return valid if mask is None else valid * mask
+    if ignore is None:
+        return tile.mask
+    valid = (tile.target != ignore).to(tile.logits.dtype)
+    return valid if tile.mask is None else valid * tile.mask
+
+
+def _ignored(labels: Tensor, spec: Spec, K: int) -> int | None:
+    """The ignored label, or None if it does not occur, which saves the work of a mask.
+
+    Raises IndexError for a label of no class.  Both need values that Python reads without waiting for a device.
+    """
+    if not _has_cheap_values(labels) or not labels.numel() or labels.dtype == torch.bool:
+        return spec.ignore
+    low, high = (of.item() for of in torch.aminmax(labels))
+    ignore = spec.ignore if spec.ignore is not None and low <= spec.ignore <= high else None
+    if low < 0 or high >= K:
+        wrong = (labels < 0) | (labels >= K)
+        wrong = wrong if ignore is None else wrong & (labels != ignore)
+        if wrong.any():
+            raise IndexError(f"{OP}: a label must be a class below {K} or ignored, got {labels[wrong][0].item()}")
+    return ignore
 
 
 class _Labels(NamedTuple):
@@ -60,27 +91,46 @@ class _Labels(NamedTuple):
     m: Tensor | None
 
 
-def _labels(tile: Tile, spec: Spec) -> _Labels:
-    m = _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+def _labels(tile: Tile, spec: Spec, axes: Axes) -> _Labels:
+    ignore = _ignored(tile.target, spec, tile.logits.shape[axes.classes])
     index = tile.target.long()
-    return _Labels(index if spec.ignore is None else index * (index != spec.ignore), m)
+    return _Labels(index if ignore is None else index * (index != ignore), _weights(tile, ignore))
 
 
 def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
     """y for every class, and m."""
     y = tile.target
-    if not spec.dense:
-        shape = [1, 1, 1]
-        shape[axes.classes] = tile.logits.shape[axes.classes]
-        # Numbers of classes in the dtype of small integers would wrap.
-        dtype = y.dtype if y.is_floating_point() else torch.int64
-        y = y == torch.arange(shape[axes.classes], dtype=dtype, device=y.device).view(shape)
-    return y.to(tile.logits.dtype), _weights(tile.target, tile.mask, spec, tile.logits.dtype)
+    if spec.dense:
+        return y.to(tile.logits.dtype), _weights(tile, spec.ignore)
+    shape, K = [1, 1, 1], tile.logits.shape[axes.classes]
+    shape[axes.classes] = K
+    m = _weights(tile, _ignored(y, spec, K))
+    # Numbers of classes in the dtype of small integers would wrap.
+    dtype = y.dtype if y.is_floating_point() or torch.iinfo(y.dtype).max >= K else torch.int64
+    classes = torch.arange(K, dtype=dtype, device=y.device).view(shape)
+    # Written as numbers at once: a tensor of truth values, and its conversion, take eight times as long.
+    return torch.eq(y, classes, out=torch.empty_like(tile.logits)), m
+
+
+def _exponentials(x: Tensor, axes: Axes) -> tuple[Tensor, Tensor]:
+    """exp(x), divided by that of the largest class of each position, and its sum over the classes."""
+    e = (x - x.amax(axes.classes, keepdim=True)).mul_(LOG2_E).exp2_()
+    return e, e.sum(axes.classes, keepdim=True)
+
+
+def _softmax(x: Tensor, axes: Axes) -> Tensor:
+    e, total = _exponentials(x, axes)
+    return e.div_(total)
+
+
+def _softmax_of(log_p: Tensor) -> Tensor:
+    """The softmax from its logarithm, over whose memory it is written."""
+    return log_p.mul_(LOG2_E).exp2_()
 
 
 def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
     if spec.probability == "softmax":
-        return torch.softmax(x, axes.classes)
+        return _softmax(x, axes)
     if spec.probability == "argmax":
         return torch.zeros_like(x).scatter_(axes.classes, x.argmax(axes.classes, keepdim=True), 1)
     if spec.probability == "positive":
@@ -113,14 +163,14 @@ def _times(t: Tensor, m: Tensor | None) -> Tensor:
 
 def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     """Adds the sums of a tile to ``sums``, (ROWS, samples, K) in float64."""
-    if _is_short(spec):
+    if _is_looked_up(tile, spec, axes):
         _sums_of_labels(tile, spec, axes, sums)
     else:
         _sums_of_target(tile, spec, axes, sums)
 
 
 def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
-    x, (index, m) = tile.logits, _labels(tile, spec)
+    x, (index, m) = tile.logits, _labels(tile, spec, axes)
     flat = index.squeeze(axes.classes)
 
     def add_by_class(row: int, values: Tensor, classes: Tensor = flat) -> None:
@@ -134,7 +184,7 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         if spec.other:
             sums[OTHER_NLL] -= _times(log_p, m).sum(axes.positions)
     if spec.probability == "softmax":
-        p = torch.softmax(x, axes.classes) if log_p is None else log_p.exp_()
+        p = _softmax(x, axes) if log_p is None else _softmax_of(log_p)
         add_by_class(OVERLAP, p.gather(axes.classes, index))
         sums[PREDICTION] += _times(p, m).sum(axes.positions)
     ones = torch.ones_like(index, dtype=x.dtype)
@@ -147,28 +197,32 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
 
 def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     x, (y, m) = tile.logits, _target(tile, spec, axes)
+    ym = _times(y, m)
 
     def total(values: Tensor) -> Tensor:
-        return _times(values, m).sum(axes.positions)
+        return values.sum(axes.positions)
 
-    sums[TARGET] += total(y * y if spec.squared else y)
+    sums[TARGET] += total(ym * y if spec.squared else ym)
     log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
         focal = log_p * _one_minus(log_p.exp()) ** spec.gamma if spec.gamma else log_p
+        nll = total(focal * ym) if spec.dense or _has_cheap_values(x) else None
         # A class with a logit of -inf has no part in the sum of labels of other classes.
-        sums[NLL] -= total(focal * y if spec.dense else torch.where(y > 0, focal, 0.0))
+        if nll is None or (not spec.dense and bool(nll.isnan().any())):
+            nll = total(torch.where(y > 0, focal, 0.0) * ym)
+        sums[NLL] -= nll
         if spec.other:
-            sums[OTHER_NLL] -= total(log_p)
+            sums[OTHER_NLL] -= total(_times(log_p, m))
     elif spec.nll == "sigmoid":
         factor = _sigmoid_factor(x, y, spec.gamma) if spec.gamma else None
-        sums[NLL] -= total(_times(F.logsigmoid(x) * y, factor))
-        sums[OTHER_NLL] -= total(_times(F.logsigmoid(-x) * (1 - y), factor))
+        sums[NLL] -= total(_times(F.logsigmoid(x) * ym, factor))
+        sums[OTHER_NLL] -= total(_times(_times(F.logsigmoid(-x) * (1 - y), m), factor))
     if spec.probability != "none":
         shared = log_p is not None and spec.probability == "softmax"
-        p = log_p.exp_() if shared else _probability(x, spec, axes)  # type: ignore[union-attr]
-        sums[PREDICTION] += total(p * p if spec.squared else p)
-        sums[OVERLAP] += total(torch.minimum(p, y) if spec.minimum else p * y)
+        p = _softmax_of(log_p) if shared else _probability(x, spec, axes)  # type: ignore[arg-type]
+        sums[PREDICTION] += total(_times(p * p if spec.squared else p, m))
+        sums[OVERLAP] += total(_times(torch.minimum(p, y), m) if spec.minimum else p * ym)
 
 
 def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
@@ -176,16 +230,16 @@ def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> 
 
     ``dsums`` has the gradients of the sums, in shapes (ROWS, samples, K, 1) or (ROWS, samples, 1, K).
     """
-    if _is_short(spec):
+    if _is_looked_up(tile, spec, axes):
         _grad_of_labels(tile, spec, axes, dsums, dx)
     else:
-        dx.copy_(_grad_of_target(tile, spec, axes, dsums))
+        _grad_of_target(tile, spec, axes, dsums, dx)
 
 
 def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     """With u and v at the label apart, dx = m p (dPREDICTION + factor) - m dOTHER_NLL, and more at the label."""
-    x, (index, m) = tile.logits, _labels(tile, spec)
-    p = torch.softmax(x, axes.classes)
+    x, (index, m) = tile.logits, _labels(tile, spec, axes)
+    p = _softmax(x, axes)
     flat = index.squeeze(axes.classes)
 
     def of_label(row: int) -> Tensor:
@@ -222,33 +276,43 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         dx.copy_(out)
 
 
-def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor) -> Tensor:
+def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     x, (y, m) = tile.logits, _target(tile, spec, axes)
-    dx = u = softmax = None
-    if "softmax" in (spec.probability, spec.nll):
-        softmax = torch.softmax(x, axes.classes)
-    if spec.probability != "none":
-        p = softmax if softmax is not None and spec.probability == "softmax" else _probability(x, spec, axes)
-        # At p = y, autograd takes half of the gradient of a minimum.
-        u = dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y)
-        u = _times(u.add_(dsums[PREDICTION] * (2 * p) if spec.squared else dsums[PREDICTION]), m)
+    found = None
+    if spec.probability in ("sigmoid", "identity"):
+        p = _probability(x, spec, axes)
+        found = _times(_grad_of_p(p, y, spec, dsums), m)
         if spec.probability == "sigmoid":
-            dx = u * p * (1 - p)
-        elif spec.probability == "identity":
-            dx = u
-    if softmax is not None:
-        v = None
-        if spec.nll == "softmax":
-            v = dsums[NLL] * y
-            if spec.gamma:
-                v = v * _focal_slope(softmax, spec.gamma)
-            v = _times(v + dsums[OTHER_NLL] if spec.other else v, m)
-        of_softmax = _grad_of_softmax(softmax, u if spec.probability == "softmax" else None, v, axes)
-        dx = of_softmax if dx is None else dx + of_softmax
+            found = found * p * (1 - p)
     if spec.nll == "sigmoid":
         of_nll = _times(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m)
-        dx = of_nll if dx is None else dx + of_nll
-    return torch.zeros_like(x) if dx is None else dx
+        found = of_nll if found is None else found + of_nll
+    if "softmax" not in (spec.probability, spec.nll):
+        dx.zero_() if found is None else dx.copy_(found)
+        return
+    e, sum_of_e = _exponentials(x, axes)
+    # With p = e / sum of e, and w = m (p u - v), the gradient is w - p (sum of w over the classes).
+    if spec.probability == "softmax":
+        p = e.div_(sum_of_e)
+        w = _grad_of_p(p, y, spec, dsums).mul_(p)
+        if spec.nll == "softmax":
+            w.addcmul_(y if not spec.gamma else y * _focal_slope(p, spec.gamma), dsums[NLL], value=-1)
+    else:
+        w = y * -dsums[NLL]
+        if spec.gamma:
+            w *= _focal_slope(e / sum_of_e, spec.gamma)
+    if spec.other and spec.nll == "softmax":
+        w -= dsums[OTHER_NLL]
+    if m is not None:
+        w *= m
+    total = w.sum(axes.classes, keepdim=True)
+    if spec.probability != "softmax":
+        total /= sum_of_e
+    # Half precision is rounded once, at the end.
+    out = dx if dx.dtype == e.dtype and found is None else w
+    torch.addcmul(w, e, total, value=-1, out=out)
+    if out is not dx:
+        dx.copy_(out if found is None else out.add_(found))
 
 
 def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> Tensor:
@@ -261,12 +325,8 @@ def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> T
     return grad
 
 
-def _grad_of_softmax(p: Tensor, u: Tensor | None, v: Tensor | None, axes: Axes) -> Tensor:
-    """p (u + r) - v, where r is the sum of v - p u over the classes; None stands for 0."""
-    r = None if v is None else v.sum(axes.classes, keepdim=True)
-    if u is not None:
-        pu = (p * u).sum(axes.classes, keepdim=True)
-        r = u - pu if r is None else u + (r - pu)
-    assert r is not None
-    dx = r * p
-    return dx if v is None else dx.sub_(v)
+def _grad_of_p(p: Tensor, y: Tensor, spec: Spec, dsums: Tensor) -> Tensor:
+    """u without m, in memory of its own."""
+    # At p = y, autograd takes half of the gradient of a minimum.
+    u = dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y)
+    return u.add_(dsums[PREDICTION] * (2 * p) if spec.squared else dsums[PREDICTION])
