@@ -11,6 +11,7 @@ gc.disable()
 try:
     from . import _backend, functional, losses, memory, unet
     from .conversion import ConversionReport, convert, revert
+    from .inference import sliding_window_labels
     from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss
     from .nn import (
         ABN,
@@ -76,6 +77,7 @@ __all__ = [
     "recompute",
     "reuse_output",
     "revert",
+    "sliding_window_labels",
     "unet",
 ]
 

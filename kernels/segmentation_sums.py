@@ -18,6 +18,9 @@ and the gradient of x is
     sigmoid      u p (1 - p) + m (dNLL y (sigmoid(x) - 1) + dOTHER_NLL (1 - y) sigmoid(x))
     identity     u
 
+With a GAMMA above 0, the terms of NLL have the factor (1 - p) ** GAMMA of a focal loss, and dNLL in v the gradient of
+(1 - p) ** GAMMA l in l; with a sigmoid, the terms of NLL and OTHER_NLL have the factor sigmoid(x (1 - 2 y)) ** GAMMA.
+
 Kept for backward: x and the target.  A tile is (classes, positions), with all classes of a position in one tile up to
 MAX_BLOCK_K classes, so that each pass reads x once.  With more classes, the softmax of a position is computed online
 from several tiles: in forward a launch of its own leaves lse = log(sum of exp(x)) of each position, and x is read
@@ -35,6 +38,9 @@ import triton.language as tl
 from .launch import acc_dtype, multiprocessors, warps_of
 from .launcher import Launcher, plan
 from .segmentation_tile import (
+    focal,
+    focal_of_sigmoid,
+    grad_of_sigmoid_nll,
     load_logits,
     load_target,
     minus_log_sigmoid,
@@ -44,6 +50,7 @@ from .segmentation_tile import (
     program_of,
     sigmoid,
     softmax,
+    v_of,
 )
 
 # The rows of the tensors of sums, and of their gradients, in the order above.
@@ -82,8 +89,9 @@ def segmentation_positions_kernel(x_ptr, out_ptr, K, S, tiles_per_program, block
 def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, N, K, S, stride_n, tiles_per_program,
                                  PROBABILITY: tl.constexpr, NLL: tl.constexpr, OTHER: tl.constexpr,
                                  SQUARED: tl.constexpr, MINIMUM: tl.constexpr, IGNORE: tl.constexpr,
-                                 DENSE: tl.constexpr, Y_LAST: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
-                                 ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+                                 DENSE: tl.constexpr, GAMMA: tl.constexpr, Y_LAST: tl.constexpr, LAST: tl.constexpr,
+                                 ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
+                                 BLOCK_S: tl.constexpr):  # fmt: skip
     """Leaves the sums of a program's tiles in its row of (ROWS, N * programs, K).
 
     ``position_ptr`` has lse or the argmax of each position; it is None if a tile has all classes of its positions.
@@ -111,6 +119,9 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
             else:
                 lse = tl.load(position_ptr + n * S + s, mask=s < S, other=0.0)
                 p = tl.exp(x - lse)
+        factor = m
+        if GAMMA != 0.0 and NLL == "softmax":
+            factor = focal(p, GAMMA)
         if PROBABILITY == "argmax":
             if position_ptr is None:
                 p = (k == tl.argmax(x, 0, keep_dims=True)).to(ACC)
@@ -129,14 +140,18 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
             minus_l = lse - x
             if OTHER:
                 other_nll += tl.sum(minus_l * m, 1, keep_dims=True)
+            if GAMMA != 0.0:
+                minus_l *= factor
             # A class with a logit of -inf has no part in the sum of labels of other classes.
             nll += tl.sum((minus_l if DENSE else tl.where(y != 0.0, minus_l, 0.0)) * at_target, 1, keep_dims=True)
         if PROBABILITY != "none":
             prediction += tl.sum((p * p if SQUARED else p) * m, 1, keep_dims=True)
             overlap += tl.sum(tl.minimum(p, y) * m if MINIMUM else p * at_target, 1, keep_dims=True)
         if NLL == "sigmoid":
-            nll += tl.sum(minus_log_sigmoid(x) * y * m, 1, keep_dims=True)
-            other_nll += tl.sum(minus_log_sigmoid(-x) * (1.0 - y) * m, 1, keep_dims=True)
+            if GAMMA != 0.0:
+                factor *= focal_of_sigmoid(x, y, GAMMA)
+            nll += tl.sum(minus_log_sigmoid(x) * y * factor, 1, keep_dims=True)
+            other_nll += tl.sum(minus_log_sigmoid(-x) * (1.0 - y) * factor, 1, keep_dims=True)
     programs = tl.num_programs(0).to(tl.int64)
     at = out_ptr + tl.program_id(0).to(tl.int64) * K + k
     tl.store(at, overlap, mask=k < K)
@@ -178,8 +193,8 @@ def u_of(p, y, m, d_overlap, d_prediction, SQUARED: tl.constexpr, MINIMUM: tl.co
 def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S, stride_n, tiles_per_program, blocks_k,
                                  PROBABILITY: tl.constexpr, NLL: tl.constexpr, OTHER: tl.constexpr,
                                  SQUARED: tl.constexpr, MINIMUM: tl.constexpr, IGNORE: tl.constexpr,
-                                 DENSE: tl.constexpr, Y_LAST: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
-                                 ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
+                                 DENSE: tl.constexpr, GAMMA: tl.constexpr, Y_LAST: tl.constexpr, LAST: tl.constexpr,
+                                 WHOLE: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
                                  BLOCK_S: tl.constexpr):  # fmt: skip
     """Writes dx, which may be x.  WHOLE says that a tile has all classes of its positions."""
     if LAST:
@@ -201,11 +216,13 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
                 k = j * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
                 d_overlap, d_prediction, d_nll, d_other = load_gradients(d_ptr, n, k, N, K, OTHER)
                 y, m = load_target(y_ptr, mask_ptr, n, k, s, K, S, stride_n, IGNORE, DENSE, Y_LAST, ACC)
-                if PROBABILITY == "softmax":
+                p = y
+                if PROBABILITY == "softmax" or GAMMA != 0.0:
                     p = tl.exp(load_logits(x_ptr, n, k, s, K, S, LAST, ACC) - lse)
+                if PROBABILITY == "softmax":
                     r -= tl.sum(p * u_of(p, y, m, d_overlap, d_prediction, SQUARED, MINIMUM), 0, keep_dims=True)
                 if NLL == "softmax":
-                    r += tl.sum((d_nll * y + d_other) * m, 0, keep_dims=True)
+                    r += tl.sum(v_of(p, y, m, d_nll, d_other, GAMMA), 0, keep_dims=True)
         for j in range(blocks_k):
             if not WHOLE:
                 k = j * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
@@ -224,7 +241,7 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
                 if PROBABILITY == "softmax":
                     u += u_of(p, y, m, d_overlap, d_prediction, SQUARED, MINIMUM)
                 if NLL == "softmax":
-                    v += (d_nll * y + d_other) * m
+                    v += v_of(p, y, m, d_nll, d_other, GAMMA)
                 if WHOLE:
                     r = tl.sum(v - p * u, 0, keep_dims=True)
                 dx = p * (u + r) - v
@@ -234,8 +251,7 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
             if PROBABILITY == "identity":
                 dx += u_of(x, y, m, d_overlap, d_prediction, SQUARED, MINIMUM)
             if NLL == "sigmoid":
-                p = sigmoid(x)
-                dx += (d_nll * y * (p - 1.0) + d_other * (1.0 - y) * p) * m
+                dx += grad_of_sigmoid_nll(x, y, m, d_nll, d_other, GAMMA)
             at = dx_ptr + n * K * S + offsets(k, s, K, S, LAST)
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=(k < K) & (s < S))
 
@@ -256,7 +272,8 @@ def blocks(sizes, dtype, device):
 def meaning(spec, y_last):
     """The constants of what is computed."""
     return {"PROBABILITY": spec.probability, "NLL": spec.nll, "OTHER": spec.other, "SQUARED": spec.squared,
-            "MINIMUM": spec.minimum, "IGNORE": spec.ignore, "DENSE": spec.dense, "Y_LAST": y_last}  # fmt: skip
+            "MINIMUM": spec.minimum, "IGNORE": spec.ignore, "DENSE": spec.dense, "GAMMA": spec.gamma,
+            "Y_LAST": y_last}  # fmt: skip
 
 
 def laid(target, mask, sizes, dense):

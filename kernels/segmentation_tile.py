@@ -1,4 +1,5 @@
-"""What the kernels of ``segmentation_sums.py`` compute on a tile of logits: loads, softmax, sigmoid, and online forms.
+"""What the kernels of ``segmentation_sums.py`` compute on a tile of logits: loads, softmax, sigmoid, focal
+factors, and online forms.
 
 A tile is (classes, positions).  The online forms compute a value of each position from several tiles of its classes.
 """
@@ -70,6 +71,52 @@ def minus_log_sigmoid(x):
     rest = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
     log1p = tl.where(rounded == 1.0, e, tl.log(rounded) * (e / rest))
     return tl.maximum(-x, 0.0) + log1p
+
+
+@triton.jit
+def one_minus(p):
+    """1 - p, above 0, so that it has a logarithm and an inverse."""
+    return tl.maximum(1.0 - p, 1e-30)
+
+
+@triton.jit
+def focal(p, GAMMA: tl.constexpr):
+    """(1 - p) ** GAMMA, the factor of a focal loss."""
+    return tl.exp(GAMMA * tl.log(one_minus(p)))
+
+
+@triton.jit
+def focal_slope(p, GAMMA: tl.constexpr):
+    """The gradient of (1 - p) ** GAMMA * l in l = log(p)."""
+    p_l = p * tl.log(tl.maximum(p, 1e-30))
+    return focal(p, GAMMA) * (1.0 - GAMMA * p_l / one_minus(p))
+
+
+@triton.jit
+def focal_of_sigmoid(x, y, GAMMA: tl.constexpr):
+    """The factor of a focal loss with a sigmoid."""
+    return tl.exp(-GAMMA * minus_log_sigmoid(x * (1.0 - 2.0 * y)))
+
+
+@triton.jit
+def v_of(p, y, m, d_nll, d_other, GAMMA: tl.constexpr):
+    """The gradient of -l."""
+    v = d_nll * y
+    if GAMMA != 0.0:
+        v = v * focal_slope(p, GAMMA)
+    return (v + d_other) * m
+
+
+@triton.jit
+def grad_of_sigmoid_nll(x, y, m, d_nll, d_other, GAMMA: tl.constexpr):
+    """The gradient of x by the likelihood of a sigmoid."""
+    p = sigmoid(x)
+    dx = d_nll * y * (p - 1.0) + d_other * (1.0 - y) * p
+    if GAMMA != 0.0:
+        nll = d_nll * y * minus_log_sigmoid(x) + d_other * (1.0 - y) * minus_log_sigmoid(-x)
+        sign = 2.0 * y - 1.0
+        dx = (dx - GAMMA * nll * sign * sigmoid(x * sign)) * focal_of_sigmoid(x, y, GAMMA)
+    return dx * m
 
 
 @triton.jit

@@ -171,6 +171,7 @@ def segmentation_sums(
     ignore_index: int | None = None,
     squared: bool = False,
     minimum: bool = False,
+    gamma: float = 0.0,
 ) -> Tensor:
     """The sums of ``fusedseg.functional.segmentation_sums``, (5, N, K), 0 for those that were not asked for.
 
@@ -191,11 +192,14 @@ def segmentation_sums(
         sums[1] = (m * (p * p if squared else p)).sum(2)
     sums[2] = (m * (y * y if squared else y)).sum(2)
     if likelihood == "sigmoid":
+        m = m * (x * (1 - 2 * y)).sigmoid() ** gamma
         sums[3] = (m * y * functional.softplus(-x)).sum(2)
         sums[4] = (m * (1 - y) * functional.softplus(x)).sum(2)
     elif likelihood != "none":
         nll = -x.log_softmax(1)
-        sums[3] = (m * torch.where(y == 0, 0, y * nll)).sum(2)
+        # A power below 1 has no gradient at p = 1.
+        factor = (1 - x.softmax(1)).clamp(min=1e-30) ** gamma if gamma else 1
+        sums[3] = (m * factor * torch.where(y == 0, 0, y * nll)).sum(2)
         sums[4] = (m * nll).sum(2) if likelihood == "smoothed" else sums[4]
     return torch.stack(sums)
 

@@ -17,18 +17,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "_backend": (set(), {"torch"}),
     "activation": (set(), {"torch"}),
+    "progress": (set(), set()),
     # numpy handles the few values of a channel vector on a CPU.
     "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "losses": ({"ops"}, {"torch"}),
+    "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"activation"}, {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
-    "__init__": (BASE | {"conversion", "functional", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
-    "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),
+    "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
+    "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
     "demo": ({"losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "cli": ({"conversion", "memory", "unet"}, {"torch"}),
+    "cli": ({"conversion", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

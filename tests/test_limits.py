@@ -14,10 +14,12 @@ LINES_OF_TESTS = 400
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
-    ("functional.py", "inplace_abn"): "the arguments of F.batch_norm, and those of the activation",
-    ("functional.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and those of the activation",
-    ("functional.py", "norm_act"): "the arguments of F.batch_norm, and those of norm and activation",
-    ("functional.py", "conv_abn"): "the arguments of F.conv2d and F.batch_norm, and those of the activation",
+    ("functional/norms.py", "inplace_abn"): "the arguments of F.batch_norm, and of the activation",
+    ("functional/norms.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and of the activation",
+    ("functional/norms.py", "norm_act"): "the arguments of F.batch_norm, and of norm and activation",
+    ("functional/convolutions.py", "conv_abn"): "the arguments of F.conv2d, F.batch_norm, and of the activation",
+    ("inference/sliding_window.py", "sliding_window_labels"): "the arguments of MONAI's sliding_window_inference",
+    ("ops/segmentation/call.py", "segmentation_sums"): "options of the sums, by keyword only",
     ("memory/plan.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")

@@ -7,9 +7,9 @@ import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
+from ..progress import Progress
 from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
-from .progress import Progress
 
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from ..memory import plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
+from ..progress import Progress
 from .command import Refused, add_command, first_line
 from .models import DTYPES, FUSED, OPTIMIZERS, add_choice, add_common, parse_model, place_of, split_batch
-from .progress import Progress
 
 
 def add_plan(commands) -> None:

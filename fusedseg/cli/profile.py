@@ -13,6 +13,7 @@ from ..memory.export import write_json
 from ..memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ..memory.strategy import Strategy
 from ..memory.tables import wrapped
+from ..progress import Progress
 from .command import Refused, add_command, first_line
 from .models import (
     DTYPES,
@@ -28,7 +29,6 @@ from .models import (
     place_of,
     shapes_text,
 )
-from .progress import Progress
 
 FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
 

@@ -20,10 +20,10 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from .. import _backend
-from ..cli import Progress
 from ..cli.command import Refused
 from ..ops.self_test import first_use, verdicts
 from ..ops.self_test.checks import DTYPES
+from ..progress import Progress
 from .report import describe, devices, versions
 from .speed import SPEEDS
 

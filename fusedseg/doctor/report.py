@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from .. import _backend
-from ..cli import Progress
 from ..ops.self_test import first_use
 from ..ops.self_test.checks import CHECKS, DTYPES, compare
+from ..progress import Progress
 
 TARGETS = ("sm_80", "sm_90")
 

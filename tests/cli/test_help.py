@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from fusedseg import __main__ as command_line
+from fusedseg import progress
 from fusedseg.__main__ import main, parser
-from fusedseg.cli import progress
 
 (SUBPARSERS,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
 COMMANDS = ["", *SUBPARSERS.choices]

@@ -21,6 +21,8 @@ LOSSES = {
     "regions": (Spec("sigmoid", "sigmoid", dense=True), torch.bool),
     "soft": (Spec("softmax", "smoothed", minimum=True, dense=True), torch.float32),
     "squared": (Spec("softmax", "softmax", squared=True), torch.int16),
+    "focal": (Spec("softmax", "softmax", gamma=2.0), torch.int16),
+    "focal_sigmoid": (Spec("softmax", "sigmoid", gamma=2.0), torch.int16),
 }
 SPATIAL = (128, 128, 128)
 

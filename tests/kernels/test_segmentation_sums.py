@@ -25,6 +25,8 @@ CASES = {
     "minimum": (Spec("softmax", "smoothed", minimum=True, dense=True), "soft"),
     "raw": (Spec("identity", "softmax", squared=True, dense=True), "soft"),
     "ce": (Spec("none", "softmax"), "labels"),
+    "focal": (Spec("none", "softmax", gamma=2.0), "labels"),
+    "focal-sigmoid": (Spec("softmax", "sigmoid", dense=True, gamma=0.5), "soft"),
 }
 
 
@@ -81,6 +83,7 @@ def check(shape, spec, kind, rows, device):
     x, target, mask, dsums = inputs(shape, kind, rows, device)
     leaf = x.detach().clone().requires_grad_()
     options = {"ignore_index": spec.ignore, "squared": spec.squared, "minimum": spec.minimum}
+    options["gamma"] = spec.gamma
     expected = reference.segmentation_sums(leaf, target, mask, spec.probability, spec.likelihood, **options)
     sums, dx, _ = launch(x, target, mask, spec, dsums)
     assert relative_error(sums, expected) <= 1e-13
@@ -96,7 +99,7 @@ def test_values_and_gradients(name, rows, device):
 
 @pytest.mark.usefixtures("poison", "split")
 @FORMATS
-@pytest.mark.parametrize("name", ["smoothed-ignore", "regions", "minimum"])
+@pytest.mark.parametrize("name", ["smoothed-ignore", "regions", "minimum", "focal"])
 def test_classes_in_several_tiles(name, rows, device):
     check((2, 5, 9), *CASES[name], rows, device)
 

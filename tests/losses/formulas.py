@@ -62,6 +62,45 @@ def monai_dice_ce(x, y, labels, kind, options):
     return options.get("lambda_dice", 1.0) * dice + options.get("lambda_ce", 1.0) * ce
 
 
+def monai_focal(x, y, mask, options):
+    """``y`` has a channel for each class; ``mask`` is (N, 1, ...), or None."""
+    if not options.get("include_background", True) and x.shape[1] > 1:
+        x, y = x[:, 1:], y[:, 1:]
+    K, gamma, alpha = x.shape[1], options.get("gamma", 2.0), options.get("alpha")
+    per_class = (1, -1, *(1,) * (x.dim() - 2))
+    one = isinstance(alpha, float)
+    if options.get("use_softmax"):
+        log_p = x.log_softmax(1)
+        loss = -((1 - log_p.exp()) ** gamma) * log_p * y
+        if one:
+            alpha = None if not options.get("include_background", True) else [1 - alpha] + [alpha] * (K - 1)
+        if alpha is not None:
+            loss = loss * torch.as_tensor(alpha, dtype=x.dtype).view(per_class)
+    else:
+        p = x.sigmoid()
+        q = y * p + (1 - y) * (1 - p)
+        loss = -((1 - q) ** gamma) * q.log()
+        if one:
+            loss = loss * (y * alpha + (1 - y) * (1 - alpha))
+        elif alpha is not None:
+            loss = loss * torch.where(y == 1, torch.as_tensor(alpha, dtype=x.dtype).view(per_class), 1)
+    if options.get("weight") is not None:
+        weight = torch.as_tensor(options["weight"])
+        loss = loss * (weight.view(per_class) if weight.dim() else weight)
+    axes = tuple(range(2, x.dim()))
+    if mask is None:
+        return loss.mean() if options.get("reduction", "mean") == "mean" else loss.mean(axes).sum()
+    loss = loss * mask
+    if options.get("reduction", "mean") == "mean":
+        return loss.sum() / mask.sum()
+    return (loss.sum(axes) / mask.sum(axes)).sum()
+
+
+def nnunet_top_k(x, target, k, options):
+    values = F.cross_entropy(x, target[:, 0].long(), reduction="none", **options).flatten()
+    return values.topk(int(len(values) * k / 100)).values.mean()
+
+
 def nnunet_dice(p, y, mask, options):
     axes = list(range(2, p.dim()))
     if options.get("batch_dice"):

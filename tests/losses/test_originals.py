@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -128,6 +129,75 @@ def test_monai_tversky(monai, spatial):
     ):  # fmt: skip
         ours, stock = (of(softmax=True, to_onehot_y=True, **options) for of in (losses.TverskyLoss, monai.TverskyLoss))
         check_same((ours, labels), (stock, labels), x)
+
+
+@SHAPES
+def test_monai_focal(monai, monkeypatch, spatial):
+    # MONAI casts logits and target by this method.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    x, labels = data(spatial)
+    for options in products(
+        include_background=(True, False), gamma=(0.0, 1.5, 2.0), alpha=(None, 0.25, [0.25, 0.875, 0.375, 0.5]),
+        weight=(None, 2.0, WEIGHT), reduction=("mean", "sum"), use_softmax=(True, False), ignore_index=(None, 255, 2),
+    ):  # fmt: skip
+        if not options["include_background"]:
+            for name in ("alpha", "weight"):
+                if isinstance(options[name], (list, torch.Tensor)):
+                    options[name] = options[name][1:]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours = losses.FocalLoss(to_onehot_y=True, **options)
+            stock = monai.FocalLoss(to_onehot_y=True, **options)
+            t = labels.clone()
+            if options["ignore_index"] == 255:
+                t[1, 0, :2] = 255
+            check_same((ours, t), (stock, t), x)
+            y = torch.zeros_like(x).scatter_(1, labels, 1)
+            ours, stock = (of(**options) for of in (losses.FocalLoss, monai.FocalLoss))
+            check_same((ours, y), (stock, y), x)
+
+
+@SHAPES
+def test_monai_dice_focal(monai, monkeypatch, spatial):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    x, labels = data(spatial)
+    for options in products(
+        include_background=(True, False), softmax=(True, False), jaccard=(True, False), reduction=("mean", "sum"),
+        batch=(True, False), gamma=(2.0, 0.5), weight=(None, WEIGHT), alpha=(None, 0.25),
+    ):  # fmt: skip
+        if options["weight"] is not None and not options["include_background"]:
+            options["weight"] = WEIGHT[1:]
+        options |= {"sigmoid": not options["softmax"], "lambda_dice": 0.7, "lambda_focal": 1.3, "to_onehot_y": True}
+        ours, stock = (of(**options) for of in (losses.DiceFocalLoss, monai.DiceFocalLoss))
+        check_same((ours, labels), (stock, labels), x)
+
+
+# nnU-Net's class passes arguments that PyTorch has given up.
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@SHAPES
+def test_nnunet_top_k(nnunet, spatial):
+    compound, _ = nnunet
+    x, labels = data(spatial)
+    for k, weight, smoothing, ignore in itertools.product((10, 55), (None, WEIGHT), (0.0, 0.1), (None, 1, 255)):
+        t = labels.clone()
+        if ignore is not None:
+            t[1, 0, :2] = ignore
+        of_ce = {"k": k, "weight": weight, "label_smoothing": smoothing}
+        ours, stock = (
+            of(**of_ce, ignore_index=-100 if ignore is None else ignore) for of in (losses.TopKLoss, compound.TopKLoss)
+        )
+        check_same((ours, t), (stock, t), x)
+        for batch_dice in (True, False):
+            of_dice = {"batch_dice": batch_dice, "ddp": False, "smooth": 1e-5}
+            ours, stock = (
+                of(dict(of_dice), dict(of_ce), 1.2, 0.8, ignore)
+                for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
+            )
+            check_same((ours, t), (stock, t), x)
+    ours, stock = (
+        of({"ddp": False}, {}, ignore_label=255) for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
+    )
+    check_same((ours, torch.full_like(labels, 255)), (stock, torch.full_like(labels, 255)), x)
 
 
 @SHAPES

@@ -25,6 +25,10 @@ CASES = {
     "probabilities": ({"likelihood": "smoothed", "squared": True}, "soft"),
     "minimum": ({"likelihood": "none", "minimum": True}, "soft"),
     "raw-and-softmax": ({"probability": "identity"}, "soft"),
+    "focal": ({"gamma": 2.0, "ignore_index": 255}, "labels"),
+    "focal-soft": ({"probability": "none", "gamma": 0.5}, "soft"),
+    "focal-sigmoid": ({"likelihood": "sigmoid", "gamma": 1.5}, "labels"),
+    "focal-sigmoid-soft": ({"probability": "sigmoid", "likelihood": "sigmoid", "gamma": 2.0}, "soft"),
 }
 # The shape of the logits: planes of several tiles, a volume, one class, and no spatial dimension.
 SHAPES = {"2d": (2, 5, 6, 7), "3d": (1, 4, 3, 4, 5), "one-class": (3, 1, 8), "rows": (7, 3)}
@@ -48,7 +52,7 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
     x.requires_grad_()
     sums = op.sums(Given(x, target, mask), Spec(
         spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
-        spec.get("minimum", False), target.shape == x.shape,
+        spec.get("minimum", False), target.shape == x.shape, spec.get("gamma", 0.0),
     ))  # fmt: skip
     leaf = x.detach().double().requires_grad_()
     expected = reference.segmentation_sums(leaf, target, mask, **options)
@@ -164,10 +168,13 @@ def test_extreme_logits(backend, device):
     compare(x, labels, {}, tolerance=1e-14)
     leaf = x[:, :2].detach()
     compare(leaf, torch.tensor([[[1.0, 0.0], [1.0, 1.0]]], device=device), CASES["regions"][0])
+    for gamma in (0.5, 1.0, 2.0):
+        compare(x.detach(), labels, {"gamma": gamma})
+        compare(leaf.detach(), labels, {"likelihood": "sigmoid", "gamma": gamma})
 
 
 @FORMATS
-@pytest.mark.parametrize("name", ["smoothed-ignore", "minimum", "regions"])
+@pytest.mark.parametrize("name", ["smoothed-ignore", "minimum", "regions", "focal", "focal-sigmoid-soft"])
 def test_gradcheck(backend, device, name, rows):
     options, kind = CASES[name]
     x = torch.randn(1, 3, 2, 2, dtype=torch.float64, device=device)
@@ -250,6 +257,8 @@ def test_refused():
             likelihood="ce")  # fmt: skip
     refused(ValueError, "likelihood must be none for probability 'argmax', got 'softmax'", x, labels,
             probability="argmax")  # fmt: skip
+    for of in ({"gamma": -1.0}, {"gamma": 2.0, "likelihood": "smoothed"}):
+        refused(ValueError, "gamma must be 0, or above 0 with likelihood softmax or sigmoid, got", x, labels, **of)
     refused(TypeError, "ignore_index must be an integer or None, got 1.5", x, labels, ignore_index=1.5)
     refused(TypeError, "x must be float16, .* got torch.int64", x.long(), labels)
     refused(TypeError, "target must be a tensor, got list", x, [1])

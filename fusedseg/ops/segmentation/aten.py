@@ -4,13 +4,15 @@ A tile holds all classes of some positions.  Its axes are (samples, classes, pos
 classes) for channels_last logits.  ``tile.py`` has what one tile computes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
-from .spec import ROWS, Given, Sizes, Spec, sums_dtype, wide_dtype
+from .spec import ROWS, Given, Sizes, Spec, sizes_of, sums_dtype, wide_dtype
 from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside two or three copies.
@@ -69,6 +71,19 @@ def argmax(logits: Tensor, sizes: Sizes, labels: Tensor) -> None:
     views, _, _, axes = _views(Given(logits, labels), sizes, Spec("none", "none"))
     for n, s in _tiles(logits, sizes):
         labels[n, s] = views[_at(n, s, axes)].argmax(axes.classes)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
+    given, sizes = Given(logits, labels), sizes_of(logits)
+    assert sizes is not None
+    values = torch.empty(sizes.N, sizes.S, dtype=wide_dtype(logits), device=logits.device)
+    views, target, _, axes = _views(given, sizes, Spec("none", "none"))
+    for n, s in _tiles(logits, sizes):
+        at = _at(n, s, axes)
+        x = views[at].to(values.dtype).movedim(axes.classes, 1)
+        values[n, s] = F.cross_entropy(x, target[at].squeeze(axes.classes).long(), reduction="none", **options)
+    return values
 
 
 def backward(dsums: Tensor, given: Given, sizes: Sizes, spec: Spec, dx: Tensor) -> None:

@@ -21,6 +21,10 @@ class SegmentationSums(NamedTuple):
     * ``target`` sums m y, or m y**2, and has no gradient;
     * ``nll`` sums -m y log(p);
     * ``other_nll`` sums -m log(p) for "smoothed", and -m (1 - y) log(1 - p) for "sigmoid".
+
+    With a gamma above 0, the terms of ``nll`` have the factor (1 - p)**gamma of a focal loss; for "sigmoid", those of
+    ``nll`` and ``other_nll`` have the factor (1 - q)**gamma, where q = sigmoid(x (2 y - 1)) is p for y = 1 and 1 - p
+    for y = 0.
     """
 
     overlap: Tensor | None
@@ -40,6 +44,7 @@ def segmentation_sums(
     ignore_index: int | None = None,
     squared: bool = False,
     minimum: bool = False,
+    gamma: float = 0.0,
 ) -> SegmentationSums:
     """One pass over logits and target gives the sums from which losses of segmentation are a few lines.
 
@@ -66,6 +71,7 @@ def segmentation_sums(
             this value do not count.
         squared: prediction and target are sums of squares.
         minimum: overlap sums min(p, y), the soft-label form of Wang et al.
+        gamma: the power of the focal factor in nll, at least 0; above 0 for "softmax" and "sigmoid" only.
 
     Returns:
         ``SegmentationSums`` in float64 for float64 logits and for counts, otherwise in float32.  A label that is
@@ -81,9 +87,10 @@ def segmentation_sums(
         TypeError: ``logits`` are not floating point, or a tensor is complex.
         RuntimeError: backward itself is differentiated, or runs a second time after it has written over ``logits``.
 
-    Source: Milletari et al., "V-Net", 3DV 2016 (Dice); Wang et al., "Dice Semimetric Losses", MICCAI 2023 (minimum).
+    Source: Milletari et al., "V-Net", 3DV 2016 (Dice); Wang et al., "Dice Semimetric Losses", MICCAI 2023 (minimum);
+    Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017 (gamma).
     """
-    spec = Spec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target))
+    spec = Spec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target), gamma)
     found = sums(Given(logits, target, mask), spec)
     has_p, has_nll = probability != "none", spec.nll != "none"
     wanted = (has_p, has_p, True, has_nll, spec.other)

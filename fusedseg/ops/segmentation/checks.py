@@ -13,6 +13,11 @@ def check(given: Given, spec: Spec) -> None:
     check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))
     if spec.hard and spec.likelihood != "none":
         raise ValueError(f"{OP}: likelihood must be none for probability {spec.probability!r}, got {spec.likelihood!r}")
+    if spec.gamma and (spec.gamma < 0 or spec.likelihood not in ("softmax", "sigmoid")):
+        raise ValueError(
+            f"{OP}: gamma must be 0, or above 0 with likelihood softmax or sigmoid, got {spec.gamma} with "
+            f"{spec.likelihood!r}"
+        )
     if not isinstance(given.logits, ConvLogits):
         check_input(OP, given.logits)
     check_tensor(OP, given.target, "target")

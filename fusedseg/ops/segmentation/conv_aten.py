@@ -10,12 +10,13 @@ gradient of a plane is finished, and its memory given back, when no later slab a
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from ..layout import dense
 from . import aten
@@ -239,6 +240,16 @@ def backward(dsums: Tensor, call: Call, needs: tuple[bool, bool, bool]) -> tuple
             tile_grad(_tile(x, where, target, mask), call.spec, AXES, dsums[:, where[0]], x)
     dweight = None if grads.weight is None else grads.weight.to(conv.weight.dtype).view(conv.weight.shape)
     return grads.features, dweight, None if grads.bias is None else grads.bias.to(conv.weight.dtype)
+
+
+def cross_entropy(conv: Conv, form: Form, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
+    N, grid = labels.shape[0], _grid(conv, form)
+    values, on_grid = labels.new_empty(N, *grid, dtype=wide_dtype(conv.features)), labels.reshape(N, *grid)
+    for x, where in tiles(conv, form):
+        target = on_grid[where].reshape(x.shape[0], -1).long()
+        values[where] = F.cross_entropy(x, target, reduction="none", **options).view_as(values[where])
+    return values.view(N, -1)
 
 
 def argmax(conv: Conv, form: Form, labels: Tensor) -> None:

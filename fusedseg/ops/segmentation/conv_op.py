@@ -26,7 +26,7 @@ from .spec import OP, ROWS, SCHEMA, Given, Spec, sums_dtype
 Needs = tuple[bool, bool, bool]
 
 
-def _no_autocast(t: Tensor) -> Any:
+def no_autocast(t: Tensor) -> Any:
     """Autocast would round the products of tiles, which are in fp32."""
     kind = t.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
@@ -35,13 +35,13 @@ def _no_autocast(t: Tensor) -> Any:
 @recipes.unwatched
 def forward(call: Call) -> Tensor:
     """The sums, (ROWS, N, K)."""
-    with _no_autocast(call.target):
+    with no_autocast(call.target):
         return conv_aten.forward(call)
 
 
 def backward(dsums: Tensor, call: Call, needs: Needs) -> tuple[Tensor | None, ...]:
     """The gradients of features, weight and bias."""
-    with _no_autocast(dsums):
+    with no_autocast(dsums):
         return conv_aten.backward(dsums, call, needs)
 
 
@@ -129,7 +129,7 @@ def _(features, weight, bias, *form):
 def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
     labels = _empty_labels(conv, form, dtype)
     if labels.numel():
-        with _no_autocast(labels):
+        with no_autocast(labels):
             conv_aten.argmax(conv, form, labels)
     return labels
 

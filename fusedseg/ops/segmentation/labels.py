@@ -13,6 +13,11 @@ from .spec import Given
 OP = "fusedseg.argmax_labels"
 
 
+def labels_dtype(K: int) -> torch.dtype:
+    """The smallest dtype that holds the labels of K classes."""
+    return torch.uint8 if K <= 256 else torch.int16 if K <= 2**15 else torch.int32
+
+
 def argmax_labels(logits: Logits) -> Tensor:
     """The predicted label of each position, ``logits.argmax(1)``, in the smallest dtype that holds all classes.
 
@@ -34,7 +39,7 @@ def argmax_labels(logits: Logits) -> Tensor:
     K = logits.shape[1]
     if K < 1:
         raise ValueError(f"{OP}: logits must have at least one class, got {tuple(logits.shape)}")
-    dtype = torch.uint8 if K <= 256 else torch.int16 if K <= 2**15 else torch.int32
+    dtype = labels_dtype(K)
     if isinstance(logits, ConvLogits):
         return conv_op.argmax(logits, dtype)
     if torch.compiler.is_compiling():

@@ -15,8 +15,9 @@ OP = "fusedseg.segmentation_sums"
 #     OVERLAP     sum of m p y, or of m min(p, y)
 #     PREDICTION  sum of m p,   or of m p**2
 #     TARGET      sum of m y,   or of m y**2
-#     NLL         sum of -m y log(p)
-#     OTHER_NLL   softmax: sum of -m log(p), which label smoothing needs; sigmoid: sum of -m (1 - y) log(1 - p)
+#     NLL         sum of -m f y log(p)
+#     OTHER_NLL   softmax: sum of -m log(p), which label smoothing needs; sigmoid: sum of -m f (1 - y) log(1 - p)
+# where f is the factor of a focal loss: (1 - p)**gamma, and for a sigmoid (1 - sigmoid(x (2 y - 1)))**gamma.
 OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
 ROWS = 5
 
@@ -51,6 +52,7 @@ class Spec(NamedTuple):
     squared: whether PREDICTION and TARGET are sums of squares.
     minimum: whether OVERLAP sums min(p, y) instead of p y.
     dense: whether the target has a channel for each class, (N, K, *spatial), instead of labels (N, *spatial).
+    gamma: the power of the factor f; with 0 there is no such factor.
     """
 
     probability: str
@@ -59,6 +61,7 @@ class Spec(NamedTuple):
     squared: bool = False
     minimum: bool = False
     dense: bool = False
+    gamma: float = 0.0
 
     @property
     def nll(self) -> str:
@@ -76,7 +79,7 @@ class Spec(NamedTuple):
 
 
 # The fields of a ``Spec`` in the schemas of ``torch.library``, in their order.
-SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense"
+SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense, float gamma=0.0"
 
 
 class Given(NamedTuple):

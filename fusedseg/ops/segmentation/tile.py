@@ -10,7 +10,9 @@ the gradient of the logits x is
     sigmoid      u p (1 - p)                                 m (dNLL y (p - 1) + dOTHER_NLL (1 - y) p)
     identity     u
 
-where the first column belongs to the probability and the second one to the likelihood.
+where the first column belongs to the probability and the second one to the likelihood.  With the factor f of a focal
+loss, dNLL in v is multiplied by the gradient of (1 - p)**gamma l in l, and the gradient of a sigmoid gets the gradient
+of its factor as well.
 """
 
 import math
@@ -139,6 +141,22 @@ def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
     return x
 
 
+def _one_minus(p: Tensor) -> Tensor:
+    """1 - p, above 0, so that negative powers and quotients exist."""
+    return (1 - p).clamp_(min=1e-30)
+
+
+def _focal_slope(p: Tensor, gamma: float) -> Tensor:
+    """The gradient of (1 - p)**gamma l in l = log(p)."""
+    q = _one_minus(p)
+    return q**gamma * (1 - gamma * torch.xlogy(p, p) / q)
+
+
+def _sigmoid_factor(x: Tensor, y: Tensor, gamma: float) -> Tensor:
+    """The factor f of a focal loss, with a sigmoid."""
+    return torch.exp(gamma * F.logsigmoid(x * (1 - 2 * y)))
+
+
 def _times(t: Tensor, m: Tensor | None) -> Tensor:
     return t if m is None else t * m
 
@@ -161,7 +179,8 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     p = log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
-        add_by_class(NLL, -log_p.gather(axes.classes, index))
+        at_label = log_p.gather(axes.classes, index)
+        add_by_class(NLL, -at_label * _one_minus(at_label.exp()) ** spec.gamma if spec.gamma else -at_label)
         if spec.other:
             sums[OTHER_NLL] -= _times(log_p, m).sum(axes.positions)
     if spec.probability == "softmax":
@@ -187,16 +206,18 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
-        nll = total(log_p * ym) if spec.dense or _has_cheap_values(x) else None
+        focal = log_p * _one_minus(log_p.exp()) ** spec.gamma if spec.gamma else log_p
+        nll = total(focal * ym) if spec.dense or _has_cheap_values(x) else None
         # A class with a logit of -inf has no part in the sum of labels of other classes.
         if nll is None or (not spec.dense and bool(nll.isnan().any())):
-            nll = total(torch.where(y > 0, log_p, 0.0) * ym)
+            nll = total(torch.where(y > 0, focal, 0.0) * ym)
         sums[NLL] -= nll
         if spec.other:
             sums[OTHER_NLL] -= total(_times(log_p, m))
     elif spec.nll == "sigmoid":
-        sums[NLL] -= total(F.logsigmoid(x) * ym)
-        sums[OTHER_NLL] -= total(_times(F.logsigmoid(-x) * (1 - y), m))
+        factor = _sigmoid_factor(x, y, spec.gamma) if spec.gamma else None
+        sums[NLL] -= total(_times(F.logsigmoid(x) * ym, factor))
+        sums[OTHER_NLL] -= total(_times(_times(F.logsigmoid(-x) * (1 - y), m), factor))
     if spec.probability != "none":
         shared = log_p is not None and spec.probability == "softmax"
         p = _softmax_of(log_p) if shared else _probability(x, spec, axes)  # type: ignore[arg-type]
@@ -231,6 +252,8 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         factor, extra = -(of_prediction.sum(axes.classes, keepdim=True) + overlap), overlap
     if spec.nll == "softmax":
         nll = of_label(NLL)
+        if spec.gamma:
+            nll = nll * _focal_slope(p.gather(axes.classes, index), spec.gamma)
         extra = -nll if extra is None else extra - nll
         if spec.other:
             nll = nll + dsums[OTHER_NLL].sum(axes.classes, keepdim=True)
@@ -262,8 +285,7 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         if spec.probability == "sigmoid":
             found = found * p * (1 - p)
     if spec.nll == "sigmoid":
-        p = x.sigmoid()
-        of_nll = _times(dsums[NLL] * y * (p - 1) + dsums[OTHER_NLL] * (1 - y) * p, m)
+        of_nll = _times(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m)
         found = of_nll if found is None else found + of_nll
     if "softmax" not in (spec.probability, spec.nll):
         dx.zero_() if found is None else dx.copy_(found)
@@ -274,9 +296,11 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         p = e.div_(sum_of_e)
         w = _grad_of_p(p, y, spec, dsums).mul_(p)
         if spec.nll == "softmax":
-            w.addcmul_(y, dsums[NLL], value=-1)
+            w.addcmul_(y if not spec.gamma else y * _focal_slope(p, spec.gamma), dsums[NLL], value=-1)
     else:
         w = y * -dsums[NLL]
+        if spec.gamma:
+            w *= _focal_slope(e / sum_of_e, spec.gamma)
     if spec.other and spec.nll == "softmax":
         w -= dsums[OTHER_NLL]
     if m is not None:
@@ -289,6 +313,16 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     torch.addcmul(w, e, total, value=-1, out=out)
     if out is not dx:
         dx.copy_(out if found is None else out.add_(found))
+
+
+def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> Tensor:
+    p, of_one, of_zero = x.sigmoid(), dsums[NLL] * y, dsums[OTHER_NLL] * (1 - y)
+    grad = of_one * (p - 1) + of_zero * p
+    if gamma:
+        value = of_one * F.logsigmoid(x) + of_zero * F.logsigmoid(-x)
+        sign = 2 * y - 1
+        grad = (grad + value * gamma * sign * torch.sigmoid(x * sign)) * _sigmoid_factor(x, y, gamma)
+    return grad
 
 
 def _grad_of_p(p: Tensor, y: Tensor, spec: Spec, dsums: Tensor) -> Tensor:

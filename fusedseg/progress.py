@@ -1,4 +1,4 @@
-"""Shows on the terminal what a long command is doing, and for how long."""
+"""Shows on the terminal what a long command or function is doing, and for how long."""
 
 import shutil
 import sys

@@ -1,44 +1,13 @@
-"""Functional forms of the ops."""
+"""Functional forms of normalisation and activation."""
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
-from .activation import parse_activation, parse_invertible
-from .ops.check import check_choice, check_tensor, keyword_only
-from .ops.conv import conv_abn as _conv_abn
-from .ops.conv import join_conv as _join_conv
-from .ops.conv.choice import check_conv_backend, load_conv_choices, save_conv_choices
-from .ops.conv.sources import Interpolated, Source
-from .ops.max_pool import op as _max_pool
-from .ops.norm.checks import check
-from .ops.norm.kept import find
-from .ops.norm.op import normalise
-from .ops.norm.spec import NAMES, Passed, Spec
-from .ops.segmentation.call import SegmentationSums, TpFpFn, conv_dice_ce, segmentation_sums, tp_fp_fn
-from .ops.segmentation.conv_logits import ConvLogits
-from .ops.segmentation.labels import argmax_labels
-
-__all__ = [
-    "ConvLogits",
-    "Interpolated",
-    "SegmentationSums",
-    "TpFpFn",
-    "argmax_labels",
-    "conv_abn",
-    "conv_dice_ce",
-    "inplace_abn",
-    "inplace_group_norm_act",
-    "inplace_instance_norm_act",
-    "join_conv",
-    "load_conv_choices",
-    "max_pool",
-    "norm_act",
-    "save_conv_choices",
-    "segmentation_sums",
-    "tp_fp_fn",
-]
+from ..activation import parse_activation, parse_invertible
+from ..ops.check import check_choice, keyword_only
+from ..ops.norm.checks import check
+from ..ops.norm.kept import find
+from ..ops.norm.op import normalise
+from ..ops.norm.spec import NAMES, Passed, Spec
 
 
 def inplace_abn(
@@ -225,126 +194,3 @@ def norm_act(
     passed = Passed(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip
     return _normalised(op, passed, spec)
-
-
-@keyword_only("activation", "activation_param", "conv_backend")
-def conv_abn(
-    x: Source | Sequence[Source],
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | str | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    conv_backend: str = "auto",
-) -> Tensor:
-    """Convolution, batch normalisation and an invertible activation as one op, in two or three dimensions.
-
-    Equals::
-
-        y = conv2d(x, conv_weight, conv_bias, stride, padding, dilation, groups)
-        leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
-
-    Args:
-        x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; it keeps its values.  A
-            sequence of such tensors, or ``Interpolated``, stands for their concatenation, which is not kept.
-        conv_weight, conv_bias: (K, C / groups, *kernel), and (K,) or None; both in the dtype of ``x``.
-        running_mean, running_var, weight, bias: (K,) or None, in the dtype of ``x``, or fp32 if that is fp16 or bf16.
-        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding may be "same" or "valid".
-        training, momentum, eps, activation, activation_param: as in ``inplace_abn``.
-        conv_backend: "auto", "triton" or "aten", see ``ConvABN2d``.
-
-    Returns:
-        z, (N, K, *out), in the dtype of ``x``.  It is channels_last if ``x`` or ``conv_weight`` is.
-
-    Kept for backward: x, conv_weight, z, 1 / sqrt(var + eps), weight, bias, and the normalised convolution of the
-    channels whose weight is too small to rebuild it (see ``inplace_abn``).  In training the gradient of ``conv_bias``
-    is exactly zero, because the mean of the batch contains the bias and is subtracted.
-
-    Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  ``torch.compile``
-    breaks the graph here, where parameters are read; compile the module for ``fullgraph=True``.
-    ``ConvABN2d`` lists the errors and the source.
-    """
-    act = parse_invertible(_conv_abn.OP, activation, activation_param)
-    check_conv_backend(_conv_abn.OP, conv_backend)
-    call = _join_conv.parsed(_conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
-    norm = Passed(call.w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    spec = Spec("output", act, eps=eps, momentum=momentum, own=training)
-    _conv_abn.check(call, norm, spec, conv_backend)
-    kept = find(weight, bias, act, call.w.dtype) if torch.is_grad_enabled() else None
-    return _conv_abn.conv_abn(call, norm, spec, kept, conv_backend)
-
-
-def join_conv(
-    x: Source | Sequence[Source],
-    conv_weight: Tensor,
-    conv_bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | str | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Convolution of a concatenation, in two or three dimensions.
-
-    The concatenation is not kept for backward, and a large one is never formed.
-
-    Equals ``conv2d(cat(x, dim=1), conv_weight, conv_bias, stride, padding, dilation, groups)``, where an
-    ``Interpolated`` in ``x`` stands for ``interpolate`` of its tensor.
-
-    Args:
-        x: a tensor (N, C, *spatial), an ``Interpolated``, or a sequence of these.  Their shapes may differ only in the
-            number of channels.
-        conv_weight, conv_bias, stride, padding, dilation, groups: as in ``conv_abn``.
-
-    Returns:
-        The convolution, (N, K, *out), in the dtype of ``x``.
-
-    Kept for backward: conv_weight and the tensor of each source; for an ``Interpolated``, the tensor before
-    interpolation.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit, as in ``conv_abn``.
-        RuntimeError: backward itself is differentiated.
-    """
-    call = _join_conv.parsed(_join_conv.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
-    _join_conv.check(_join_conv.OP, call)
-    return _join_conv.join_conv(call)
-
-
-def max_pool(
-    x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-) -> Tensor:
-    """Max-pooling in two or three dimensions that keeps one byte per output element.
-
-    Equals ``max_pool2d`` or ``max_pool3d`` of ``torch.nn.functional`` with the same arguments, including ties, NaN and
-    windows that lie partly outside ``x``.
-
-    Args:
-        x: (N, C, H, W), (C, H, W) or (N, C, D, H, W), or (C, D, H, W) if ``kernel_size`` has three numbers; fp16, bf16,
-            fp32 or fp64.
-        kernel_size, stride, padding, dilation, ceil_mode: as in ``torch.nn.functional.max_pool2d``.
-
-    Returns:
-        z, (N, C, *out) or (C, *out), in the dtype and memory format (contiguous or channels_last) of ``x``.
-
-    It can be differentiated twice.  ``MaxPool2d`` says what is kept for backward and which errors are raised.
-    """
-    check_tensor(_max_pool.OP, x)
-    dims = 3 if x.dim() == 5 or (isinstance(kernel_size, Sequence) and len(kernel_size) == 3) else 2
-    pool = _max_pool.parse_pool(_max_pool.OP, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    return _max_pool.pooled(_max_pool.OP, x, pool)

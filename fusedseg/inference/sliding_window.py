@@ -1,0 +1,292 @@
+"""Labels of a large image: class scores are summed over windows, and never held for the whole image."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..ops.check import check_choice, check_dtype, check_positive, check_tensor
+from ..ops.segmentation.labels import argmax_labels, labels_dtype
+from ..progress import Progress
+from .windows import Cell, Window, Windows, importance
+
+OP = "fusedseg.sliding_window_labels"
+MODES = ("constant", "gaussian")
+PADDING_MODES = ("constant", "reflect", "replicate", "circular")
+
+
+def sliding_window_labels(
+    model: Callable[[Tensor], Tensor],
+    image: Tensor,
+    roi: int | Sequence[int | None],
+    overlap: float | Sequence[float] = 0.25,
+    *,
+    sw_batch_size: int = 1,
+    mode: str = "constant",
+    sigma_scale: float | Sequence[float] = 0.125,
+    padding_mode: str = "constant",
+    cval: float = 0.0,
+    sw_device: torch.device | str | None = None,
+    device: torch.device | str | None = None,
+    regions: bool | Sequence[int] = False,
+    mirror: Sequence[int] = (),
+    progress: bool = False,
+) -> Tensor:
+    """Labels of an image that is larger than an input of the model, in overlapping windows.
+
+    Equals MONAI's inferer, followed by an argmax::
+
+        inferer = SlidingWindowInferer(roi, sw_batch_size, overlap, mode, ...)
+        inferer(image, model).argmax(1)
+
+    MONAI holds the sums of all classes for the whole image, divides them at the end, and takes the argmax.  Here a part
+    of the image gets its labels after the last window that touches it, and the memory of its sums is given back.
+    Windows, weights, dtypes, and the order in which predictions are added are those of MONAI, so that labels are equal
+    even where two classes are almost equally likely.
+
+    Args:
+        model: a module or function that maps (n, C, *roi) to logits (n, K, *roi).  Call ``model.eval()`` before, if
+            it has norms or dropout; its mode is not changed.  No graph is recorded.
+        image: (N, C, *spatial), with one to three spatial dimensions; fp16, bf16, fp32 or fp64.
+        roi: the size of a window: one number, or one for each axis.  None, or a number below 1, stands for the size of
+            the image.
+        overlap: the part of a window that the next one covers, at least 0 and below 1; one number, or one for each
+            axis.
+        sw_batch_size: the number of windows in one call of the model.
+        mode: "constant", equal weights for all predictions; or "gaussian", less weight at the border of a window.
+        sigma_scale: the standard deviation of the Gaussian as a part of the window; one number, or one for each axis.
+        padding_mode, cval: how an image is padded that is smaller than a window, as in ``torch.nn.functional.pad``.
+        sw_device: the device of the model, to which windows are copied; by default that of ``image``.
+        device: the device of sums and labels; by default that of ``image``.
+        regions: True, if classes may overlap: every class is predicted where its logit is above 0.  A sequence of K
+            labels, nnU-Net's ``regions_class_order``, makes one label of each position: that of the last class that is
+            predicted there, or 0.
+        mirror: spatial axes along which windows are mirrored as well, in all combinations, as nnU-Net does; the model
+            runs 2 ** len(mirror) times for each window, and its predictions are averaged.
+        progress: whether to show a line on a terminal that says how many windows are done.
+
+    Returns:
+        Labels (N, *spatial) on ``device``, in uint8 for up to 256 classes, in int16 for up to 32768, else in int32; or
+        truth values (N, K, *spatial) for ``regions=True``.  The first of equal classes wins.
+
+    Sums have the dtype of the image, as in MONAI: half precision halves their bytes and rounds them after each window.
+    Held at once are the predictions of one call of the model, and the sums of the positions that have been touched, and
+    that a later window touches again.  With half of a window as overlap, these positions are half of a window along the
+    first axis and the whole image along the others, and one row of windows more.  A longer first axis adds nothing.
+
+    Raises:
+        ValueError: a size, a shape or a choice does not fit; the model returns another resolution or number of classes.
+        TypeError: ``image`` is not floating point; the model returns something else than one floating-point tensor.
+
+    Source: Isensee et al., "nnU-Net", Nature Methods 2021 (Gaussian weights, mirroring).
+    """
+    _check_image(image)
+    dims = image.dim() - 2
+    check_positive(OP, "sw_batch_size", sw_batch_size)
+    check_choice(OP, "mode", mode, MODES)
+    check_choice(OP, "padding_mode", padding_mode, PADDING_MODES)
+    if cval != 0 and padding_mode != "constant":
+        raise ValueError(f"{OP}: cval must be 0 for padding_mode {padding_mode!r}, got {cval}")
+    sizes = _roi(roi, image)
+    of_axes = _for_axes("overlap", overlap, dims, "at least 0 and below 1", lambda o: 0 <= o < 1)
+    sigmas = _for_axes("sigma_scale", sigma_scale, dims, "above 0", lambda s: s > 0)
+    axes = _mirrored_axes(mirror, dims)
+    _check_regions(regions)
+
+    inner = image.shape[2:]
+    image, before = _padded(image, sizes, padding_mode, cval)
+    windows = Windows.of(tuple(image.shape[2:]), sizes, of_axes)
+    target = torch.device(image.device if device is None else device)
+    sw_device = torch.device(image.device if sw_device is None else sw_device)
+    stds = tuple(size * s for size, s in zip(sizes, sigmas, strict=True)) if mode == "gaussian" else None
+    weights = importance(sizes, stds, sw_device).to(image.dtype)
+    sums = _Sums(windows, weights, Output((image.shape[0], *image.shape[2:]), image.dtype, target), regions)
+
+    jobs = [(n, window) for n in range(image.shape[0]) for window in windows.indices]
+    with torch.no_grad(), Progress(OP) if progress else nullcontext() as shown:
+        for i in range(0, len(jobs), sw_batch_size):
+            batch = jobs[i : i + sw_batch_size]
+            if shown is not None:
+                shown.update(f"window {i + len(batch)} of {len(jobs)}")
+            data = torch.cat([_part(image[n : n + 1], windows.where(window)) for n, window in batch])
+            # No variable holds predictions while the model runs again.
+            sums.add(batch, _predicted(model, data.to(sw_device), axes))
+    crop = tuple(slice(a, a + size) for a, size in zip(before, inner, strict=True))
+    return _part(sums.labels, crop).contiguous()
+
+
+def _part(t: Tensor, where: tuple[slice, ...]) -> Tensor:
+    """The part of a tensor that slices of its last axes name."""
+    index: Any = (..., *where)
+    return t[index]
+
+
+class Output(NamedTuple):
+    """The (N, *spatial) of the labels, the dtype of the sums, and the device of both."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Cell(NamedTuple):
+    """Sums of weighted predictions, (1, K, *size), and of weights, (1, 1, *size)."""
+
+    predictions: Tensor
+    weights: Tensor
+
+
+class _Sums:
+    """Adds predictions of windows, and writes labels where no later window adds.
+
+    labels: (N, *spatial), or (N, K, *spatial) for truth values; it exists after the first call of ``add``.
+    """
+
+    def __init__(self, windows: Windows, weights: Tensor, output: Output, regions: bool | Sequence[int]) -> None:
+        self.windows, self.output, self.regions = windows, output, regions
+        # The weights beside the predictions, and beside the sums.
+        self.weights, self.own_weights = weights, weights.to(output.device)
+        self.open: dict[tuple[int, ...], _Cell] = {}
+        self.classes = 0
+        self.labels: Tensor
+
+    def add(self, batch: Sequence[tuple[int, Window]], predictions: Tensor) -> None:
+        if not self.classes:
+            self._allocate(predictions.shape[1])
+        if predictions.shape[1] != self.classes:
+            raise ValueError(
+                f"{OP}: model must return the same number of classes for every window, got {predictions.shape[1]} "
+                f"after {self.classes}"
+            )
+        for (n, window), prediction in zip(batch, predictions, strict=True):
+            for cell in self.windows.cells(window):
+                key = (n, *(at.start for at in cell.where))
+                if key not in self.open:
+                    self.open[key] = self._zeros(cell)
+                self._add(self.open[key], cell, prediction)
+                if self.windows.last(cell) == window:
+                    self._finish(n, cell, self.open.pop(key))
+
+    def _allocate(self, K: int) -> None:
+        self.classes = K
+        N, *spatial = self.output.shape
+        channels, dtype = [], labels_dtype(K)
+        if self.regions is True:
+            channels, dtype = [K], torch.bool
+        elif self.regions is not False:
+            if len(self.regions) != K:
+                raise ValueError(f"{OP}: regions must have {K} labels, one for each class, got {len(self.regions)}")
+            dtype = labels_dtype(max(self.regions) + 1)
+        self.labels = torch.empty(N, *channels, *spatial, dtype=dtype, device=self.output.device)
+
+    def _zeros(self, cell: Cell) -> _Cell:
+        size = [at.stop - at.start for at in cell.where]
+        _, dtype, device = self.output
+        return _Cell(*(torch.zeros(1, channels, *size, dtype=dtype, device=device) for channels in (self.classes, 1)))
+
+    def _add(self, sums: _Cell, cell: Cell, prediction: Tensor) -> None:
+        # As in MONAI, the product has the dtype of the prediction, and the sum that of the image.
+        product = _part(prediction, cell.in_window) * _part(self.weights, cell.in_window)
+        product = product.to(prediction.dtype).to(self.output.device)
+        _part(sums.predictions[0], cell.in_cell).add_(product)
+        _part(sums.weights[0], cell.in_cell).add_(_part(self.own_weights, cell.in_window))
+
+    def _finish(self, n: int, cell: Cell, sums: _Cell) -> None:
+        _part(self.labels[n], cell.where).copy_(labels_of(sums.predictions.div_(sums.weights), self.regions)[0])
+
+
+def labels_of(logits: Tensor, regions: bool | Sequence[int]) -> Tensor:
+    """Labels (N, *spatial) of logits (N, K, *spatial), or truth values (N, K, *spatial) for ``regions=True``."""
+    if regions is False:
+        return argmax_labels(logits)
+    if regions is True:
+        return logits > 0
+    labels = torch.zeros_like(logits[:, 0], dtype=labels_dtype(max(regions) + 1))
+    for k, label in enumerate(regions):
+        labels.masked_fill_(logits[:, k] > 0, label)
+    return labels
+
+
+def _predicted(model: Callable[[Tensor], Tensor], data: Tensor, axes: list[tuple[int, ...]]) -> Tensor:
+    """The prediction of windows, or the mean of those of all mirrored windows."""
+    prediction = _checked(model(data), data)
+    if axes:
+        prediction = prediction.clone()
+        for flipped in axes:
+            prediction += _checked(model(data.flip(flipped)), data).flip(flipped)
+        prediction /= len(axes) + 1
+    return prediction
+
+
+def _checked(prediction: Any, data: Tensor) -> Tensor:
+    if not isinstance(prediction, Tensor):
+        raise TypeError(
+            f"{OP}: model must return one tensor, got {type(prediction).__name__}; wrap a model of several outputs in "
+            "a function that returns the one to predict from"
+        )
+    if not prediction.is_floating_point():
+        raise TypeError(f"{OP}: model must return floating-point logits, got {prediction.dtype}")
+    expected = (data.shape[0], prediction.shape[1] if prediction.dim() > 1 else "K", *data.shape[2:])
+    if tuple(prediction.shape) != expected:
+        raise ValueError(
+            f"{OP}: model must return (n, K, *roi), one vector of logits for each position, which for windows "
+            f"{tuple(data.shape)} is {expected}, got {tuple(prediction.shape)}"
+        )
+    return prediction
+
+
+def _check_image(image: object) -> None:
+    check_tensor(OP, image, "image")
+    assert isinstance(image, Tensor)
+    check_dtype(OP, "image", image.dtype)
+    if not 3 <= image.dim() <= 5 or not image.numel():
+        raise ValueError(
+            f"{OP}: image must have shape (N, C, *spatial) with one to three spatial dimensions and at least one "
+            f"value, got {tuple(image.shape)}"
+        )
+
+
+def _check_regions(regions: bool | Sequence[int]) -> None:
+    if not isinstance(regions, bool) and not all(isinstance(label, int) and label >= 0 for label in regions):
+        raise ValueError(f"{OP}: regions must be True, False, or labels of at least 0, got {regions!r}")
+
+
+def _roi(roi: int | Sequence[int | None], image: Tensor) -> tuple[int, ...]:
+    spatial = image.shape[2:]
+    given = tuple(roi) if isinstance(roi, Sequence) else (roi,) * len(spatial)
+    if len(given) != len(spatial) or not all(size is None or isinstance(size, int) for size in given):
+        raise ValueError(f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r}")
+    return tuple(n if size is None or size < 1 else size for size, n in zip(given, spatial, strict=True))
+
+
+def _for_axes(
+    name: str, value: float | Sequence[float], dims: int, text: str, fits: Callable[[float], bool]
+) -> tuple[float, ...]:
+    """One number for each axis."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * dims
+    if len(given) != dims or not all(map(fits, given)):
+        raise ValueError(f"{OP}: {name} must be one number {text}, or {dims} of them, got {value!r}")
+    return given
+
+
+def _mirrored_axes(mirror: Sequence[int], dims: int) -> list[tuple[int, ...]]:
+    """Every set of axes of a window that is mirrored, in the order of nnU-Net."""
+    if len(set(mirror)) != len(mirror) or not all(0 <= axis < dims for axis in mirror):
+        raise ValueError(f"{OP}: mirror must have different axes from 0 to {dims - 1}, got {tuple(mirror)!r}")
+    axes = [axis + 2 for axis in mirror]
+    sets: Iterable[tuple[int, ...]] = chain.from_iterable(combinations(axes, i + 1) for i in range(len(axes)))
+    return list(sets)
+
+
+def _padded(image: Tensor, roi: tuple[int, ...], mode: str, cval: float) -> tuple[Tensor, tuple[int, ...]]:
+    """The image with at least the sizes of a window, and the number of added positions before it along each axis."""
+    missing = [max(size - n, 0) for size, n in zip(roi, image.shape[2:], strict=True)]
+    before = tuple(n // 2 for n in missing)
+    if any(missing):
+        pads = [(b, n - b) for b, n in zip(before, missing, strict=True)]
+        image = F.pad(image, list(chain.from_iterable(reversed(pads))), mode, cval)
+    return image, before

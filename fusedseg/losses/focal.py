@@ -1,0 +1,249 @@
+"""The focal losses of MONAI (``monai.losses``), with their names and arguments."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.loss import _Loss
+
+from ..ops.check import check_choice
+from ..ops.segmentation.conv_logits import ConvLogits, Logits
+from ..ops.segmentation.op import sums
+from ..ops.segmentation.spec import NLL, OTHER_NLL, Given
+from .monai import Call, DiceLoss, Form
+
+
+class Focal(NamedTuple):
+    """The arguments of the focal part of a loss; ``name`` is the name of the loss in errors."""
+
+    name: str
+    include_background: bool
+    alpha: Tensor | float | None
+    weight: Tensor | None
+    reduction: str
+    softmax: bool = False
+
+    @classmethod
+    def of(
+        cls, name: str, include_background: bool, alpha: Sequence[float] | float | None, reduction: str, softmax: bool
+    ) -> "Focal":
+        """Without a weight, which is a buffer of the loss."""
+        single = alpha is None or isinstance(alpha, (int, float))
+        if alpha is not None and single and softmax and not include_background:
+            warnings.warn(
+                f"{name}: a single alpha is ignored with use_softmax=True and include_background=False", stacklevel=3
+            )
+            alpha = None
+        found: Any = alpha if single else torch.as_tensor(alpha)
+        return cls(name, include_background, found, None, reduction, softmax)
+
+    def value(self, found: Tensor, call: Call) -> Tensor:
+        """The loss from its sums, (ROWS, N, K)."""
+        per_class = self._weighted(self._balanced(found))
+        S = math.prod(call.given.logits.shape[2:])
+        valid = self._valid(call)
+        if self.reduction == "sum":
+            # As in MONAI, a mean over positions, and a sum over samples and classes.
+            return per_class.sum() / S if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
+        if valid is not None:
+            return per_class.sum() / valid.sum().clamp(min=_EPS)
+        return per_class.sum() / (per_class.numel() * S)
+
+    def _balanced(self, found: Tensor) -> Tensor:
+        """The sums of each sample and class that counts, with alpha."""
+        nll, other, alpha = found[NLL], found[OTHER_NLL], self.alpha
+        if not self.softmax and not self.include_background and nll.shape[1] > 1:
+            nll, other = nll[:, 1:], other[:, 1:]
+        K = nll.shape[1]
+        if isinstance(alpha, Tensor):
+            if alpha.shape != (K,):
+                raise ValueError(f"{self.name}: alpha must have {K} values, one for each class, got {alpha.tolist()}")
+            alpha = alpha.to(nll)
+        if self.softmax:
+            if isinstance(alpha, (int, float)):
+                alpha = nll.new_tensor([1 - alpha] + [alpha] * (K - 1))
+            return nll if alpha is None else alpha * nll
+        if alpha is None:
+            return nll + other
+        return alpha * nll + (other if isinstance(alpha, Tensor) else (1 - alpha) * other)
+
+    def _weighted(self, per_class: Tensor) -> Tensor:
+        weight = self.weight
+        if weight is None:
+            return per_class
+        if weight.dim() and (weight.shape != per_class.shape[1:] or per_class.shape[1] == 1):
+            raise ValueError(
+                f"{self.name}: weight must be one number, or have one value for each of several classes that count, "
+                f"got {tuple(weight.shape)} for {per_class.shape[1]}"
+            )
+        return per_class * weight.to(per_class)
+
+    def _valid(self, call: Call) -> Tensor | None:
+        """The number of positions of each sample that are not ignored, (N,); None if none can be ignored."""
+        mask, ignore = call.given.mask, call.spec.ignore
+        if mask is None and ignore is not None:
+            mask = call.given.target != ignore
+        return None if mask is None else mask.flatten(1).sum(1).to(torch.get_default_dtype())
+
+
+_EPS = torch.finfo(torch.float32).eps
+
+
+def _without_background(call: Call) -> Call:
+    """The call without the first class.  Positions of the background are ignored, since they add nothing."""
+    x, target, mask = call.given
+    if isinstance(x, ConvLogits):
+        bias = None if x.bias is None else x.bias[1:]
+        rest: Logits = ConvLogits(x.features, x.weight[1:], bias, x.size, x.align_corners)
+    else:
+        rest = x[:, 1:]
+    if call.spec.dense:
+        return Call(Given(rest, target[:, 1:], mask), call.spec)
+    labels = target.to(torch.int16 if x.shape[1] < 2**15 else torch.int64) - 1
+    if call.spec.ignore is not None:
+        labels = labels.masked_fill(target == call.spec.ignore, -1)
+    return Call(Given(rest, labels), call.spec._replace(ignore=-1))
+
+
+class FocalLoss(_Loss):
+    """Focal loss of logits (N, K, *spatial) that keeps nothing but the logits for backward.
+
+    Equals ``monai.losses.FocalLoss`` with the same arguments, in value and gradient: the cross-entropy of each position
+    and class times ``(1 - p) ** gamma``, where p is the probability of what the target says.  MONAI computes it in
+    float32, whatever the dtype; here it is computed in float64 for float64 logits.
+
+    Args:
+        include_background, to_onehot_y, gamma, weight, use_softmax, ignore_index: as in MONAI.
+        alpha: as in MONAI; with sigmoids, the target must consist of zeros and ones.
+        reduction: "mean" or "sum", which is a mean over positions and a sum over samples and classes, as in MONAI.
+
+    Its forward takes the logits and a target: labels (N, 1, *spatial) with to_onehot_y, of any integer or floating
+    dtype, which are never expanded; otherwise a tensor of the shape of the logits.
+
+    Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
+    with channels has an ignore_index.  With use_softmax and without the background, whose logits do not count at all,
+    each pass copies the other logits; their labels are kept in int16.
+
+    Raises:
+        ValueError: the reduction is "none", which needs a value per position (use ``monai.losses.FocalLoss``); gamma is
+            negative; a shape, a weight or an alpha is wrong.
+        RuntimeError: backward itself is differentiated.
+
+    Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
+    """
+
+    def __init__(
+        self,
+        include_background: bool = True,
+        to_onehot_y: bool = False,
+        gamma: float = 2.0,
+        alpha: float | Sequence[float] | None = None,
+        weight: Sequence[float] | float | Tensor | None = None,
+        reduction: str = "mean",
+        use_softmax: bool = False,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
+        name = "fusedseg.losses.FocalLoss"
+        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
+        _check_gamma(name, gamma)
+        self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
+        self.gamma = float(gamma)
+        self.focal = Focal.of(name, include_background, alpha, self.reduction, use_softmax)
+        self.register_buffer("class_weight", _weight(name, weight))
+        self.class_weight: Tensor | None
+
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
+        call = self.form.call(input, target)
+        likelihood = "softmax" if self.focal.softmax else "sigmoid"
+        spec = call.spec._replace(probability="none", likelihood=likelihood, gamma=self.gamma)
+        call = call._replace(spec=spec)
+        apart = self.focal.softmax and not self.focal.include_background and input.shape[1] > 1
+        found = sums(*(_without_background(call) if apart else call))
+        return self.focal._replace(weight=self.class_weight).value(found, call)
+
+
+class DiceFocalLoss(_Loss):
+    """Dice loss and focal loss of logits (N, K, *spatial) in one pass that keeps nothing but the logits.
+
+    Equals ``monai.losses.DiceFocalLoss`` with the same arguments, in value and gradient: ``lambda_dice`` times
+    ``DiceLoss``, plus ``lambda_focal`` times ``FocalLoss``.  As in MONAI, the focal part is that of sigmoids, even with
+    ``softmax=True``.
+
+    Args:
+        include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr: as in MONAI.
+        batch, gamma, weight, lambda_dice, lambda_focal: as in MONAI.
+        alpha: as in MONAI; the target must consist of zeros and ones then.
+        other_act: not supported; leave it None.
+        reduction: "mean" or "sum".
+
+    Target, errors and sources are those of ``fusedseg.DiceLoss`` and ``FocalLoss``.
+
+    Kept for backward: the logits and the target, which the caller has anyway.
+    """
+
+    def __init__(
+        self,
+        include_background: bool = True,
+        to_onehot_y: bool = False,
+        sigmoid: bool = False,
+        softmax: bool = False,
+        other_act: Callable | None = None,
+        squared_pred: bool = False,
+        jaccard: bool = False,
+        reduction: str = "mean",
+        smooth_nr: float = 1e-5,
+        smooth_dr: float = 1e-5,
+        batch: bool = False,
+        gamma: float = 2.0,
+        weight: Sequence[float] | float | Tensor | None = None,
+        lambda_dice: float = 1.0,
+        lambda_focal: float = 1.0,
+        alpha: float | None = None,
+    ) -> None:
+        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
+        name = "fusedseg.losses.DiceFocalLoss"
+        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
+        _check_gamma(name, gamma)
+        for key, value in (("lambda_dice", lambda_dice), ("lambda_focal", lambda_focal)):
+            if value < 0:
+                raise ValueError(f"{name}: {key} must be at least 0, got {value}")
+        self.dice = DiceLoss(
+            include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
+            smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, weight=_weight(name, weight),
+        )  # fmt: skip
+        self.dice.form = self.dice.form._replace(name=name)
+        self.dice.form.check(other_act)
+        self.focal = Focal.of(name, include_background, alpha, self.reduction, False)
+        self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
+
+    def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
+        call = self.dice.form.call(input, target)
+        spec = call.spec
+        if not self.lambda_dice:
+            spec = spec._replace(probability="none")
+        if self.lambda_focal:
+            spec = spec._replace(likelihood="sigmoid", gamma=self.gamma)
+        found = sums(call.given, spec)
+        loss = found.new_zeros(())
+        if self.lambda_dice:
+            loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
+        if self.lambda_focal:
+            focal = self.focal._replace(weight=self.dice.class_weight)
+            loss = loss + self.lambda_focal * focal.value(found, call)
+        return loss
+
+
+def _check_gamma(name: str, gamma: float) -> None:
+    if gamma < 0:
+        raise ValueError(f"{name}: gamma must be at least 0, got {gamma}")
+
+
+def _weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:
+    found = None if weight is None else torch.as_tensor(weight)
+    if found is not None and found.min() < 0:
+        raise ValueError(f"{name}: weight must not be negative, got {found.tolist()}")
+    return found
