@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .. import nn as fused
 from ..activation import is_invertible, parse_activation
 from ..conversion import convert
-from .needed import needed
+from .common import needed
 
 OP = "fusedseg.integrations.monai"
 _factories = needed("monai", "monai", "monai.networks.layers.factories")
