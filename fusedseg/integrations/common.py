@@ -45,7 +45,7 @@ def converted_once(model: nn.Module, example_inputs: Any, options: dict[str, Any
     example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
     report = convert(model, example_inputs=example_inputs, **options)
     left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
-    text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are fused{left}"
+    text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
     if report.before and report.after:
         kept, peak = (
             f"{getattr(report.before, part) / 2**20:.1f} -> {getattr(report.after, part) / 2**20:.1f} MiB"
@@ -54,4 +54,4 @@ def converted_once(model: nn.Module, example_inputs: Any, options: dict[str, Any
         text += f"; a step on the example keeps {kept} for backward, peak {peak}"
     elif not report.replaced:
         text += f" ({report.how})"
-    return report, f"{text}.  The report of the callback has every module"
+    return report, text

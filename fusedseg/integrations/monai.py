@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import nn as fused
 from ..activation import is_invertible, parse_activation
-from ..conversion import convert
-from .common import needed
+from .common import converted_once, needed
 
 OP = "fusedseg.integrations.monai"
 _factories = needed("monai", "monai", "monai.networks.layers.factories")
@@ -98,13 +97,15 @@ def converted(model: nn.Module, **options: Any) -> nn.Module:
         model: a network; it is changed in place.
         options: the arguments of ``fusedseg.convert``, such as ``example_inputs``.
 
-    The report is logged with level INFO, under the name of this module.
+    A model that is converted already stays as it is.  The report is logged with level INFO, under the name of this
+    module.
 
     Raises:
         TypeError, ValueError: as in ``fusedseg.convert``.
     """
-    report = convert(model, **tree_map_only(_MetaTensor, lambda tensor: tensor.as_tensor(), options))
-    logger.info("%s", report)
+    options = tree_map_only(_MetaTensor, lambda tensor: tensor.as_tensor(), options)
+    report, message = converted_once(model, options.pop("example_inputs", None), options)
+    logger.info("%s", message if report is None else f"{message}\n{report}")
     if _to_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_to_plain, with_kwargs=True)
         model.register_forward_hook(_to_meta, with_kwargs=True)
