@@ -25,6 +25,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"activation"}, {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
+    # The frameworks are imported by name, in functions of common.py.
+    "integrations": ({"activation", "conversion", "memory", "nn", "ops"}, {"torch"}),
     "__init__": (BASE | {"conversion", "functional", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),

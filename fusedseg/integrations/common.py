@@ -33,7 +33,9 @@ def needed(integration: str, pip: str, *names: str) -> Any:
     )
 
 
-def converted_once(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tuple[ConversionReport | None, str]:
+def converted_once(
+    model: nn.Module, example_inputs: Any, options: dict[str, Any]
+) -> tuple[ConversionReport | None, str]:
     """Converts a model unless it, or a part of it, is converted already; returns the report and a message about it.
 
     The example moves to the device of the model first.

@@ -88,7 +88,7 @@ class BatchStatistics:
         if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
             name = f"fusedseg.{type(self).__name__}"
             raise RuntimeError(
-                f"{name}: nn.SyncBatchNorm.convert_sync_batchnorm would replace this module by a norm without its "
+                f"{name}: convert_sync_batchnorm would replace this module by a norm without its "
                 "activation; call fusedseg.convert_sync(model) instead, which serves plain BatchNorms as well"
             )
         try:

@@ -27,6 +27,8 @@ for op in ("nms", "qnms"):
 
 def framework(name: str) -> Any:
     """Imports a framework, or skips the test."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"{name} is not installed")
     if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
         _library()
     return pytest.importorskip(name)
