@@ -78,7 +78,7 @@ class ABN(_InPlaceABN):
     """
 
     OP = f"{OP}.ABN"
-    # A state dict that fusedseg wrote is told by this number; the package, nn.BatchNorm2d and fusedseg.InPlaceABN have 2.
+    # This number tells a state dict of this module; the package, nn.BatchNorm2d and fusedseg.InPlaceABN write 2.
     _version = 3
     _in_place = False
 

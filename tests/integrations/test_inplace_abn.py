@@ -61,7 +61,8 @@ def test_a_module_is_batchnorm_and_activation(name, cls):
         assert_same(ours, stock, x, training=training)
     assert_same(pickle.loads(pickle.dumps(ours)), copy.deepcopy(stock), x)
     assert isinstance(ours[1], plugin.ABN)
-    assert ours[1].KEEP == ("output" if ACTIVATIONS[name][3] and cls is plugin.InPlaceABN else "input")
+    in_place = ACTIVATIONS[name][3] and cls is plugin.InPlaceABN
+    assert (ours[1].KEEP == "output") == in_place
     assert (ours[1].activation, ours[1].activation_param) == ACTIVATIONS[name][:2]
 
 
@@ -71,7 +72,7 @@ def test_a_module_in_place_keeps_one_tensor():
         net = nn.Sequential(nn.Conv2d(3, 16, 3), cls(16), nn.Conv2d(16, 2, 1))
         x = torch.randn(2, 3, 34, 34)
         with SavedBytes(owned=[x, *net.parameters(), *net.buffers()]) as saved:
-            out = net(x)
+            _out = net(x)
         kept[cls] = saved.nbytes
     tensor = 2 * 16 * 32 * 32 * 4
     # A small vector for each of the statistics comes on top.
@@ -92,7 +93,7 @@ def test_arguments_of_both_versions_of_the_package():
     sync = plugin.InPlaceABNSync(4, group=group)
     sync.set_group(None)
     assert sync.group is None
-    with pytest.raises(ValueError, match="activation must be one of .*, got 'swish'"):
+    with pytest.raises(ValueError, match=r"activation must be one of .*, got 'swish'"):
         plugin.InPlaceABN(4, activation="swish")
 
 
@@ -134,7 +135,7 @@ def test_convert_sync_keeps_the_names_of_the_package():
     fusedseg.convert_sync(net)
     assert [type(module) for module in net] == [plugin.InPlaceABNSync] * 3
     assert [module.KEEP for module in net] == ["output", "input", "input"]
-    with pytest.raises(RuntimeError, match="call fusedseg.convert_sync"):
+    with pytest.raises(RuntimeError, match=r"call fusedseg\.convert_sync"):
         nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 
@@ -152,7 +153,7 @@ def test_checkpoint_of_the_package():
     assert torch.equal(plugin.equal_weights(state, stock, nn.BatchNorm2d)["1.weight"], loaded["0.weight"])
     with pytest.raises(ValueError, match="model must have a module of the classes"):
         plugin.equal_weights(state, stock)
-    with pytest.raises(ValueError, match="must have the key '0.weight'"):
+    with pytest.raises(ValueError, match=r"must have the key '0\.weight'"):
         plugin.equal_weights({}, net)
 
 

@@ -1,4 +1,4 @@
-"""segmentation_models_pytorch, timm and networks like ML-Decoder's import ``inplace_abn``, and get this package's norms.
+"""segmentation_models_pytorch, timm and networks like ML-Decoder's import ``inplace_abn``, and get our norms.
 
 Each program runs in a process of its own, since the libraries look for the package when they are imported.
 """

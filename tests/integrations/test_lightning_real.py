@@ -142,7 +142,7 @@ def test_averaged_weights_and_frozen_norms(program):
     """Lightning's callbacks that look for norms by class find those of a converted network."""
     from fusedseg.integrations.lightning import Convert
 
-    averaged, kept = program["Lit"](), {}
+    averaged = program["Lit"]()
     program["fit"](averaged, Convert(), pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
     pl.callbacks.BaseFinetuning.freeze(averaged.net, train_bn=False)
     assert not any(p.requires_grad for p in averaged.net.parameters())

@@ -117,12 +117,12 @@ def test_synchronisation_that_would_drop_activations(convert):
 
 
 def test_a_replaced_norm_of_a_converted_model_is_noticed():
-    """timm's ``freeze_batch_norm_2d`` and detectron2's ``convert_frozen_batchnorm`` replace every ``nn.BatchNorm2d``."""
+    """timm's ``freeze_batch_norm_2d`` and detectron2's ``convert_frozen_batchnorm`` replace ``nn.BatchNorm2d``."""
     model = networks.UNet().eval()
     fusedseg.convert(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.BatchNorm2d):
                 setattr(module, name, nn.Identity())
-    with pytest.raises(RuntimeError, match="was replaced or removed, but .* still leaves its work to it"):
+    with pytest.raises(RuntimeError, match=r"was replaced or removed, but .* still leaves its work to it"):
         model(torch.randn(1, 3, 16, 16))
