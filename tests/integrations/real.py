@@ -28,7 +28,7 @@ for op in ("nms", "qnms"):
 def framework(name: str) -> Any:
     """Imports a framework, or skips the test."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
     if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
         _library()
     return pytest.importorskip(name)
