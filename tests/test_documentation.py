@@ -4,6 +4,7 @@ The rules that a page follows:
 
 * Each ``python`` block runs by itself, in an empty folder.
 * A ``text`` block that directly follows a ``python`` block is what that block prints.
+* A ``python`` block that imports one of ``FRAMEWORKS`` runs in a process of its own, and is skipped without it.
 * Each line of a ``bash`` block is a command that ``check_command`` knows.
 """
 
@@ -12,12 +13,16 @@ import importlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import fusedseg
+from tests.integrations.real import LIBRARY, framework
 from tests.tools.threads import threads
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +31,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
 LARGEST_PICTURE = 150_000
+FRAMEWORKS = "monai", "segmentation_models_pytorch", "lightning", "transformers"
 
 
 class Block(NamedTuple):
@@ -60,6 +66,10 @@ COMMANDS = [
 @pytest.mark.parametrize("block", PYTHON, ids=[block.where for block in PYTHON])
 def test_a_python_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    wanted = [name for name in FRAMEWORKS if re.search(rf"^(import|from) {name}\b", block.text, re.MULTILINE)]
+    if wanted:
+        run_elsewhere(block, wanted)
+        return
     printed = io.StringIO()
     # Empty lines come first, so that line numbers in a traceback are line numbers of the page.
     page, _, line = block.where.rpartition(":")
@@ -68,6 +78,18 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
         exec(code, {"__name__": "__main__"})
     if block.output is not None:
         assert printed.getvalue().rstrip() == block.output.rstrip()
+
+
+def run_elsewhere(block: Block, frameworks: list[str]) -> None:
+    """Runs a block that shows a framework in a fresh process, in which nothing has imported the framework."""
+    for name in frameworks:
+        framework(name)
+    head = f"import sys, warnings; sys.path[:] = {sys.path!r}; warnings.simplefilter('ignore')\n"
+    code = head + ("" if torch.version.cuda else LIBRARY) + block.text
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{block.where}: {done.stderr}"
+    if block.output is not None:
+        assert done.stdout.rstrip() == block.output.rstrip()
 
 
 class Parsed(Exception):

@@ -88,6 +88,12 @@ def test_import_leaves_the_kernels_alone(found):
     assert "fusedseg.kernels" not in found["loaded"]
 
 
+def test_import_leaves_the_integrations_alone(found):
+    """They import frameworks, which may be absent."""
+    for when in ("loaded", "by the command line", "by the demo"):
+        assert not [name for name in found[when] if name.startswith("fusedseg.integrations")]
+
+
 def test_import_leaves_the_compiler_alone(found):
     """A decorator of ``torch.compiler`` imported ``torch._dynamo``, which doubled the time of ``import fusedseg``."""
     assert {"torch._dynamo", "triton", "sympy"}.isdisjoint(found["loaded"])

@@ -27,6 +27,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"activation"}, {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
+    # The frameworks are imported by name, in functions of common.py.
+    "integrations": ({"activation", "conversion", "memory", "nn", "ops"}, {"torch"}),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
     "demo": ({"losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),

@@ -159,6 +159,11 @@ def install(root: nn.Module, wiring: Wiring) -> None:
     root.__dict__[WIRING] = wiring
 
 
+def is_converted(module: nn.Module) -> bool:
+    """Whether ``convert`` has given the module a scope; it gives one to the root of a model."""
+    return WIRING in module.__dict__
+
+
 def remove(module: nn.Module) -> None:
     """Takes the scope away, and restores the module's class unless other code has changed the class since."""
     module.__dict__.pop(WIRING, None)

@@ -53,8 +53,8 @@ class BatchStatistics:
     """The statistics of modules that are a ``_BatchNorm``.
 
     Code that searches a model for BatchNorms, such as ``swa_utils.update_bn``, finds these modules.
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` finds them too, and would replace them by norms without an activation.
-    The property ``qconfig`` makes it raise an error.
+    ``nn.SyncBatchNorm.convert_sync_batchnorm``, and functions of this name in other libraries, find them too, and would
+    replace them by norms without an activation.  The property ``qconfig`` makes them raise an error.
     """
 
     KIND = "batch"
@@ -86,15 +86,15 @@ class BatchStatistics:
     def qconfig(self) -> Any:
         """The attribute that PyTorch's quantisation sets on modules.
 
-        ``convert_sync_batchnorm`` asks for it by ``hasattr``, which lets every error pass except AttributeError.  No
-        other attribute that it reads could raise an error without harm to other code.  Only the frame of the caller
-        shows who asks, because ``torch.ao.quantization.prepare`` asks every module for this attribute as well.
+        ``convert_sync_batchnorm`` of PyTorch asks for it by ``hasattr``, which lets every error pass except
+        AttributeError, and so do the copies of this function in other libraries, such as timm.  No other attribute that
+        they read could raise an error without harm to other code.  Only the frame of the caller shows who asks, because
+        ``torch.ao.quantization.prepare`` asks every module for this attribute as well.
         """
-        asking = sys._getframe(1).f_code
-        if asking is nn.SyncBatchNorm.convert_sync_batchnorm.__func__.__code__:  # type: ignore[attr-defined]
+        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
             name = f"fusedseg.{type(self).__name__}"
             raise RuntimeError(
-                f"{name}: nn.SyncBatchNorm.convert_sync_batchnorm would replace this module by a norm without its "
+                f"{name}: convert_sync_batchnorm would replace this module by a norm without its "
                 "activation; call fusedseg.convert_sync(model) instead, which serves plain BatchNorms as well"
             )
         try:

@@ -14,8 +14,17 @@ def _warn_alone() -> None:
     warnings.warn(
         "fusedseg: torch.distributed is not initialised, so the statistics of synchronised norms are those of this "
         "process alone",
-        stacklevel=8,
+        stacklevel=9,
     )
+
+
+def group_name(process_group: Any) -> str | None:
+    """The name of the group, or of the group of all processes for None; None if there are no other processes."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        _warn_alone()
+        return None
+    group: Any = distributed.group.WORLD if process_group is None else process_group
+    return group.group_name if distributed.get_world_size(group) > 1 else None
 
 
 class Synchronised:
@@ -33,9 +42,5 @@ class Synchronised:
 
     @unfused.assume_constant_result
     def _group(self) -> str | None:
-        """The name of the group, or None; in compiled code this runs once, while the forward is traced."""
-        if not distributed.is_available() or not distributed.is_initialized():
-            _warn_alone()
-            return None
-        group: Any = distributed.group.WORLD if self.process_group is None else self.process_group
-        return group.group_name if distributed.get_world_size(group) > 1 else None
+        """``group_name``, which in compiled code runs once, while the forward is traced."""
+        return group_name(self.process_group)

@@ -100,7 +100,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
     else:
         z = torch.empty_like(x)
         each = [_each(v, x, spec) for v in (weight, bias, *running)]
-        mean, second = x.new_empty(2, len(x) * x.shape[1], dtype=acc)
+        mean, second = x.new_empty((2, len(x) * x.shape[1]), dtype=acc)
         first = 0
         for xp, zp in zip(_problems(x, spec), _problems(z, spec), strict=True):
             u = slice(first, first := first + xp.shape[1])
@@ -295,7 +295,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
     # A part has at least two groups of channels, so that two threads find work.
     step = max(2, PART_BYTES // (x.nbytes // U) // D) * D
     # All parts share this memory, because allocating memory for each part would cost more than the computation.
-    scratch = x.new_empty(2, N * step * (x.numel() // (N * U)))
+    scratch = x.new_empty((2, N * step * (x.numel() // (N * U))))
     sums: list[tuple] = []
     for u in (slice(first, min(first + step, U)) for first in range(0, U, step)):
         xp, dzp = wide["x"][:, u], wide["dz"][:, u]

@@ -291,7 +291,7 @@ def _backward_planes(
     s1, s2 = [], []
     at_once = training and job.D == 1
     by_sums = at_once and z.dtype == job.rstd.dtype
-    memory = z.new_empty(2, N * (parts[0].stop - parts[0].start) * S)
+    memory = z.new_empty((2, N * (parts[0].stop - parts[0].start) * S))
     for c in parts:
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)

@@ -45,7 +45,7 @@ def forward(given: Given, spec: Spec) -> Tensor:
     """The sums, (ROWS, N, K)."""
     given, sizes = dense(given)
     if given.logits.numel() == 0:
-        return given.logits.new_zeros(ROWS, sizes.N, sizes.K, dtype=sums_dtype(given.logits, spec))
+        return given.logits.new_zeros((ROWS, sizes.N, sizes.K), dtype=sums_dtype(given.logits, spec))
     if not _backend.use_triton(given.logits, "sums"):
         return aten.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd

@@ -1,0 +1,59 @@
+"""What the integrations share: the import of a framework, and a conversion that is done once."""
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..conversion import ConversionReport, convert
+from ..conversion.scope import is_converted
+
+
+def needed(integration: str, pip: str, *names: str) -> Any:
+    """Imports the first of the modules ``names`` that is installed, and returns it.
+
+    A module that the program has imported already comes first, because a framework may be installed under two names.
+
+    Raises:
+        ImportError: no module is installed; the error names the command that installs one.
+    """
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # If the framework is there but a package that it imports is not, its own error says which one.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+    framework = " or ".join(dict.fromkeys(name.split(".")[0] for name in names))
+    raise ImportError(
+        f"fusedseg.integrations.{integration} needs {framework}, which is not installed; run: pip install {pip}"
+    )
+
+
+def converted_once(
+    model: nn.Module, example_inputs: Any, options: dict[str, Any]
+) -> tuple[ConversionReport | None, str]:
+    """Converts a model unless it, or a part of it, is converted already; returns the report and a message about it.
+
+    The example moves to the device of the model first.
+    """
+    name = type(model).__name__
+    if any(is_converted(module) for module in model.modules()):
+        return None, f"fusedseg: {name} is converted already, so it stays as it is"
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
+    report = convert(model, example_inputs=example_inputs, **options)
+    left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
+    text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
+    if report.before and report.after:
+        kept, peak = (
+            f"{getattr(report.before, part) / 2**20:.1f} -> {getattr(report.after, part) / 2**20:.1f} MiB"
+            for part in ("saved", "peak")
+        )
+        text += f"; a step on the example keeps {kept} for backward, peak {peak}"
+    elif not report.replaced:
+        text += f" ({report.how})"
+    return report, text

@@ -1,0 +1,147 @@
+"""Callbacks for Lightning: ``Convert`` converts the network before training, ``MemoryReport`` counts a step's bytes."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion import ConversionReport
+from ..memory import LiveBytes
+from ..nn import convert_sync
+from .common import converted_once, needed
+
+OP = "fusedseg.integrations.lightning"
+# The package has two names, and its classes are not the same under both.
+_pl: Any = needed("lightning", "lightning", "lightning.pytorch", "pytorch_lightning")
+
+
+def _say(trainer: Any, text: str) -> None:
+    if trainer.is_global_zero:
+        _pl.utilities.rank_zero_info(text)
+
+
+class Convert(_pl.Callback):
+    """Converts the network of a ``LightningModule`` before training starts, by ``fusedseg.convert``.
+
+    ``Trainer(callbacks=[Convert()])`` is the only change to a program.  The network is converted in ``setup``, before
+    optimizers are made, the strategy wraps it, and a checkpoint is loaded; checkpoints have the stock names.  If the
+    network is made later, in the module's own ``setup`` or ``configure_model``, it is converted when training starts.
+    A network that is converted already stays as it is, and a message says so.  Validation, test and prediction convert
+    nothing.
+
+    Args:
+        module: the name of the network in the ``LightningModule``, such as "net".  By default it is the only child that
+            has parameters.  "" is the ``LightningModule`` itself, whose ``training_step`` must then call
+            ``self(batch)``, because the recompute scope begins where the converted module is called.
+        example_inputs: as in ``fusedseg.convert``; by default the module's ``example_input_array``.
+        sync: whether the norms get the statistics of all processes, by ``fusedseg.convert_sync``.  It stands for
+            ``Trainer(sync_batchnorm=True)``, which raises an error for a converted network.
+        options: more arguments of ``fusedseg.convert``, such as ``mode`` and ``inplace``.
+
+    Attributes:
+        report: the ``ConversionReport``, or None as long as nothing was converted.
+
+    Raises:
+        ValueError: no or several children have parameters, and ``module`` is not given; or as in ``fusedseg.convert``.
+        TypeError: as in ``fusedseg.convert``.
+        RuntimeError: the network is made in ``configure_model`` and sharded by FSDP; call ``fusedseg.convert`` there.
+    """
+
+    def __init__(
+        self, module: str | None = None, *, example_inputs: Any = None, sync: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.module, self.example_inputs, self.sync, self.options = module, example_inputs, sync, options
+        self.report: ConversionReport | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        later = type(pl_module).configure_model is not _pl.LightningModule.configure_model
+        if stage == "fit" and not later and any(True for _ in pl_module.parameters()):
+            self._convert(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.report is None:
+            self._convert(trainer, pl_module)
+
+    def _convert(self, trainer: Any, pl_module: Any) -> None:
+        network = self._network(pl_module)
+        if any(type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in network.modules()):
+            raise RuntimeError(
+                f"{OP}.Convert: {type(network).__name__} is sharded already; call fusedseg.convert in configure_model, "
+                "before fully_shard, and leave this callback out"
+            )
+        example = pl_module.example_input_array if self.example_inputs is None else self.example_inputs
+        report, message = converted_once(network, example, self.options)
+        self.report = report or self.report
+        if self.sync:
+            convert_sync(network)
+        _say(trainer, message)
+
+    def _network(self, pl_module: Any) -> nn.Module:
+        if self.module is not None:
+            return pl_module.get_submodule(self.module)
+        names = [name for name, child in pl_module.named_children() if any(True for _ in child.parameters())]
+        if len(names) != 1:
+            raise ValueError(
+                f"{OP}.Convert: module must name the network, because {type(pl_module).__name__} has "
+                f"{len(names)} children with parameters{': ' + ', '.join(names) if names else ''}"
+            )
+        return pl_module.get_submodule(names[0])
+
+
+class MemoryReport(_pl.Callback):
+    """Counts the bytes of one training step, and logs them: those alive before backward, and the most at once.
+
+    On a GPU the caching allocator counts.  Elsewhere ``fusedseg.memory.LiveBytes`` does, which sees no compiled code.
+    Both count beyond the bytes that are alive when the step begins, such as parameters and the states of optimizers.
+
+    Args:
+        batch: the training batch to count, beginning with 0.  In the first one, many optimizers make their states.
+
+    Attributes:
+        held: bytes alive before backward, outputs and loss included; None before the step.
+        peak: the most bytes alive at once during the step, gradients included.
+    """
+
+    def __init__(self, batch: int = 1) -> None:
+        super().__init__()
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+            raise ValueError(f"{OP}.MemoryReport: batch must be an integer >= 0, got {batch!r}")
+        self.batch = batch
+        self.held: int | None = None
+        self.peak: int | None = None
+        self._seen = 0
+        self._live: LiveBytes | None = None
+        self._before = 0
+        self._open = ExitStack()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        if self._seen == self.batch:
+            if pl_module.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(pl_module.device)
+                self._before = torch.cuda.memory_allocated(pl_module.device)
+            else:
+                self._live = self._open.enter_context(LiveBytes())
+        self._seen += 1
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if self._seen == self.batch + 1 and self.held is None:
+            live = torch.cuda.memory_allocated(pl_module.device) if self._live is None else self._live.current
+            self.held = live - self._before
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
+        if self._seen != self.batch + 1 or self.peak is not None:
+            return
+        self._open.close()
+        most = torch.cuda.max_memory_allocated(pl_module.device) if self._live is None else self._live.peak
+        self.peak, self._live = most - self._before, None
+        held = "" if self.held is None else f"{self.held / 2**20:.1f} MiB alive before backward, "
+        _say(trainer, f"fusedseg: training batch {self.batch}: {held}{self.peak / 2**20:.1f} MiB at the peak")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._open.close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.peak is None:
+            _say(trainer, f"fusedseg: training ended after {self._seen} batches, so batch {self.batch} was not counted")

@@ -1,0 +1,76 @@
+"""A callback for the ``Trainer`` of Hugging Face, which converts a segmentation model before training."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion import ConversionReport
+from .common import converted_once, needed
+
+OP = "fusedseg.integrations.transformers"
+_transformers: Any = needed("transformers", "transformers", "transformers")
+logger = logging.getLogger(__name__)
+
+
+class Convert(_transformers.TrainerCallback):
+    """Converts the model of a ``Trainer`` by ``fusedseg.convert``, before its optimizer is made.
+
+    ``Trainer(..., callbacks=[Convert()])`` is the only change to a program.  A callback that is added after the trainer
+    was made converts when training starts.  A model that is converted already stays as it is, and a message says so.
+    ``save_model`` writes a stock checkpoint.
+
+    Args:
+        example_inputs: as in ``fusedseg.convert``.  By default two images of 64x64 zeros, with the number of channels
+            in the model's configuration, as ``pixel_values``; the report then counts the bytes of such a batch.
+        options: more arguments of ``fusedseg.convert``, such as ``mode`` and ``inplace``.
+
+    Attributes:
+        report: the ``ConversionReport``, or None as long as nothing was converted.
+
+    Raises:
+        ValueError: the model does not take images, and ``example_inputs`` is not given; or as in ``fusedseg.convert``.
+        TypeError: as in ``fusedseg.convert``.
+
+    The message is logged with level WARNING, because Python shows no other level unless it is asked to.
+    """
+
+    def __init__(self, *, example_inputs: Any = None, **options: Any) -> None:
+        self.example_inputs, self.options = example_inputs, options
+        self.report: ConversionReport | None = None
+        self._done = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if model is not None:
+            self._convert(model, state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if not self._done:
+            self._convert(model, state)
+
+    def _convert(self, model: nn.Module, state: Any) -> None:
+        example = _images(model) if self.example_inputs is None else self.example_inputs
+        self.report, message = converted_once(model, example, self.options)
+        self._done = True
+        if state.is_world_process_zero:
+            logger.warning(message)
+
+
+def _images(model: Any) -> dict[str, torch.Tensor]:
+    """Images for the model, without values that matter."""
+    name = getattr(model, "main_input_name", None)
+    if name != "pixel_values":
+        raise ValueError(
+            f"{OP}.Convert: example_inputs must be given for {type(model).__name__}, whose input is {name!r}"
+        )
+    config = model.config
+    channels = next(
+        (
+            found
+            for part in (config, getattr(config, "backbone_config", None))
+            if (found := getattr(part, "num_channels", None)) is not None
+        ),
+        3,
+    )
+    return {name: torch.zeros(2, channels, 64, 64, dtype=model.dtype)}

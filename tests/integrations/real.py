@@ -1,0 +1,77 @@
+"""What the tests of real frameworks share: steps in float64, bytes, and a fresh process without fusedseg."""
+
+import copy
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedseg.memory import Footprint, measure
+from tests.conversion.packages import _library
+
+MIB = 2**20
+# torchvision's wheel for GPUs does not load its binary ops beside a CPU build of PyTorch, and its import needs them.
+LIBRARY = """
+import torch
+library = torch.library.Library("torchvision", "DEF")
+for op in ("nms", "qnms"):
+    library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def framework(name: str) -> Any:
+    """Imports a framework, or skips the test."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+    if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
+        _library()
+    return pytest.importorskip(name)
+
+
+def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a copy of the model in float64, and its gradients by the names of the parameters."""
+    model = copy.deepcopy(model).double().train()
+    value = loss(model)
+    value.backward()
+    return value.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
+    """The largest relative difference of a gradient.  A thousandth of the largest norm counts as the least norm."""
+    assert ours.keys() == stock.keys()
+    floor = 1e-3 * max(g.norm().item() for g in stock.values())
+    return max((ours[name] - g).norm().item() / max(g.norm().item(), floor) for name, g in stock.items())
+
+
+def bytes_of(model: nn.Module, *inputs: Any) -> Footprint:
+    """The bytes of a training step, in fp32."""
+    model = copy.deepcopy(model).float().train()
+    return measure(model, *inputs, loss=_mean)
+
+
+def _mean(out: Any) -> Tensor:
+    out = getattr(out, "logits", out)
+    return out.float().mean()
+
+
+def told(name: str, **footprints: Footprint) -> None:
+    for which, found in footprints.items():
+        print(f"\n{name}, {which}: kept {found.saved / MIB:.2f} MiB, peak {found.peak / MIB:.2f} MiB", end="")
+
+
+def without_fusedseg(code: str, *arguments: Any) -> str:
+    """The output of a fresh process in which ``import fusedseg`` fails."""
+    paths: Iterable[str] = [path for path in sys.path if path and Path(path) != Path(__file__).parents[2]]
+    head = f"import sys, warnings; sys.path[:] = {list(paths)!r}; sys.modules['fusedseg'] = None\n"
+    head += "warnings.simplefilter('ignore')\n" + ("" if torch.version.cuda else LIBRARY)
+    run = subprocess.run(
+        [sys.executable, "-c", head + code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip().splitlines()[-1]

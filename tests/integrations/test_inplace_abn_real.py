@@ -1,0 +1,176 @@
+"""segmentation_models_pytorch, timm and networks like ML-Decoder's import ``inplace_abn``, and get our norms.
+
+Each program runs in a process of its own, since the libraries look for the package when they are imported.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.integrations.real import LIBRARY, framework, told, without_fusedseg
+
+pytestmark = [pytest.mark.slow]
+
+HEAD = """
+import sys, json, copy, warnings
+warnings.simplefilter("ignore")
+sys.path[:] = PATHS
+LIBRARY
+import torch
+from torch import nn
+from torch.nn import functional as F
+import fusedseg
+from tests.integrations.real import bytes_of, difference, gradients
+import fusedseg.integrations.inplace_abn
+fusedseg.integrations.inplace_abn.install()
+torch.manual_seed(0)
+
+def fit(model, x, y, of=lambda out: out):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(of(model(x)), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+def told(ours, stock, x, y, path, **more):
+    def loss(model):
+        return F.cross_entropy(model(x.double()), y)
+    start = copy.deepcopy(ours.state_dict())
+    # timm's InplaceAbn counts no batches.
+    missing, unexpected = stock.load_state_dict(start, strict=False)
+    assert not unexpected and all(name.endswith("num_batches_tracked") for name in missing)
+    found = {"difference": difference(gradients(ours, loss)[1], gradients(stock, loss)[1])}
+    found["ours"], found["stock"] = vars(bytes_of(ours, x)), vars(bytes_of(stock, x))
+    lean = copy.deepcopy(ours)
+    found["replaced"] = len(fusedseg.convert(lean, example_inputs=x).replaced)
+    found["converted"] = vars(bytes_of(lean, x))
+    found["converted difference"] = difference(gradients(lean, loss)[1], gradients(stock, loss)[1])
+    found["losses"] = fit(ours, x, y), fit(stock, x, y)
+    torch.save(ours.state_dict(), path)
+    found["out"] = ours.eval()(torch.ones_like(x)).double().sum().item()
+    print(json.dumps(found | more))
+"""
+
+SMP = """
+import segmentation_models_pytorch as smp
+def net(norm):
+    return smp.Unet("resnet18", encoder_weights=None, decoder_channels=(32, 16, 16, 8, 8), classes=3,
+                    decoder_use_norm=norm)
+"""
+SMP_RUN = """
+from inplace_abn import InPlaceABN
+ours, stock = net("inplace"), net("batchnorm")
+norms = [m for m in ours.modules() if isinstance(m, InPlaceABN)]
+assert all(m.KEEP == "input" for m in norms)
+told(ours, stock, torch.randn(2, 3, 192, 192), torch.randint(3, (2, 192, 192)), sys.argv[1], norms=len(norms))
+"""
+SMP_LEAKY = """
+slope = {"type": "inplace", "activation": "leaky_relu", "activation_param": 0.01}
+ours, stock = net(slope), net("batchnorm")
+for module in stock.decoder.modules():
+    for name, child in module.named_children():
+        if isinstance(child, nn.ReLU):
+            setattr(module, name, nn.LeakyReLU(0.01))
+told(ours, stock, torch.randn(2, 3, 192, 192), torch.randint(3, (2, 192, 192)), sys.argv[1])
+"""
+
+# TResNet, whose norms were InplaceAbn when it was published, and are BatchNormAct2d in timm today.
+TIMM = """
+from timm.models.tresnet import TResNet
+def net():
+    return TResNet([1, 1, 1, 1], width_factor=0.25, num_classes=3)
+"""
+TIMM_RUN = """
+from timm.layers import BatchNormAct2d
+from timm.layers.inplace_abn import InplaceAbn, has_iabn
+assert has_iabn
+ours, stock = net(), net()
+for module in list(ours.modules()):
+    for name, norm in list(module.named_children()):
+        if isinstance(norm, BatchNormAct2d):
+            act = getattr(norm.act, "negative_slope", None)
+            new = InplaceAbn(norm.num_features, apply_act=act is not None, act_param=act or 0.0)
+            setattr(module, name, new)
+norms = sum(isinstance(m, InplaceAbn) for m in ours.modules())
+assert norms > 10
+told(ours, stock, torch.randn(2, 3, 64, 64), torch.randint(3, (2,)), sys.argv[1], norms=norms)
+"""
+
+# The blocks of TResNet as ML-Decoder and its ancestors have them, with its helper for weights.
+DECODER = """
+def conv_abn(cls, a, b, stride=1, activation="leaky_relu", activation_param=1e-2):
+    conv = nn.Conv2d(a, b, 3, stride=stride, padding=1, bias=False)
+    if cls is not None:
+        return nn.Sequential(conv, cls(num_features=b, activation=activation, activation_param=activation_param))
+    act = nn.Identity() if activation == "identity" else nn.LeakyReLU(activation_param)
+    norm = nn.BatchNorm2d(b)
+    return nn.Sequential(conv, norm) if activation == "identity" else nn.Sequential(conv, norm, act)
+
+class Block(nn.Module):
+    def __init__(self, cls, a, b, stride):
+        super().__init__()
+        self.conv1 = conv_abn(cls, a, b, stride, activation_param=1e-3)
+        self.conv2 = conv_abn(cls, b, b, activation="identity")
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = conv_abn(cls, a, b, stride, activation="identity")
+
+    def forward(self, x):
+        return self.relu(self.conv2(self.conv1(x)) + self.downsample(x))
+
+def net(cls):
+    return nn.Sequential(conv_abn(cls, 3, 16), Block(cls, 16, 32, 2), Block(cls, 32, 32, 1), nn.AdaptiveAvgPool2d(1),
+                         nn.Flatten(), nn.Linear(32, 3))
+"""
+DECODER_RUN = """
+from inplace_abn import InPlaceABN
+ours, stock = net(InPlaceABN), net(None)
+for m in ours.modules():
+    if isinstance(m, nn.BatchNorm2d) or isinstance(m, InPlaceABN):
+        nn.init.constant_(m.weight, 1)
+told(ours, stock, torch.randn(2, 3, 64, 64), torch.randint(3, (2,)), sys.argv[1])
+"""
+PROGRAMS = {
+    "smp": (SMP, SMP_RUN, 'net("batchnorm")'),
+    "smp, slope 0.01": (SMP, SMP_LEAKY, None),
+    "timm": (TIMM, TIMM_RUN, "net()"),
+    "ML-Decoder": (DECODER, DECODER_RUN, "net(None)"),
+}
+
+
+def run(code, *arguments):
+    head = HEAD.replace("PATHS", repr(sys.path)).replace("LIBRARY", "" if torch.version.cuda else LIBRARY)
+    done = subprocess.run(
+        [sys.executable, "-c", head + code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training(name, tmp_path):
+    framework({"smp": "segmentation_models_pytorch", "timm": "timm"}.get(name.split(",")[0], "torch"))
+    network, program, stock = PROGRAMS[name]
+    found = run(network + program, tmp_path / "ours.pt")
+    from fusedseg.memory import Footprint
+
+    told(name, **{which: Footprint(**found[which]) for which in ("stock", "ours", "converted")})
+    print(f"\n{name}: largest difference of a gradient in float64 {found['difference']:.1g}")
+    assert found["difference"] < 1e-9
+    assert found["converted difference"] < 1e-9
+    assert found["ours"]["saved"] < found["stock"]["saved"]
+    assert found["converted"]["saved"] < found["stock"]["saved"]
+    # fp32 and four steps
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
+    if stock is not None:
+        shape = "2, 3, 192, 192" if name == "smp" else "2, 3, 64, 64"
+        code = "import torch\nfrom torch import nn\n" + network
+        code += f"\nmodel = {stock}\nmodel.load_state_dict(torch.load(sys.argv[1]), strict={name != 'timm'})\n"
+        code += f"print(model.eval()(torch.ones({shape})).double().sum().item())"
+        assert float(without_fusedseg(code, tmp_path / "ours.pt")) == pytest.approx(found["out"], rel=1e-4)

@@ -1,0 +1,155 @@
+"""A program for Lightning, with the stock network and with ``Convert``; ``lightning`` must be installed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.memory import SavedBytes
+from tests.integrations.real import bytes_of, difference, framework, gradients, told, without_fusedseg
+
+pl = framework("lightning.pytorch")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import lightning.pytorch as pl
+
+def block(a, b):
+    return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.LeakyReLU(0.1),
+                         nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.pool, self.second = block(3, 8), nn.MaxPool2d(2), block(8, 16)
+        self.up, self.last, self.head = nn.Upsample(scale_factor=2), block(24, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        a = self.first(x)
+        return self.head(self.last(torch.cat([a, self.up(self.second(self.pool(a)))], 1)))
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.losses = Net(), []
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+class Late(Lit):
+    def configure_model(self):
+        if not hasattr(self.net, "first"):
+            torch.manual_seed(0)
+            self.net = Net()
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 3, 32, 32, generator=generator)
+    return torch.utils.data.DataLoader(list(zip(x, (x[:, 0] > 0) * 1 + (x[:, 1] > 0) * 1)), batch_size=2)
+
+def fit(model, *callbacks, **options):
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+                         enable_model_summary=False, enable_checkpointing=False, callbacks=list(callbacks), **options)
+    trainer.fit(model, data())
+    return trainer
+"""
+exec(PROGRAM, names := {})
+
+
+@pytest.fixture
+def program():
+    return names
+
+
+def test_training(program, tmp_path):
+    from fusedseg.integrations.lightning import Convert, MemoryReport
+
+    stock, ours = program["Lit"](), program["Lit"]()
+    reports = [MemoryReport(), MemoryReport()]
+    program["fit"](stock, reports[0], precision="64-true")
+    convert = Convert(example_inputs=torch.zeros(2, 3, 32, 32))
+    trainer = program["fit"](ours, convert, reports[1], precision="64-true")
+    assert len(ours.losses) == 8
+    # float64, through 8 steps of AdamW, whose first steps divide a gradient by its own size
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert len(convert.report.replaced) >= 6
+    assert reports[1].held < 0.7 * reports[0].held
+    assert reports[1].peak < reports[0].peak
+    # A second fit converts nothing, and says so.
+    report = convert.report
+    program["fit"](ours, convert, precision="64-true")
+    assert convert.report is report
+    ours.float()
+
+    x = torch.randn(2, 3, 32, 32)
+    both = [bytes_of(net.net, x) for net in (stock, ours)]
+    told("Lightning", stock=both[0], ours=both[1])
+    fresh = program["Lit"]()
+    fresh.load_state_dict(stock.state_dict())
+    converted = copy.deepcopy(fresh)
+    fusedseg.convert(converted.net, example_inputs=x)
+    y = torch.randint(3, (2, 32, 32))
+    found = [gradients(m.net, lambda net: F.cross_entropy(net(x.double()), y)) for m in (converted, fresh)]
+    worst = difference(found[0][1], found[1][1])
+    print(f"\nLightning: largest difference of a gradient in float64 {worst:.1g}")
+    assert worst < 1e-9
+
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    code = PROGRAM + "\nmodel = Lit.load_from_checkpoint(sys.argv[1], map_location='cpu', weights_only=False).eval()\n"
+    code += "print(model.net(torch.ones(1, 3, 32, 32)).double().sum().item())"
+    expected = ours.eval().net(torch.ones(1, 3, 32, 32)).double().sum().item()
+    assert float(without_fusedseg(code, tmp_path / "ours.ckpt")) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_network_of_configure_model(program):
+    from fusedseg.integrations.lightning import Convert
+
+    stock, ours = program["Lit"](), program["Late"]()
+    ours.net = nn.Identity()
+    convert = Convert("net", example_inputs=torch.zeros(2, 3, 32, 32))
+    program["fit"](stock)
+    program["fit"](ours, convert)
+    assert len(convert.report.replaced) >= 6
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-3)
+
+
+def test_synchronised_norms(program):
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+
+    from fusedseg.integrations.lightning import Convert
+
+    ours = program["Lit"]()
+    program["fit"](ours, Convert(sync=True))
+    assert any(isinstance(module, fusedseg.InPlaceABNSync) for module in ours.modules())
+    for model in (ours, program["Lit"]()):
+        fusedseg.convert(model.net, example_inputs=torch.zeros(2, 3, 32, 32))
+        with pytest.raises(RuntimeError, match=r"call fusedseg\.convert_sync"):
+            TorchSyncBatchNorm().apply(model)
+
+
+def test_averaged_weights_and_frozen_norms(program):
+    """Lightning's callbacks that look for norms by class find those of a converted network."""
+    from fusedseg.integrations.lightning import Convert
+
+    averaged = program["Lit"]()
+    program["fit"](averaged, Convert(), pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+    pl.callbacks.BaseFinetuning.freeze(averaged.net, train_bn=False)
+    assert not any(p.requires_grad for p in averaged.net.parameters())
+    norms = [m for m in averaged.net.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == 6
+    assert not any(norm.track_running_stats for norm in norms)
+    x = torch.randn(2, 3, 32, 32)
+    with SavedBytes() as kept:
+        averaged.net(x.requires_grad_()).sum().backward()
+    assert kept.nbytes == 0

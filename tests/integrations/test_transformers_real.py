@@ -1,0 +1,113 @@
+"""Programs for the ``Trainer`` of Hugging Face, with the stock model and with ``Convert``."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.integrations.real import bytes_of, difference, framework, gradients, told, without_fusedseg
+
+transformers = framework("transformers")
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+MODELS = """
+import torch
+import transformers
+
+def segformer():
+    return transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(
+        depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=32,
+        num_labels=3, drop_path_rate=0.0, classifier_dropout_prob=0.0))
+
+def upernet():
+    backbone = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1],
+                                         layer_type="basic", out_features=["stage1", "stage2", "stage3", "stage4"])
+    return transformers.UperNetForSemanticSegmentation(transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=16, num_labels=3, use_auxiliary_head=True, auxiliary_in_channels=24,
+        auxiliary_channels=8))
+
+def upernet_swin():
+    backbone = transformers.SwinConfig(embed_dim=12, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+                                       drop_path_rate=0.0, out_features=["stage1", "stage2", "stage3", "stage4"])
+    return transformers.UperNetForSemanticSegmentation(transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=16, num_labels=3, auxiliary_in_channels=48, auxiliary_channels=8))
+"""
+exec(MODELS, names := {})
+# The number of norms that are fused at least.
+FUSED = {"segformer": 1, "upernet": 10, "upernet_swin": 8}
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 3, 64, 64, generator=generator)
+    return [{"pixel_values": image, "labels": (image[0] > 0) * 1 + (image[1] > 0) * 1} for image in x]
+
+
+def trained(model, folder, *callbacks):
+    """The losses of a short training, by the trainer's own log."""
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data(), callbacks=list(callbacks))
+    trainer.train()
+    trainer.save_model(str(folder))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_training(name, tmp_path):
+    from fusedseg.integrations.transformers import Convert
+
+    torch.manual_seed(0)
+    stock = names[name]()
+    start, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    keys = list(stock.state_dict())
+    convert = Convert()
+    losses = trained(ours, tmp_path / "ours", convert), trained(stock, tmp_path / "stock")
+    assert len(losses[0]) == 4
+    # fp32, and Adam divides by the size of a gradient
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert list(ours.state_dict()) == keys
+    norms = [row for row in convert.report.replaced if "Norm" in row.what]
+    assert len(norms) >= FUSED[name]
+    assert not convert.report.skipped
+
+    x = {key: torch.stack([one[key] for one in data()[:2]]) for key in ("pixel_values", "labels")}
+    both = [bytes_of(model, x["pixel_values"]) for model in (stock, ours)]
+    told(f"transformers {name}, {len(norms)} norms", stock=both[0], ours=both[1])
+
+    reference, again = copy.deepcopy(start), Convert()
+    again.on_init_end(None, FirstProcess, None, model=start)
+    assert again.report.replaced
+
+    def loss(model):
+        return model(x["pixel_values"].double(), labels=x["labels"]).loss
+
+    worst = difference(gradients(start, loss)[1], gradients(reference, loss)[1])
+    print(f"\ntransformers {name}: largest difference of a gradient in float64 {worst:.1g}")
+    assert worst < 1e-7
+
+    code = "import transformers\nmodel = transformers.AutoModelForSemanticSegmentation.from_pretrained(sys.argv[1])\n"
+    code += "print(model.eval()(torch.ones(1, 3, 64, 64)).logits.double().sum().item())"
+    with torch.no_grad():
+        expected = ours.eval()(torch.ones(1, 3, 64, 64)).logits.double().sum().item()
+    assert float(without_fusedseg("import torch\n" + code, tmp_path / "ours")) == pytest.approx(expected, rel=1e-4)
+
+
+class FirstProcess:
+    is_world_process_zero = True
+
+
+def test_a_callback_that_is_added_later(tmp_path):
+    from fusedseg.integrations.transformers import Convert
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    trainer = transformers.Trainer(model=names["segformer"](), args=args, train_dataset=data())
+    convert = Convert()
+    trainer.add_callback(convert)
+    trainer.train()
+    assert convert.report.replaced
