@@ -28,14 +28,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": (BASE | {"conversion", "functional", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops"}, {"torch"}),
     "demo": ({"memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "cli": ({"conversion", "memory", "unet"}, {"torch"}),
+    "integrations": ({"", "conversion", "functional", "losses", "memory", "nn"}, {"nnunetv2", "torch"}),
+    "cli": ({"conversion", "integrations", "memory", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.
-LAZY = {"demo", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "nilearn", "tqdm"}
+LAZY = {"demo", "integrations", "kernels"}
+LAZY_PACKAGES = {"matplotlib", "nilearn", "nnunetv2", "tqdm"}
 # These files are themselves imported only inside functions.
-LAZY_FILES = {"fusedseg/demo/picture.py"}
+LAZY_FILES = {"fusedseg/demo/picture.py", "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py"}
 
 
 @functools.cache
