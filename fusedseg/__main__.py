@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .cli import Parser, add_command, add_convert, add_plan, add_profile
+from .cli import Parser, add_command, add_convert, add_nnunet_trainers, add_plan, add_profile
 from .doctor import doctor
 
 DEMOS = ("slices", "volume", "encoders")
@@ -39,6 +39,7 @@ def parser() -> Parser:
     add_convert(commands)
     add_profile(commands)
     add_plan(commands)
+    add_nnunet_trainers(commands)
     return top
 
 

@@ -27,19 +27,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"activation"}, {"matplotlib", "torch"}),
     "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
-    # The frameworks are imported by name, in functions of common.py.
-    "integrations": ({"activation", "conversion", "memory", "nn", "ops"}, {"torch"}),
+    # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
+    "integrations": (
+        {"activation", "conversion", "functional", "losses", "memory", "nn", "ops"},
+        {"nnunetv2", "torch"},
+    ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
     "demo": ({"losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "cli": ({"conversion", "memory", "progress", "unet"}, {"torch"}),
+    "cli": ({"conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.
-LAZY = {"demo", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "nilearn", "tqdm"}
+LAZY = {"demo", "integrations", "kernels"}
+LAZY_PACKAGES = {"matplotlib", "nilearn", "nnunetv2", "tqdm"}
 # These files are themselves imported only inside functions.
-LAZY_FILES = {"fusedseg/demo/picture.py"}
+LAZY_FILES = {"fusedseg/demo/picture.py", "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py"}
 
 
 @functools.cache

@@ -204,16 +204,22 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model(command: Parser, batch: str) -> None:
-    """Adds MODEL, --input and --batch to a command; ``batch`` is the help of --batch."""
+def add_model(command: Parser, batch: str, needed: bool = True) -> None:
+    """Adds MODEL, --input and --batch to a command.
+
+    ``batch`` is the help of --batch.  ``needed`` says whether the parser itself refuses a command without a model.
+    """
     command.add_argument(
-        "model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model"
+        "model",
+        metavar="MODEL",
+        nargs=None if needed else "?",
+        help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model",
     )
     command.add_argument(
         "--input",
         type=parse_shape,
         action="append",
-        required=True,
+        required=needed,
         metavar="SHAPE",
         help="shape of the input, with the batch or without it: 8,3,256,256 or 3,256,256; repeat the option for each "
         "further input",
@@ -228,8 +234,8 @@ def add_choice(command: Parser, option: str, names: Iterable[str], default: str,
     command.add_argument(option, choices=names, default=default, metavar="NAME", help=text)
 
 
-def add_common(command: Parser, batch: str) -> None:
-    add_model(command, batch)
+def add_common(command: Parser, batch: str, needed: bool = True) -> None:
+    add_model(command, batch, needed)
     add_choice(command, "--dtype", DTYPES, "fp32", "of parameters and inputs")
     add_choice(command, "--amp-dtype", ("fp16", "bf16"), "fp16", "what autocast computes in where amp is used")
     command.add_argument("--json", metavar="PATH", help="write the figures to this file")

@@ -10,6 +10,7 @@ from ..memory.plan import parse_budget
 from ..progress import Progress
 from .command import Refused, add_command, first_line
 from .models import DTYPES, FUSED, OPTIMIZERS, add_choice, add_common, parse_model, place_of, split_batch
+from .nnunet import run_plan
 
 
 def add_plan(commands) -> None:
@@ -24,10 +25,11 @@ def add_plan(commands) -> None:
         examples=[
             "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
             "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
+            "fusedseg plan --nnunet nnUNetPlans.json --budget 24GiB",
         ],
         run=run,
     )
-    add_common(command, "the wanted batch (default: find the largest one)")
+    add_common(command, "the wanted batch (default: find the largest one)", needed=False)
     command.add_argument(
         "--budget", type=budget, required=True, metavar="SIZE", help="memory of the GPU, such as 16GiB"
     )
@@ -38,6 +40,17 @@ def add_plan(commands) -> None:
         default=0.1,
         metavar="SHARE",
         help="share of the budget kept back for workspaces and fragmentation (default: 0.1)",
+    )
+    command.add_argument(
+        "--nnunet",
+        metavar="PLANS",
+        help="instead of MODEL and --input: a plans file of nnU-Net v2 with dataset.json beside it; says which patch "
+        "and batch fit as nnU-Net trains, and with nnUNetTrainerFusedseg",
+    )
+    command.add_argument(
+        "--configuration",
+        metavar="NAME",
+        help="the configuration in the plans file of --nnunet (default: 3d_fullres)",
     )
 
 
@@ -60,7 +73,13 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 if the command was refused or nothing fits."""
+    if args.nnunet is not None:
+        return run_plan(args)
     try:
+        if args.model is None or args.input is None:
+            raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
+        if args.configuration is not None:
+            raise Refused("--configuration belongs to --nnunet")
         if args.json and Path(args.json).exists() and not args.overwrite:
             raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
         spec = parse_model(args.model)

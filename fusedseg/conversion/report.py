@@ -37,6 +37,8 @@ SECTIONS = (
     ("recomputed", "Unchanged, but their outputs are rebuilt in backward instead of kept ({})"),
     ("skipped", "Unchanged, and kept as before ({})"),
 )
+# A row of the printed report shows at most this many names; ``Row.paths`` has all.
+NAMES = 3
 LABELS = {"saved": "kept for backward", "peak": "at the peak"}
 PEAK_STAYS = (
     "  The peak of a model of few layers is the backward of its largest layer, which needs its own tensors however\n"
@@ -140,7 +142,7 @@ def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
 
     cells = [
         (
-            ", ".join(p or "(the model)" for p in r.paths),
+            _names(r.paths),
             r.what,
             (r.to or r.why) + notes(r),
             "" if r.nbytes is None else _mib(r.nbytes),
@@ -149,6 +151,12 @@ def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _names(paths: Sequence[str]) -> str:
+    """The names of a row.  A network that registers its modules several times has rows of many names."""
+    shown = [path or "(the model)" for path in paths]
+    return ", ".join(shown) if len(shown) <= NAMES else f"{shown[0]} and {len(shown) - 1} other names"
 
 
 def guarantee_of(inplace: int, exact: int) -> str:

@@ -233,7 +233,7 @@ def test_an_error_in_the_users_module_names_its_line(tmp_path, monkeypatch, caps
         ([*PLAN, "--budget", "16"], "argument --budget: budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "-5GiB"], "TiB, such as 16GiB, got '-5GiB'"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got '-0.1'"),
-        (["plan"], "the following arguments are required: MODEL, --input, --budget"),
+        (["plan"], "the following arguments are required: --budget"),
         (["profile", RESNET, *IMAGE, "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
     ],
     ids=["letter", "zero", "empty", "batch", "unit", "negative", "reserve", "missing", "choice"],

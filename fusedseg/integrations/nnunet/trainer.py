@@ -1,0 +1,100 @@
+"""``Fused``: the first base class of a trainer of nnU-Net v2 that trains in fewer bytes."""
+
+import functools
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import autocast, nn
+
+from ...conversion import convert
+from ...functional import tp_fp_fn
+from ...nn import convert_sync
+from .loss import UnknownLoss, fused_loss
+
+# The trainer that follows in the order of base classes has the attributes that ``Fused`` reads.
+_Trainer: Any = object
+
+
+class Fused(_Trainer):
+    """The first base class of a trainer, such as ``class MyTrainer(Fused, nnUNetTrainer_250epochs): pass``.
+
+    * The network is converted when the trainer builds it for training, before ``torch.compile`` and before DDP.  With
+      DDP its BatchNorms get the statistics of all processes first.  Networks that are built for prediction stay stock.
+    * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
+      without an equal stays, and the log says so.
+    * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
+      the bytes of the logits.
+    * Checkpoints name the stock trainer that comes after this class, so that ``nnUNetv2_predict`` loads them without
+      fusedseg.
+
+    Attributes:
+        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.
+    """
+
+    convert_options: ClassVar[dict[str, Any]] = {}
+
+    def initialize(self) -> None:
+        build: Any = super().build_network_architecture
+
+        # nnU-Net reads the signature of this method to find out how to call it.
+        @functools.wraps(build)
+        def converted(*args: Any, **kwargs: Any) -> nn.Module:
+            network = build(*args, **kwargs)
+            self._convert(network)
+            return network
+
+        # A name of the object hides the static method, which prediction calls too.
+        self.build_network_architecture = converted
+        try:
+            super().initialize()
+        finally:
+            del self.build_network_architecture
+
+    def _convert(self, network: nn.Module) -> None:
+        manager = self.configuration_manager
+        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size)
+        report = convert(network, example_inputs=example, **self.convert_options)
+        if self.is_ddp:
+            convert_sync(network)
+        self.print_to_log_file(f"fusedseg.convert, for a step in fp32 without the loss:\n{report}", add_timestamp=False)
+
+    def _build_loss(self) -> nn.Module:
+        stock = super()._build_loss()
+        try:
+            return fused_loss(stock)
+        except UnknownLoss as why:
+            self.print_to_log_file(f"fusedseg: the loss stays as it is, because fusedseg has no equal of {why}")
+            return stock
+
+    def validation_step(self, batch: dict) -> dict:
+        data, target = batch["data"].to(self.device, non_blocking=True), batch["target"]
+        targets = [t.to(self.device, non_blocking=True) for t in (target if isinstance(target, list) else [target])]
+        with autocast(self.device.type, enabled=self.device.type == "cuda"):
+            output = self.network(data)
+            del data
+            loss = self.loss(output, targets if isinstance(target, list) else targets[0])
+        labels = self.label_manager
+        logits, truth = (output[0], targets[0]) if self.enable_deep_supervision else (output, targets[0])
+        mask = None
+        if labels.has_ignore_label and labels.has_regions:
+            # The last channel of a target of regions says which positions are ignored.
+            ignored = truth[:, -1:]
+            mask, truth = (~ignored if ignored.dtype == torch.bool else ignored == 0), truth[:, :-1]
+        ignore = labels.ignore_label if labels.has_ignore_label and not labels.has_regions else None
+        counts = tp_fp_fn(logits, truth, mask, ignore_index=ignore, regions=labels.has_regions)
+        # Without regions the first class is the background, which nnU-Net's online Dice leaves out.
+        first = 0 if labels.has_regions else 1
+        tp, fp, fn = (count.sum(0)[first:].cpu().numpy() for count in counts)
+        return {"loss": loss.detach().cpu().numpy(), "tp_hard": tp, "fp_hard": fp, "fn_hard": fn}
+
+    def save_checkpoint(self, filename: str) -> None:
+        super().save_checkpoint(filename)
+        if self.local_rank != 0 or self.disable_checkpointing:
+            return
+        saved = torch.load(filename, map_location="cpu", weights_only=False)
+        stock = next(cls for cls in type(self).__mro__ if not issubclass(cls, Fused))
+        saved["trainer_name"] = stock.__name__
+        # The checkpoint of an earlier epoch stays whole if the process ends while it writes.
+        torch.save(saved, f"{filename}.part")
+        os.replace(f"{filename}.part", filename)

@@ -1,0 +1,157 @@
+"""nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedseg.__main__ import main
+from fusedseg.integrations import nnunet
+from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def test_the_folder_holds_trainers_alone(capsys):
+    # nnU-Net forgets modules that it has imported from this folder, so that no other module may lie there.
+    assert main(["nnunet-trainers"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == nnunet.TRAINERS
+    assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "nnUNetTrainerFusedseg.py"}
+
+
+def test_another_loss_is_refused_by_name():
+    with pytest.raises(UnknownLoss, match="a loss of class L1Loss"):
+        fused_loss(torch.nn.L1Loss())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--nnunet", "absent.json", "--budget", "1GiB", "unet3d_small"], "MODEL does not belong to --nnunet"),
+        (["--nnunet", "absent.json", "--budget", "1GiB", "--batch", "2"], "--batch does not belong to --nnunet"),
+        (["--budget", "1GiB"], "MODEL and --input are needed, or --nnunet"),
+        (["unet3d_small", "--input", "1,8,8,8", "--budget", "1GiB", "--configuration", "2d"], "belongs to --nnunet"),
+    ],
+)
+def test_refusals_of_plan(argv, said, capsys):
+    assert main(["plan", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+# From here on the tests need nnunetv2, whose packages take gigabytes, so that they run only where it is installed.
+
+
+def gradients(loss, outputs, targets):
+    value = loss(outputs, targets)
+    tensors = outputs if isinstance(outputs, list) else [outputs]
+    return value.detach(), torch.autograd.grad(value, tensors, allow_unused=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dice", ["MemoryEfficientSoftDiceLoss", "SoftDiceLoss"])
+def test_losses_equal_those_of_nnunet(dice):
+    pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
+    from nnunetv2.training.loss import compound_losses, deep_supervision
+    from nnunetv2.training.loss import dice as dices
+
+    torch.manual_seed(0)
+    kind = getattr(dices, dice)
+    sizes = (8, 4, 2)
+    outputs = [torch.randn(2, 3, size, size, size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    for batch_dice, ignore in itertools.product((False, True), (None, 3)):
+        options = {"batch_dice": batch_dice, "smooth": 1e-5, "do_bg": False, "ddp": False}
+        one = compound_losses.DC_and_CE_loss(options, {}, ignore_label=ignore, dice_class=kind)
+        stock = deep_supervision.DeepSupervisionWrapper(one, [0.6, 0.4, 0.0])
+        targets = [torch.randint(0, 3 if ignore is None else 4, (2, 1, size, size, size)) for size in sizes]
+        # nnU-Net forms its sums and its one-hot tensors in fp32, also for float64 logits.
+        compare(stock, outputs, targets, 1e-6)
+    for ignored in (False, True):
+        options = {"batch_dice": True, "smooth": 1e-5, "do_bg": True, "ddp": False}
+        stock = compound_losses.DC_and_BCE_loss({}, options, use_ignore_label=ignored, dice_class=kind)
+        compare(stock, outputs[0], torch.rand(2, 3 + ignored, 8, 8, 8) > 0.6, 1e-6)
+
+
+def compare(stock, outputs, targets, tolerance):
+    (value, grads), (expected, of_stock) = (gradients(one, outputs, targets) for one in (fused_loss(stock), stock))
+    torch.testing.assert_close(value, expected.to(value), rtol=tolerance, atol=tolerance)
+    for grad, other in zip(grads, of_stock, strict=True):
+        assert (grad is None) == (other is None)
+        if grad is not None:
+            torch.testing.assert_close(grad, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of a preprocessed dataset, as environment variables of nnU-Net's commands."""
+    pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
+    pytest.importorskip("nilearn", reason="needs the demo's images: pip install -e '.[demo]'")
+    from tests.integrations.nnunet_dataset import write_raw
+
+    home = tmp_path_factory.mktemp("nnunet")
+    env = {f"nnUNet_{name}": str(home / name) for name in ("raw", "preprocessed", "results")}
+    env |= {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1"}
+    # nnU-Net takes several folders for trainers.
+    env["nnUNet_extTrainer"] = os.pathsep.join((str(HERE / "nnunet_short"), str(nnunet.TRAINERS)))
+    write_raw(home / "raw")
+    command(env, "nnUNetv2_plan_and_preprocess", "-d", "901", "-c", "3d_fullres", "-np", "1", "-npfp", "1")
+    return env
+
+
+def command(env, name, *args):
+    path = Path(sys.executable).with_name(name)
+    done = subprocess.run([path, *args], env=os.environ | env, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def curve(log):
+    return [float(value) for value in re.findall(r"(?:train|val)_loss (-?\d+\.\d+)", log)]
+
+
+@pytest.mark.slow
+def test_trains_as_the_stock_trainer_and_predicts_with_it(folders, tmp_path):
+    logs = {
+        name: command(folders, "nnUNetv2_train", "901", "3d_fullres", "0", "-tr", name, "-device", "cpu")
+        for name in ("nnUNetTrainerShort", "nnUNetTrainerShortFused")
+    }
+    stock, ours = (curve(log) for log in logs.values())
+    assert len(stock) == len(ours) == 4
+    # Both runs see the same batches.  Rounding grows with the steps; after 12 of them it was below 0.002.
+    assert stock == pytest.approx(ours, abs=0.02)
+    assert "InPlaceInstanceNormAct" in logs["nnUNetTrainerShortFused"]
+
+    # The checkpoint names the stock trainer, so that prediction needs no trainer of fusedseg.
+    results = Path(folders["nnUNet_results"]) / "Dataset901_MNI152"
+    trained = results / "nnUNetTrainerShortFused__nnUNetPlans__3d_fullres"
+    saved = torch.load(trained / "fold_0" / "checkpoint_final.pth", weights_only=False)
+    assert saved["trainer_name"] == "nnUNetTrainerShort"
+    images = Path(folders["nnUNet_raw"]) / "Dataset901_MNI152" / "imagesTr"
+    without = folders | {"nnUNet_extTrainer": str(HERE / "nnunet_short")}
+    model = ("-m", str(trained), "-f", "0", "-device", "cpu", "--disable_tta")
+    command(without, "nnUNetv2_predict_from_modelfolder", "-i", str(images), "-o", str(tmp_path), *model)
+    assert len(list(tmp_path.glob("*.nii.gz"))) == 6
+
+
+@pytest.mark.slow
+def test_plan_reads_a_plans_file(folders, capsys):
+    plans = Path(folders["nnUNet_preprocessed"]) / "Dataset901_MNI152" / "nnUNetPlans.json"
+    assert main(["plan", "--nnunet", str(plans), "--budget", "4GiB"]) == 0
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith(("stock", "fusedseg"))}
+    # Both rows are: the way, a size with its unit, the largest batch, the largest patch.
+    assert int(rows["fusedseg"][3]) > int(rows["stock"][3])
+    assert "-gpu_memory_target" in said
+    broken = plans.with_name("broken.json")
+    broken.write_text(json.dumps([1]))
+    assert main(["plan", "--nnunet", str(broken), "--budget", "4GiB"]) == 2
+    assert "must hold a JSON object, got list" in capsys.readouterr().err
+    assert main(["plan", "--nnunet", str(plans), "--budget", "4GiB", "--configuration", "3d"]) == 2
+    assert "configuration must be one of" in capsys.readouterr().err
