@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from .command import Refused, add_command, first_line
 from ..progress import Progress
+from .command import Refused, add_command, first_line
 
 
 def add_nnunet_trainers(commands) -> None:
