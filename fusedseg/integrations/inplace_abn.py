@@ -230,8 +230,8 @@ def equal_weights(state_dict: Weights, model: nn.Module, *classes: type) -> Weig
             key, found = f"{name}.weight" if name else "weight", True
             if key not in state:
                 raise ValueError(f"{OP}.equal_weights: state_dict must have the key {key!r}, which the model has")
-            eps: Any = module.eps
-            state[key] = state[key].abs() + eps
+            owner: Any = module
+            state[key] = state[key].abs() + owner.eps
     if not found:
         raise ValueError(
             f"{OP}.equal_weights: model must have a module of the classes whose weights are translated; name the "
