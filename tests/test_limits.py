@@ -18,6 +18,8 @@ LONG = {
     ("functional.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and those of the activation",
     ("functional.py", "norm_act"): "the arguments of F.batch_norm, and those of norm and activation",
     ("functional.py", "conv_abn"): "the arguments of F.conv2d and F.batch_norm, and those of the activation",
+    ("integrations/inplace_abn.py", "inplace_abn"): "the arguments of the package inplace_abn",
+    ("integrations/inplace_abn.py", "inplace_abn_sync"): "the arguments of the package inplace_abn",
     ("memory/plan.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")
