@@ -1,10 +1,11 @@
 """Packing and unpacking on aten ops, chunk by chunk: a chunk and its few copies stay in the cache.
 
-A piece is some groups of equal length.  Its axes are (samples, groups, positions, channels); planes have no channels.
-Numbers of groups have the axes (samples, groups, channels).
+A piece of a chunk is some groups of equal length.  Its axes are (samples, groups, positions), and for channels_last
+(samples, groups, positions, channels).  Numbers of groups have the axes (samples, groups, channels); they are computed
+for a block of several chunks at once, because ops on so few numbers take as long as ops on a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 from .grid import bounds_of, decoding_of, encoding_of, grid_of, outward
 from .spec import GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
 
-# The number of values of a chunk for each thread.
-CHUNK = 1 << 18
+# The numbers of values of a chunk and of a block, for each thread.
+CHUNK, BLOCK = 1 << 17, 1 << 22
 # On a GPU, where each op is one launch.
 DEVICE_CHUNK = 1 << 24
 # aten's loops over fewer adjacent values are slow.
@@ -21,65 +22,77 @@ ADJACENT = 256
 # Integers with the bytes of as many codes as fit into a byte.
 INTEGERS = {2: torch.int32, 4: torch.int16}
 
+Part = tuple[slice, slice]
 
-def _chunks(lines: Lines, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """(samples, positions) of each chunk: whole samples, or whole groups of one sample."""
-    chunk = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
-    samples = max(1, chunk // (lines.S * lines.C))
-    positions = max(1, chunk // (GROUP * lines.C)) * GROUP
-    for i in range(0, lines.I, samples):
-        for s in range(0, lines.S, positions):
-            yield slice(i, min(i + samples, lines.I)), slice(s, min(s + positions, lines.S))
+
+def _parts(shape: Sequence[int], most: int) -> Iterator[Part]:
+    """(samples, positions) of parts of up to ``most`` values: whole samples, or whole groups of one sample."""
+    I, S, C = shape
+    samples, positions = max(1, most // (S * C)), max(1, most // (GROUP * C)) * GROUP
+    for i in range(0, I, samples):
+        for s in range(0, S, positions):
+            yield slice(i, min(i + samples, I)), slice(s, min(s + positions, S))
+
+
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """The numbers of values of a block and of a chunk."""
+    if device.type != "cpu":
+        return DEVICE_CHUNK, DEVICE_CHUNK
+    return BLOCK * torch.get_num_threads(), CHUNK * torch.get_num_threads()
+
+
+def _groups(s: slice) -> slice:
+    """The groups of positions that begin with a group."""
+    return slice(s.start // GROUP, -(-s.stop // GROUP))
 
 
 class Piece:
-    """A view of ``part``, (samples, positions, channels), as groups of g positions."""
+    """Groups of equal length: the whole groups of a part, or the shorter ones at its end.
 
-    def __init__(self, part: Tensor, g: int) -> None:
-        samples, S, C = part.shape
-        self.shape = samples, S // g, C
+    positions: their positions in the part.
+    groups: their numbers in the part.
+    """
+
+    def __init__(self, positions: slice, C: int) -> None:
+        length = positions.stop - positions.start
+        self.positions, self.groups, self.C = positions, _groups(positions), C
+        self.count = self.groups.stop - self.groups.start
         # Several positions of all channels are adjacent to each other.
         self.times = 1
-        while C > 1 and self.times * C < ADJACENT and g % (2 * self.times) == 0:
+        while C > 1 and self.times * C < ADJACENT and length // self.count % (2 * self.times) == 0:
             self.times *= 2
-        self.view = self.of(part)
 
     def of(self, part: Tensor) -> Tensor:
-        """The view of another tensor of the shape of ``part``."""
-        samples, groups, C = self.shape
-        # The positions of a part are adjacent, so this is a view even of a part of a plane.
-        part = part.unflatten(1, (groups, -1))
-        if C == 1:
-            return part.squeeze(3)
-        if self.times == 1:
-            return part
-        return part.unflatten(2, (-1, self.times)).flatten(3)
-
-    def range(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest and the highest value of each group of w, a tensor like the view."""
-        ends = w.amin(2), w.amax(2)
-        if self.times > 1:
-            of_channels = [end.unflatten(2, (self.times, -1)) for end in ends]
-            ends = of_channels[0].amin(2), of_channels[1].amax(2)
-        lowest, highest = (end.view(self.shape) for end in ends)
-        poison = lowest * 0 + highest * 0
-        return lowest + poison, highest + poison
+        """The piece of a part, (samples, positions, channels)."""
+        # Positions are adjacent, so this is a view even of a part of a plane.
+        view = part[:, self.positions].unflatten(1, (self.count, -1))
+        if self.C == 1:
+            return view.squeeze(3)
+        return view if self.times == 1 else view.unflatten(2, (-1, self.times)).flatten(3)
 
     def spread(self, of_groups: Tensor) -> Tensor:
-        """Numbers of groups, shaped to broadcast against the view."""
-        if self.shape[2] == 1:
-            return of_groups
-        return of_groups.repeat(1, 1, self.times).unsqueeze(2)
+        """Numbers of the groups of the part, shaped to broadcast against the piece."""
+        of_groups = of_groups[:, self.groups]
+        return of_groups if self.C == 1 else of_groups.repeat(1, 1, self.times).unsqueeze(2)
+
+    def range(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest value of each group."""
+        view = self.of(part)
+        ends = view.amin(2), view.amax(2)
+        if self.times > 1:
+            lowest, highest = (end.unflatten(2, (self.times, -1)) for end in ends)
+            ends = lowest.amin(2), highest.amax(2)
+        lowest, highest = (end.view(part.shape[0], self.count, self.C) for end in ends)
+        return lowest, highest
 
 
-def _pieces(part: Tensor) -> Iterator[tuple[slice, slice, Piece]]:
-    """(positions, groups, piece) of the whole groups of a part, and of the shorter groups at its end."""
-    S = part.shape[1]
+def _pieces(part: Tensor) -> Iterator[Piece]:
+    _, S, C = part.shape
     whole = S // GROUP * GROUP
     if whole:
-        yield slice(0, whole), slice(0, whole // GROUP), Piece(part[:, :whole], GROUP)
+        yield Piece(slice(0, whole), C)
     if whole < S:
-        yield slice(whole, S), slice(whole // GROUP, whole // GROUP + 1), Piece(part[:, whole:], S - whole)
+        yield Piece(slice(whole, S), C)
 
 
 def random_bytes(first: int, count: int, key: int, device: torch.device) -> Tensor:
@@ -94,10 +107,10 @@ def random_bytes(first: int, count: int, key: int, device: torch.device) -> Tens
 
 
 def _by_group(lines: Lines, lowest: Tensor, highest: Tensor, kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The range as (I, groups, C), and the kink as (I, 1, C)."""
+    """The range as (I, groups, C), and the kink too."""
     shape = lines.I, lines.groups, lines.C
     if kink is not None:
-        kink = kink.repeat(lines.I * lines.C // kink.numel()).view(lines.I, 1, lines.C)
+        kink = kink.repeat(lines.I * lines.C // kink.numel()).view(lines.I, 1, lines.C).expand(shape)
     return lowest.view(shape), highest.view(shape), kink
 
 
@@ -106,43 +119,69 @@ def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -
     count = lines.I * lines.groups * lines.C
     codes = flat.new_empty(lines.code_bytes(bits), dtype=torch.uint8)
     ends = flat.new_empty(count), flat.new_empty(count)
-    lowest, highest, kink = _by_group(lines, *ends, kink)
+    lowest, highest, kinks = _by_group(lines, *ends, kink)
     x, rows = flat.view(lines), _rows(codes, lines, bits)
-    for i, s in _chunks(lines, flat.device):
-        part = x[i, s]
-        first = (i.start * lines.S + s.start) * lines.C
-        noise = random_bytes(first, part.numel(), key, flat.device).view(part.shape)
-        out = torch.empty_like(noise)
-        for at, g, piece in _pieces(part):
-            groups = slice(s.start // GROUP + g.start, s.start // GROUP + g.stop)
-            here = lowest[i, groups], highest[i, groups]
-            _encode(piece, piece.of(noise[:, at]), here, None if kink is None else kink[i], bits, piece.of(out[:, at]))
-        rows[i, *_code_positions(s, lines, bits)] = _squeezed(out, lines, bits)
+    block, chunk = _sizes(flat.device)
+    for i, s in _parts(lines, block):
+        here = i, _groups(s)
+        encoder = Encoder(x[i, s], lowest[here], highest[here], None if kinks is None else kinks[here], bits)
+        for j, t in _parts((i.stop - i.start, s.stop - s.start, lines.C), chunk):
+            first = ((i.start + j.start) * lines.S + s.start + t.start) * lines.C
+            found = encoder.codes((j, t), first, key)
+            at = slice(s.start + t.start, s.start + t.stop)
+            rows[i.start + j.start : i.start + j.stop, *_code_positions(at, lines, bits)] = _squeezed(found, lines, bits)
     return codes, *ends
 
 
-def _encode(
-    piece: Piece, noise: Tensor, range: tuple[Tensor, Tensor], kink: Tensor | None, bits: int, out: Tensor
-) -> None:
-    """Writes the codes of a piece into ``out``, and its range into ``range``."""
-    dtype = piece.view.dtype
-    v = piece.view.to(wide_dtype(dtype))
-    if kink is not None:
-        v = v - piece.spread(kink)
-    lowest, highest = piece.range(v)
-    if kink is not None and dtype != v.dtype:
-        lowest, highest = outward(lowest, highest, dtype)
-        v = torch.minimum(torch.maximum(v, piece.spread(lowest)), piece.spread(highest))
-    range[0].copy_(lowest)
-    range[1].copy_(highest)
-    grid = grid_of(lowest, highest, bits)
-    threshold, ratio, scale, offset = (piece.spread(of) for of in encoding_of(grid))
-    if bool(grid.border.any()):
-        v = v - piece.spread(grid.border)
-    above = torch.ge(v, threshold, out=torch.empty_like(v))
-    v = torch._prelu_kernel(v, ratio).mul_(scale)
-    v.add_(torch.add(offset, noise.to(v.dtype), alpha=1 / 256)).add_(above, alpha=1 - 2 * NEAR)
-    out.copy_(v.to(torch.int32))
+class Encoder:
+    """Computes the range of the groups of a block, which it writes into ``lowest`` and ``highest``, and codes."""
+
+    def __init__(self, x: Tensor, lowest: Tensor, highest: Tensor, kink: Tensor | None, bits: int) -> None:
+        self.x, self.wide, self.kink = x, wide_dtype(x.dtype), kink
+        for piece in _pieces(x):
+            found = piece.range(x)
+            lowest[:, piece.groups], highest[:, piece.groups] = found
+        low, high = lowest.to(self.wide), highest.to(self.wide)
+        if kink is not None:
+            # Rounding is monotonic, so this is the range of the differences.
+            low, high = low - kink, high - kink
+        poison = low * 0 + high * 0
+        low, high = low + poison, high + poison
+        self.clamped = kink is not None and x.dtype != self.wide
+        if self.clamped:
+            low, high = outward(low, high, x.dtype)
+        lowest.copy_(low)
+        highest.copy_(high)
+        self.range = low, high
+        grid = grid_of(low, high, bits)
+        self.border = grid.border if bool(grid.border.any()) else None
+        self.encoding = encoding_of(grid)
+
+    def codes(self, part: Part, first: int, key: int) -> Tensor:
+        """The codes of a chunk, one a byte.  ``first`` is the place of its first value in memory."""
+        i, s = part
+        x, groups = self.x[i, s], _groups(s)
+        noise = random_bytes(first, x.numel(), key, x.device).view(x.shape)
+        out = torch.empty_like(noise)
+        for piece in _pieces(x):
+            self._encode(piece, (i, groups), piece.of(x), piece.of(noise), piece.of(out))
+        return out
+
+    def _encode(self, piece: Piece, at: Part, x: Tensor, noise: Tensor, out: Tensor) -> None:
+        v = x.to(self.wide)
+        if self.kink is not None:
+            v = v - piece.spread(self.kink[at])
+        if self.clamped:
+            # In fp16 the range may be smaller than the differences.
+            lowest, highest = (piece.spread(end[at]) for end in self.range)
+            v = torch.minimum(torch.maximum(v, lowest), highest)
+        if self.border is not None:
+            v = v - piece.spread(self.border[at])
+        threshold, ratio, scale, offset = (piece.spread(of[at]) for of in self.encoding)
+        above = torch.ge(v, threshold, out=torch.empty_like(v))
+        v = torch._prelu_kernel(v, ratio).mul_(scale)
+        v.add_(torch.add(offset, noise.to(self.wide), alpha=1 / 256)).add_(above, alpha=1 - 2 * NEAR)
+        out.copy_(v.to(torch.int32))
 
 
 def unpack(
@@ -150,31 +189,42 @@ def unpack(
 ) -> None:
     """Writes the values into ``flat``, the memory of a tensor."""
     codes, *ends = packed
-    lowest, highest, kink = _by_group(lines, *ends, kink)
+    lowest, highest, kinks = _by_group(lines, *ends, kink)
     x, rows = flat.view(lines), _rows(codes, lines, bits)
-    for i, s in _chunks(lines, flat.device):
-        part = x[i, s]
-        found = _stretched(rows[i, *_code_positions(s, lines, bits)], part.shape, bits)
-        for at, g, piece in _pieces(part):
-            groups = slice(s.start // GROUP + g.start, s.start // GROUP + g.stop)
-            here = lowest[i, groups], highest[i, groups]
-            _decode(piece, piece.of(found[:, at]), here, None if kink is None else kink[i], bits)
+    block, chunk = _sizes(flat.device)
+    for i, s in _parts(lines, block):
+        here = i, _groups(s)
+        decoder = Decoder(lowest[here], highest[here], None if kinks is None else kinks[here], bits)
+        for j, t in _parts((i.stop - i.start, s.stop - s.start, lines.C), chunk):
+            samples, at = slice(i.start + j.start, i.start + j.stop), slice(s.start + t.start, s.start + t.stop)
+            out = x[samples, at]
+            decoder.values(_stretched(rows[samples, *_code_positions(at, lines, bits)], out.shape, bits), (j, t), out)
 
 
-def _decode(piece: Piece, codes: Tensor, range: tuple[Tensor, Tensor], kink: Tensor | None, bits: int) -> None:
-    """Writes the values of a piece."""
-    dtype = piece.view.dtype
-    wide = wide_dtype(dtype)
-    grid = grid_of(range[0].to(wide), range[1].to(wide), bits)
-    bounds = bounds_of(kink, grid, dtype)
-    offset, ratio, scale = (piece.spread(of) for of in decoding_of(grid))
-    d = torch.nn.functional.softshrink(codes.to(wide).sub_(offset), 0.5 - NEAR)
-    v = torch._prelu_kernel(d, ratio).mul_(scale)
-    v.add_(piece.spread(grid.border if kink is None else grid.border + kink))
-    if bounds is not None:
-        least, most = (piece.spread(of) for of in bounds)
-        v = torch.where(d > 0, torch.maximum(v, least), torch.minimum(v, most))
-    piece.view.copy_(v)
+class Decoder:
+    """Computes the values of the groups of a block."""
+
+    def __init__(self, lowest: Tensor, highest: Tensor, kink: Tensor | None, bits: int) -> None:
+        self.wide = wide_dtype(lowest.dtype)
+        grid = grid_of(lowest.to(self.wide), highest.to(self.wide), bits)
+        self.bounds = bounds_of(kink, grid, lowest.dtype)
+        self.base = grid.border if kink is None else grid.border + kink
+        # Most groups lie on both sides of 0.
+        self.has_base = bool(self.base.any())
+        self.decoding = decoding_of(grid)
+
+    def values(self, codes: Tensor, part: Part, out: Tensor) -> None:
+        """Writes the values of a chunk."""
+        at = part[0], _groups(part[1])
+        for piece in _pieces(out):
+            offset, ratio, scale = (piece.spread(of[at]) for of in self.decoding)
+            d = piece.of(codes).to(self.wide).sub_(offset)
+            d = torch.nn.functional.softshrink(d, 0.5 - NEAR)
+            v = torch._prelu_kernel(d, ratio).mul_(scale).add_(piece.spread(self.base[at]))
+            if self.bounds is not None:
+                least, most = (piece.spread(of[at]) for of in self.bounds)
+                v = torch.where(d > 0, torch.maximum(v, least), torch.minimum(v, most))
+            piece.of(out).copy_(v)
 
 
 def _rows(codes: Tensor, lines: Lines, bits: int) -> Tensor:
