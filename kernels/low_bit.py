@@ -17,8 +17,9 @@ from .launch import acc_dtype, warps_of
 from .launcher import Launcher, plan
 
 GROUP: tl.constexpr = tl.constexpr(256)
-# The values of a tile of planes, those of a thread, and the bytes of adjacent channels in a tile of rows.
-TILE, PER_THREAD, ROW_BYTES = 2048, 8, 32
+# The values of a tile of planes and of a thread.  In rows, the bytes of adjacent channels of a tile, and the values of
+# a thread: it holds the numbers of the grid of 16 bytes of channels, and several positions of each.
+TILE, PER_THREAD, ROW_BYTES, ROWS_PER_THREAD = 2048, 8, 32, 16
 
 # The numbers of the grid are explained in ``fusedseg/ops/low_bit/spec.py``.
 NEAR: tl.constexpr = tl.constexpr(2.0**-10)
@@ -170,7 +171,7 @@ def stretch(byte, BITS: tl.constexpr):
 
 
 @triton.jit
-def places(I, S, C, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):
+def places(I, S, C, row_bytes, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):
     """What a program works on: the offsets and mask of its values, its bytes and its groups, and their lines.
 
     The tile is (BLOCK_R, BLOCK_L): groups and positions of planes, or positions and channels of rows.
@@ -186,7 +187,6 @@ def places(I, S, C, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK_R: tl.constexp
         s = (program % groups) * GROUP + r
         c = tl.program_id(1) * BLOCK_L + lane
         b = tl.program_id(1) * (BLOCK_L // PER) + byte
-        row_bytes = (C - 1) // PER + 1
         offs, mask = (i * S + s) * C + c, (s < S) & (c < C)
         byte_offs, byte_mask = (i * S + s) * row_bytes + b, (s < S) & (b < row_bytes)
         group, group_mask = program * C + c, c < C
@@ -196,7 +196,6 @@ def places(I, S, C, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK_R: tl.constexp
         group_mask = group < tl.cast(I, tl.int64) * groups
         line = group // groups
         g = (group % groups).to(tl.int32)
-        row_bytes = (S - 1) // PER + 1
         s = g * GROUP + lane
         b = g * (GROUP // PER) + byte
         offs, mask = line * S + s, group_mask & (s < S)
@@ -214,12 +213,13 @@ def load_kink(kink_ptr, line, kinks, mask):
 
 
 @triton.jit(do_not_specialize=["key"])
-def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key, I, S, C, kinks, ROWS: tl.constexpr,
-                        BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
+def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key, I, S, C, row_bytes, kinks,
+                        ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
                         BLOCK_L: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     AXIS: tl.constexpr = 0 if ROWS else 1
-    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, ROWS, BITS, BLOCK_R, BLOCK_L)
+    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
+                                                                              BLOCK_L)  # fmt: skip
     v = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
     kink = load_kink(kink_ptr, line, kinks, group_mask)
     if kink is not None:
@@ -237,11 +237,12 @@ def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key
 
 
 @triton.jit
-def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I, S, C, kinks, ROWS: tl.constexpr,
-                          BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
+def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I, S, C, row_bytes, kinks,
+                          ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
                           BLOCK_L: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, ROWS, BITS, BLOCK_R, BLOCK_L)
+    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
+                                                                              BLOCK_L)  # fmt: skip
     code = stretch(tl.load(codes_ptr + byte_offs, mask=byte_mask, other=0), BITS)
     lowest = tl.load(lowest_ptr + group, mask=group_mask, other=0.0).to(ACC)
     highest = tl.load(highest_ptr + group, mask=group_mask, other=0.0).to(ACC)
@@ -263,8 +264,8 @@ def launcher(kernel, lines, dtype, bits, kinks):
         block_r = min(triton.next_power_of_2(groups), max(1, TILE // block_l))
         grid = (triton.cdiv(groups, block_r),)
     constants = {"ROWS": rows, "BITS": bits, "ACC": acc_dtype(dtype), "BLOCK_R": block_r, "BLOCK_L": block_l}
-    constants["num_warps"] = warps_of(block_r * block_l, PER_THREAD)
-    return Launcher(kernel, grid, (I, S, C, max(kinks, 1)), constants)
+    constants["num_warps"] = warps_of(block_r * block_l, ROWS_PER_THREAD if rows else PER_THREAD)
+    return Launcher(kernel, grid, (I, S, C, lines.row_bytes(bits), max(kinks, 1)), constants)
 
 
 @plan

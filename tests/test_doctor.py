@@ -33,7 +33,7 @@ def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", out, re.MULTILINE)
     assert "  cpu: aten ('auto' takes Triton on GPUs only, and this is cpu)" in out
     for target in ("sm_80", "sm_90"):
-        for name in ("norm", "conv", "pool", "sums"):
+        for name in ("norm", "conv", "pool", "sums", "low_bit"):
             assert f"  {target} {name}: 2 kernels compiled for {target}" in out
     assert out.splitlines()[-1] == (
         "All is well: there is no GPU here, so PyTorch computes every op, and the kernels compile for sm_80 and sm_90."
