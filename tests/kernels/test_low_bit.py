@@ -30,7 +30,9 @@ def launch(t, bits, kink=None):
     flat_expected = torch.empty_like(flat)
     aten.unpack(expected, kink, lines, bits, flat_expected)
     # Codes of a group that is NaN mean nothing.
-    both = list(zip((*packed, flat_out), (*expected, flat_expected), strict=True))[int(flat.isfinite().logical_not().any()) :]
+    both = list(zip((*packed, flat_out), (*expected, flat_expected), strict=True))[
+        int(flat.isfinite().logical_not().any()) :
+    ]
     for found, wanted in both:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     return packed, out, moved

@@ -108,7 +108,9 @@ def random_bytes(first: int, count: int, key: int, device: torch.device) -> Tens
     return h.view(torch.uint8)[first - 4 * begin :][:count]
 
 
-def _by_group(lines: Lines, lowest: Tensor, highest: Tensor, kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_group(
+    lines: Lines, lowest: Tensor, highest: Tensor, kink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The range as (I, groups, C), and the kink too."""
     shape = lines.I, lines.groups, lines.C
     if kink is not None:
@@ -131,7 +133,9 @@ def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -
             first = ((i.start + j.start) * lines.S + s.start + t.start) * lines.C
             found = encoder.codes((j, t), first, key)
             at = slice(s.start + t.start, s.start + t.stop)
-            rows[i.start + j.start : i.start + j.stop, *_code_positions(at, lines, bits)] = _squeezed(found, lines, bits)
+            rows[i.start + j.start : i.start + j.stop, *_code_positions(at, lines, bits)] = _squeezed(
+                found, lines, bits
+            )
     return codes, *ends
 
 
@@ -186,9 +190,7 @@ class Encoder:
         out.copy_(v.to(torch.int32))
 
 
-def unpack(
-    packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: Lines, bits: int, flat: Tensor
-) -> None:
+def unpack(packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: Lines, bits: int, flat: Tensor) -> None:
     """Writes the values into ``flat``, the memory of a tensor."""
     codes, *ends = packed
     lowest, highest, kinks = _by_group(lines, *ends, kink)

@@ -34,7 +34,9 @@ def _stored(t: Tensor) -> Tensor:
 
 def _pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
     lines = lines_of(t, 0 if kink is None else kink.numel())
-    if t.numel() == 0 or not _backend.use_triton(t, "low_bit"):
+    if t.numel() == 0:
+        return t.new_empty(0, dtype=torch.uint8), t.new_empty(0), t.new_empty(0)
+    if not _backend.use_triton(t, "low_bit"):
         return aten.pack(_flat(t), lines, bits, key, kink)
     from ...kernels.low_bit import low_bit_pack
 
@@ -46,7 +48,9 @@ def _unpack(packed: Packed) -> Tensor:
     codes, lowest, highest, kink, bits, size, stride = packed
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
     lines = lines_of(t, 0 if kink is None else kink.numel())
-    if t.numel() == 0 or not _backend.use_triton(t, "low_bit"):
+    if t.numel() == 0:
+        return t
+    if not _backend.use_triton(t, "low_bit"):
         aten.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
         return t
     from ...kernels.low_bit import low_bit_unpack
