@@ -54,11 +54,11 @@ def random_byte(offs, key):
 @triton.jit
 def rounded_up(y, DTYPE: tl.constexpr):
     """The next number of a dtype that is at least y, in the dtype of y; rarely the one after it."""
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         nearest = y.to(DTYPE).to(y.dtype)
         above = (y + (tl.abs(y) * 0.00048828125 + SMALLEST_HALF * 0.75)).to(DTYPE).to(y.dtype)
         y = tl.where(nearest >= y, nearest, above)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         nearest = y.to(DTYPE).to(y.dtype)
         above = (y + (tl.abs(y) * 0.00390625 + SMALLEST_HALF * 0.75)).to(DTYPE).to(y.dtype)
         y = tl.where(nearest >= y, nearest, above)
@@ -82,7 +82,7 @@ def outward(lowest, highest, DTYPE: tl.constexpr):
     high = rounded_up(highest, DTYPE)
     low = tl.where(lowest > 0, tl.maximum(low, 0.0), low)
     high = tl.where(highest < 0, tl.minimum(high, 0.0), high)
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         finite = lowest - lowest == 0
         low = tl.where(finite, tl.minimum(tl.maximum(low, -65504.0), 65504.0), lowest)
         high = tl.where(finite, tl.minimum(tl.maximum(high, -65504.0), 65504.0), highest)
@@ -131,7 +131,7 @@ def dequantise(code, lowest, highest, kink, DTYPE: tl.constexpr, BITS: tl.conste
     if kink is not None:
         at = border + kink
     v = v + at
-    if kink is not None or DTYPE == tl.float16:
+    if kink is not None or tl.float16 == DTYPE:
         # Rounding must not change the side.  A zero that is exact has no side.
         origin = border * 0.0
         if kink is not None:
@@ -262,7 +262,7 @@ def launcher(kernel, lines, dtype, bits, kinks):
         block_l = max(8 // bits, min(256, triton.next_power_of_2(S)))
         groups = I * triton.cdiv(S, 256)
         block_r = min(triton.next_power_of_2(groups), max(1, TILE // block_l))
-        grid = (triton.cdiv(groups, block_r),)
+        grid = (triton.cdiv(groups, block_r), 1)
     constants = {"ROWS": rows, "BITS": bits, "ACC": acc_dtype(dtype), "BLOCK_R": block_r, "BLOCK_L": block_l}
     constants["num_warps"] = warps_of(block_r * block_l, ROWS_PER_THREAD if rows else PER_THREAD)
     return Launcher(kernel, grid, (I, S, C, lines.row_bytes(bits), max(kinks, 1)), constants)
@@ -281,7 +281,7 @@ def unpack_plan(lines, dtype, bits, kinks):
 def low_bit_pack(flat, lines, bits, key, kink):
     """Codes, lowest and highest values of a tensor with the memory ``flat``; ``key`` is the int32 of the hash.
 
-    ``lines`` is a ``Lines`` of ``fusedseg/ops/low_bit/spec.py``, and ``kink`` is None or in the dtype of the arithmetic.
+    ``lines`` is a ``Lines`` of ``fusedseg/ops/low_bit/spec.py``.  ``kink`` is None or in the dtype of the arithmetic.
     """
     codes = torch.empty(lines.code_bytes(bits), dtype=torch.uint8, device=flat.device)
     groups = lines.I * lines.groups * lines.C

@@ -4,8 +4,8 @@ import itertools
 from functools import partial
 
 import torch
-
 from fusedseg.kernels.low_bit import low_bit_pack, low_bit_unpack
+
 from fusedseg.ops.low_bit.spec import lines_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -194,7 +194,11 @@ def test_chunks_do_not_change_the_bits(rows, monkeypatch):
         assert torch.equal(unpack(parts), values)
 
 
-@pytest.mark.parametrize(("dtype", "bits", "most"), [(torch.float16, 8, 0.5079), (torch.float16, 4, 0.2579), (torch.float32, 4, 0.1329)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "bits", "most"),
+    [(torch.float16, 8, 0.5079), (torch.float16, 4, 0.2579), (torch.float32, 4, 0.1329)],
+    ids=str,
+)
 def test_bytes(dtype, bits, most):
     """In units of the tensor, on fake tensors as on true ones: codes, and two numbers per group of 256 values."""
     t = torch.randn(1, 8, 64, 64).to(dtype)

@@ -108,14 +108,12 @@ def random_bytes(first: int, count: int, key: int, device: torch.device) -> Tens
     return h.view(torch.uint8)[first - 4 * begin :][:count]
 
 
-def _by_group(
-    lines: Lines, lowest: Tensor, highest: Tensor, kink: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_group(lines: Lines, ends: Sequence[Tensor], kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The range as (I, groups, C), and the kink too."""
     shape = lines.I, lines.groups, lines.C
     if kink is not None:
         kink = kink.repeat(lines.I * lines.C // kink.numel()).view(lines.I, 1, lines.C).expand(shape)
-    return lowest.view(shape), highest.view(shape), kink
+    return ends[0].view(shape), ends[1].view(shape), kink
 
 
 def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,8 +121,8 @@ def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -
     count = lines.I * lines.groups * lines.C
     codes = flat.new_empty(lines.code_bytes(bits), dtype=torch.uint8)
     ends = flat.new_empty(count), flat.new_empty(count)
-    lowest, highest, kinks = _by_group(lines, *ends, kink)
-    x, rows = flat.view(lines), _rows(codes, lines, bits)
+    lowest, highest, kinks = _by_group(lines, ends, kink)
+    x = flat.view(lines)
     block, chunk = _sizes(flat.device)
     for i, s in _parts(lines, block):
         here = i, _groups(s)
@@ -132,10 +130,8 @@ def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -
         for j, t in _parts((i.stop - i.start, s.stop - s.start, lines.C), chunk):
             first = ((i.start + j.start) * lines.S + s.start + t.start) * lines.C
             found = encoder.codes((j, t), first, key)
-            at = slice(s.start + t.start, s.start + t.stop)
-            rows[i.start + j.start : i.start + j.stop, *_code_positions(at, lines, bits)] = _squeezed(
-                found, lines, bits
-            )
+            into = _rows(codes, lines, bits, _within((i, s), (j, t)))
+            into.copy_(_squeezed(found, lines, bits))
     return codes, *ends
 
 
@@ -193,16 +189,16 @@ class Encoder:
 def unpack(packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: Lines, bits: int, flat: Tensor) -> None:
     """Writes the values into ``flat``, the memory of a tensor."""
     codes, *ends = packed
-    lowest, highest, kinks = _by_group(lines, *ends, kink)
-    x, rows = flat.view(lines), _rows(codes, lines, bits)
+    lowest, highest, kinks = _by_group(lines, ends, kink)
+    x = flat.view(lines)
     block, chunk = _sizes(flat.device)
     for i, s in _parts(lines, block):
         here = i, _groups(s)
         decoder = Decoder(lowest[here], highest[here], None if kinks is None else kinks[here], bits)
         for j, t in _parts((i.stop - i.start, s.stop - s.start, lines.C), chunk):
-            samples, at = slice(i.start + j.start, i.start + j.stop), slice(s.start + t.start, s.start + t.stop)
-            out = x[samples, at]
-            decoder.values(_stretched(rows[samples, *_code_positions(at, lines, bits)], out.shape, bits), (j, t), out)
+            part = _within((i, s), (j, t))
+            out = x[part]
+            decoder.values(_stretched(_rows(codes, lines, bits, part), out.shape, bits), (j, t), out)
 
 
 class Decoder:
@@ -234,15 +230,19 @@ class Decoder:
             piece.of(out).copy_(v)
 
 
-def _rows(codes: Tensor, lines: Lines, bits: int) -> Tensor:
-    """The codes as (samples, positions, bytes of a row); a plane is one row."""
-    return codes.view(lines.I, 1 if lines.C == 1 else lines.S, lines.row_bytes(bits))
+def _within(block: Part, chunk: Part) -> Part:
+    """The samples and positions of a chunk of a block."""
+    i, s = (slice(a.start + b.start, a.start + b.stop) for a, b in zip(block, chunk, strict=True))
+    return i, s
 
 
-def _code_positions(s: slice, lines: Lines, bits: int) -> tuple[slice, ...]:
-    """The index of the bytes of positions s, after that of the samples."""
+def _rows(codes: Tensor, lines: Lines, bits: int, part: Part) -> Tensor:
+    """The bytes of a part, (samples, positions, bytes of a row); a plane is one row."""
+    i, s = part
+    if lines.C > 1:
+        return codes.view(lines.I, lines.S, -1)[i, s]
     per = 8 // bits
-    return (slice(None), slice(s.start // per, -(-s.stop // per))) if lines.C == 1 else (s,)
+    return codes.view(lines.I, 1, -1)[i, :, s.start // per : -(-s.stop // per)]
 
 
 def _squeezed(codes: Tensor, lines: Lines, bits: int) -> Tensor:
@@ -271,7 +271,7 @@ def _stretched(rows: Tensor, shape: torch.Size, bits: int) -> Tensor:
         else:
             word = (word | word << 6 | word << 12 | word << 18).bitwise_and_(0x03030303)
         rows = word.view(torch.uint8)
-    samples, S, C = shape
+    _, S, C = shape
     if C == 1:
         return rows[:, 0, :S].unsqueeze(2)
     return rows[:, :, :C]

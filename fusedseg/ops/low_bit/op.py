@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ... import _backend
 from ..check import check_dtype, check_tensor
 from . import aten
-from .spec import BITS, OP, Packed, is_dense, lines_of, mixed, numel, signed, wide_dtype
+from .spec import BITS, OP, Packed, is_dense, lines_of, mixed, signed, wide_dtype
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def _check(t: Tensor, bits: int, seed: int, kink: Tensor | None) -> None:
     N, C = t.shape[:2]
     if kink.shape not in ((C,), (N * C,)):
         raise ValueError(
-            f"{OP}: kink must have shape ({C},), one value per channel of t, or ({N * C},), one per sample and channel, "
-            f"got {tuple(kink.shape)}"
+            f"{OP}: kink must have shape ({C},), one value per channel of t, or ({N * C},), one per sample and "
+            f"channel, got {tuple(kink.shape)}"
         )
     if not kink.is_floating_point():
         raise TypeError(f"{OP}: kink must be floating point, got {kink.dtype}")
@@ -144,8 +144,8 @@ def pack(t: Tensor, bits: int, seed: int, kink: Tensor | None = None) -> Packed:
         t = t if lines_of(t, kink.numel()).S * kink.numel() <= t.numel() else t.contiguous()
         kink = kink.detach().to(wide_dtype(t.dtype), copy=True)
     key = mixed(seed)
-    found = pack_op(t, kink, bits, key) if _by_op(t) else _pack(t, kink, bits, key)
-    return Packed(*found, kink, bits, tuple(t.shape), t.stride())
+    codes, lowest, highest = (pack_op if _by_op(t) else _pack)(t, kink, bits, key)
+    return Packed(codes, lowest, highest, kink, bits, tuple(t.shape), t.stride())
 
 
 @torch.no_grad()

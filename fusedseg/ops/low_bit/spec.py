@@ -4,7 +4,6 @@ A group is 256 adjacent positions of one channel of one sample, or fewer at the 
 values that the codes of a group stand for.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -124,7 +123,3 @@ def signed(number: int) -> int:
     """The int32 with the bits of a number, which is taken modulo 2**32."""
     number &= MASK
     return number - (1 << 32) if number >> 31 else number
-
-
-def numel(size: tuple[int, ...]) -> int:
-    return math.prod(size)
