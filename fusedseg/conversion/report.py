@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .._sizes import text_of
 from ..memory import Footprint
 from .branches import Branch
 from .verify import Verification, verify
@@ -117,14 +118,10 @@ class ConversionReport:
             for name in ("saved", "peak"):
                 before, after = getattr(self.before, name), getattr(self.after, name)
                 ratio = f" ({after / before:.2f})" if before else ""
-                lines.append(f"  {LABELS[name]:<18}{_mib(before):>12} -> {_mib(after)}{ratio}")
+                lines.append(f"  {LABELS[name]:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
             if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
                 lines.append(PEAK_STAYS)
         return "\n".join(lines)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _note(number: int, branch: Branch) -> str:
@@ -143,7 +140,7 @@ def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
             ", ".join(p or "(the model)" for p in r.paths),
             r.what,
             (r.to or r.why) + notes(r),
-            "" if r.nbytes is None else _mib(r.nbytes),
+            "" if r.nbytes is None else text_of(r.nbytes),
         )
         for r in rows
     ]
