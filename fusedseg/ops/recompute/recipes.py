@@ -39,7 +39,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from .offers import Reader
 from .plain import Place
-from .registry import Registry
+from .registry import REGISTRIES, Registry
 from .saved import Data, Handle
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ def innermost() -> Registry | None:
         return None
     hooks = _hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
-    return registry if type(registry) is Registry else None
+    return registry if type(registry) in REGISTRIES else None
 
 
 def active() -> Registry | None:
@@ -86,7 +86,7 @@ def _registries() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
-    return [registry for registry in found if type(registry) is Registry]
+    return [registry for registry in found if type(registry) in REGISTRIES]
 
 
 def changing(x: Tensor) -> None:

@@ -27,6 +27,8 @@ SMALL = 16
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 _unwatched = torch._C.DisableTorchFunction
+# The classes of registries, by which the hooks of a scope are recognised.
+REGISTRIES: set[type] = set()
 
 
 class Registry:
@@ -57,6 +59,9 @@ class Registry:
                 del own._memories[storage.key]
 
         self._gone = gone
+
+    def __init_subclass__(cls) -> None:
+        REGISTRIES.add(cls)
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
@@ -348,3 +353,6 @@ class Registry:
             own.key = key
             memory = self._memories[key] = Memory(own)
         return memory
+
+
+REGISTRIES.add(Registry)

@@ -80,6 +80,8 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
+    # The node in the graph of a scope with a budget (``graph.py``); -1 if there is none.
+    node = -1
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
@@ -200,6 +202,7 @@ class Recipe:
     own: float | None = None
     # The rebuilt value and its version.
     held: tuple[Tensor, int] | None = None
+    node = -1
 
     def __init__(
         self,

@@ -1,13 +1,18 @@
 """The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
 
+from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
+from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .choice import Budget
+from .guide import BUDGET_RULES, BudgetRegistry, Guide, Learn
 from .recipes import innermost
 from .registry import Registry
 from .saved import unpack
+from .stock import RULES
 from .watch import Watch
 
 
@@ -43,22 +48,41 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
-    def __init__(self) -> None:
-        self._entered: list[ExitStack] = []
+    def __init__(self, budget: float | str | None = None, *, extra_flops: float | None = None) -> None:
+        self._budget = Budget.parse("fusedseg.recompute", budget, extra_flops)
+        self._make_guide: Callable[[], Guide] | None = None
+        if self._budget is not None:
+            self._make_guide = partial(Learn, self._budget)
+        self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
+
+    @classmethod
+    def guided(cls, make_guide: Callable[[], Guide] | None) -> "recompute":
+        """A scope whose registry asks a new guide, the result of ``make_guide()``, each time that it is entered."""
+        made = cls()
+        made._make_guide = make_guide
+        return made
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
-        return type(self)()
+        return type(self).guided(self._make_guide)
 
     def __enter__(self) -> None:
-        stack = ExitStack()
+        stack, guided = ExitStack(), None
         # Inside another scope there is nothing left to do.
         if not torch.compiler.is_compiling() and innermost() is None:
-            registry = Registry(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            outer, rules = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES
+            if self._make_guide is None:
+                registry = Registry(outer)
+            else:
+                registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
+                guided = registry
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
-            stack.enter_context(Watch(registry))
-        self._entered.append(stack)
+            stack.enter_context(Watch(registry, rules))
+        self._entered.append((stack, guided))
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.pop().close()
+        stack, guided = self._entered.pop()
+        stack.close()
+        if guided is not None and exception[0] is None:
+            guided.finish()

@@ -122,16 +122,16 @@ def _watch_scripted() -> None:
 class Watch(TorchFunctionMode):
     """The function mode that sees the calls of stock functions, for one registry."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, rules: dict[Function, Any] = RULES) -> None:
         super().__init__()
-        self.registry = registry
+        self.registry, self.rules = registry, rules
         _watch_scripted()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             return func(*args, **kwargs)
-        registry, rule = self.registry, RULES.get(func)
+        registry, rule = self.registry, self.rules.get(func)
         if rule is None and not kwargs and not _may_change(func):
             return func(*args)
         if rule is not None and "out" not in kwargs and recipes.innermost() is registry:

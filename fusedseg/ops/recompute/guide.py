@@ -1,0 +1,217 @@
+"""The registry of a scope with a budget, and the guides that tell it which calls run twice.
+
+``Observe`` lets every call run twice, and writes the graph of the step (``graph.py``); ``fusedseg.convert`` uses it on
+tensors without values.  ``Follow`` has a choice that was made before.  ``Learn`` serves a scope without a model: it
+remembers the choices of earlier scopes, and makes one at the end of a scope whose calls it has not met.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import twice
+from .choice import Budget, Call, Choice
+from .graph import Graph, Node
+from .knapsack import Knapsack
+from .offers import Held, Input, Linked, Offer
+from .plain import Place, is_trained_leaf
+from .registry import Registry
+from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe
+from .stock import RULES
+
+# The number of choices that bare scopes remember.
+REMEMBERED = 32
+
+
+class Guide(Protocol):
+    """Decides for each call, in their order, whether it runs twice."""
+
+    def wants(self, index: int, call: Call) -> bool: ...
+
+    def ends(self, graph: Graph) -> None:
+        """Called at the end of a forward that raised no exception."""
+
+
+class Observe:
+    """Lets every call run twice, and keeps the graph."""
+
+    graph: Graph | None = None
+
+    def wants(self, index: int, call: Call) -> bool:
+        return True
+
+    def ends(self, graph: Graph) -> None:
+        self.graph = graph
+
+
+class Follow:
+    """Follows a choice for as long as the calls are those that were planned; after that, nothing runs twice."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self._lost = False
+
+    def wants(self, index: int, call: Call) -> bool:
+        self._lost = self._lost or not self.choice.has(index, call)
+        return not self._lost and index in self.choice.again
+
+    def ends(self, graph: Graph) -> None:
+        pass
+
+
+_remembered: list[tuple[Budget, Choice]] = []
+_lock = threading.Lock()
+
+
+class Learn:
+    """Follows a remembered choice for the same calls of the same sizes, and remembers a new one for new calls."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        with _lock:
+            self._fits = [choice for of, choice in _remembered if of == budget]
+
+    def wants(self, index: int, call: Call) -> bool:
+        self._fits = [
+            choice
+            for choice in self._fits
+            if index < len(choice.calls) and choice.calls[index].signature == call.signature
+        ]
+        return bool(self._fits) and index in self._fits[0].again
+
+    def ends(self, graph: Graph) -> None:
+        if not graph.calls or any(len(choice.calls) == len(graph.calls) for choice in self._fits):
+            return
+        choice = choose(graph, self.budget, graph.eager)
+        with _lock:
+            _remembered.append((self.budget, choice))
+            del _remembered[:-REMEMBERED]
+
+
+def forget() -> None:
+    """Drops all choices that bare scopes have remembered."""
+    with _lock:
+        _remembered.clear()
+
+
+def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) -> Choice:
+    """The cheapest choice for a budget.
+
+    Args:
+        graph: the step.
+        eager: bytes that the step keeps without fusedseg.
+        kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
+    """
+    calls = [i for i, node in enumerate(graph.of_call) if node is not None]
+    knapsack = Knapsack(calls, graph.cost)
+    unknown = 0 if kept is None else kept - knapsack.nothing.kept
+    total, most = sum(call.flops for call in graph.calls), budget.bytes_of(eager)
+    found = knapsack.solve(None if most is None else most - unknown, budget.most_flops * total)
+    return Choice(tuple(graph.calls), found.again, found.cost.kept + unknown, found.cost.flops)
+
+
+class BudgetRegistry(Registry):
+    """The registry of a scope with a budget."""
+
+    def __init__(self, outer: Hooks | None, guide: Guide) -> None:
+        super().__init__(outer)
+        self.guide, self.graph = guide, Graph()
+
+    def called(
+        self, call: Call, out: Tensor, again: Callable[..., Tensor] | None, tensors: Sequence[Tensor]
+    ) -> None:
+        """Called after each call that may run twice, or that may not because ``again`` is None."""
+        graph, index = self.graph, len(self.graph.calls)
+        graph.calls.append(call)
+        graph.of_call.append(None)
+        memory = self._memory(out.untyped_storage())
+        memory.made = True
+        wanted = self.guide.wants(index, call)
+        if again is None or memory.exposed:
+            return
+        links = [self._link_of_call(t, out) for t in tensors]
+        if any(link is None for link, _ in links):
+            return
+        known: list[tuple[Input, Place]] = links  # type: ignore[assignment]
+        at, version, autocast = Place.of(out), out._version, Autocast.of(out)
+        offer = Offer(at, version, out.device, again, None, autocast, known)
+        if offer.extra and offer.extra >= out.nbytes:
+            return
+        # Cheap recipes that follow are recorded or refused as if the output were kept, whatever was chosen.
+        offer.steps = 0
+        inputs = tuple(node for source, _ in known if (node := self._node_of(source)) >= 0)
+        offer.node = memory.node = graph.of_call[index] = graph.add(Node(call.nbytes, inputs, index))
+        if wanted and twice.same_bits(call, out, again, tensors):
+            memory.offers.append(offer)
+
+    def _link_of_call(self, t: Tensor, out: Tensor) -> tuple[Input | None, Place]:
+        """The source of an argument in backward.  What autograd has saved for the call itself is neither copied."""
+        at, memory = Place.of(t), self._find(t.untyped_storage())
+        if memory is not None and not memory.exposed:
+            kept = memory.kept_at(at, t._version)
+            if kept is not None:
+                return Linked(kept), at
+            offer = memory.offer_of(at, t._version)
+            if offer is not None:
+                return offer, at
+        if t.dim() >= 2 and is_trained_leaf(t):
+            # Autograd saves the parameter too.
+            return Held(t.detach(), 0), at
+        return self._link(t, out)
+
+    # -- the graph ----------------------------------------------------------------------------------------------------
+
+    def _node_of(self, source: Any) -> int:
+        """The node of an input; -1 for small copies, which are not counted."""
+        if isinstance(source, Offer):
+            return source.node
+        if isinstance(source, Held):
+            return self.graph.add(Node(source.extra)) if source.extra else -1
+        data = source._source()
+        return -1 if data is None else data.node
+
+    def _record(self, output: Tensor, at: Place, memory: Any, links: Any, *rest: Any) -> Offer | None:
+        offer = super()._record(output, at, memory, links, *rest)
+        if offer is not None:
+            inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
+            offer.node = self.graph.add(Node(output.untyped_storage().nbytes(), inputs))
+        return offer
+
+    def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:
+        kept = super()._keep(t, at, memory)
+        if memory.node < 0:
+            memory.node = self.graph.add(Node(t.untyped_storage().nbytes()))
+        kept.node = memory.node
+        return kept
+
+    def pack(self, t: Tensor) -> AsItIs | Data | Handle:
+        saved = super().pack(t)
+        if type(saved) is Handle:
+            node = saved.recipe.node
+        elif type(saved) is Data and t.dim() >= 2 and not is_trained_leaf(t):
+            node = saved.node
+        else:
+            return saved
+        with torch._C.DisableTorchFunction():
+            memory = self._memory(t.untyped_storage()) if t.layout == torch.strided else None
+            if memory is not None and not memory.counted:
+                memory.counted = True
+                self.graph.eager += t.untyped_storage().nbytes()
+        if node >= 0:
+            self.graph.packs.append(node)
+        return saved
+
+    def finish(self) -> None:
+        """Ends a forward that raised no exception."""
+        with torch._C.DisableTorchFunction():
+            self.guide.ends(self.graph)
+
+
+# The rules of a scope with a budget.
+BUDGET_RULES: dict[Any, Any] = RULES | {func: partial(twice.rule, stock=RULES.get(func)) for func in twice.FUNCTIONS}
+# The type of each recipe's node is an index of ``Graph.nodes``; a recipe that the graph does not know has -1.
+assert Recipe.node == Offer.node == Data.node == -1
