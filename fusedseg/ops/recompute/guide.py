@@ -8,6 +8,7 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from . import twice
 from .choice import Budget, Call, Choice
-from .graph import Graph, Node
+from .graph import Graph, Node, Others, Replay
 from .knapsack import Knapsack
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf
 from .registry import Registry
-from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe
+from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, unpack
 from .stock import RULES
 
 # The number of choices that bare scopes remember.
@@ -32,11 +33,30 @@ class Guide(Protocol):
 
     def wants(self, index: int, call: Call) -> bool: ...
 
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        """Called with each saved tensor and its number in ``Graph.packs``."""
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        """The hook that autograd calls in backward."""
+
     def ends(self, graph: Graph) -> None:
         """Called at the end of a forward that raised no exception."""
 
 
-class Observe:
+class _Quiet:
+    """A guide that does not look at saved tensors."""
+
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        pass
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        return unpack(packed)
+
+    def ends(self, graph: Graph) -> None:
+        pass
+
+
+class Observe(_Quiet):
     """Lets every call run twice, and keeps the graph."""
 
     graph: Graph | None = None
@@ -48,7 +68,61 @@ class Observe:
         self.graph = graph
 
 
-class Follow:
+class Live(Protocol):
+    """A count of the bytes that are alive: ``fusedseg.memory.LiveBytes``."""
+
+    current: int
+    peak: int
+
+
+class Weigh(_Quiet):
+    """Lets no call run twice, and weighs the bytes beside the kept and rebuilt tensors (``Graph.others``)."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._number_of: dict[int, int] = {}
+        # For each saved tensor: bytes when it is asked for, and the most until the next one is.
+        self._seen: dict[int, list[int]] = {}
+        self._now: list[int] | None = None
+
+    def wants(self, index: int, call: Call) -> bool:
+        return False
+
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        # The tensor must not be held here, because that would change what is alive.
+        self._number_of[packed.order if type(packed) is Handle else id(packed)] = number
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        key = packed.order if type(packed) is Handle else id(packed)
+        number = None if type(packed) is tuple else self._number_of.get(key)
+        if number is None:
+            return unpack(packed)
+        live = self._live
+        if self._now is not None:
+            self._now[1] = live.peak
+        before = live.current
+        value = unpack(packed)
+        live.peak = live.current
+        self._now = self._seen[number] = [before, live.current]
+        return value
+
+    def others(self, graph: Graph) -> list[Others]:
+        """The other bytes for each saved tensor of ``graph``, after backward."""
+        if self._now is not None:
+            self._now[1] = self._live.peak
+        replay = Replay(graph, ())
+        replay.run()
+        others: list[Others] = []
+        for number, (own_before, own_after) in enumerate(replay.own):
+            seen = self._seen.get(number)
+            if seen is None:
+                others.append(others[-1] if others else Others(0, 0))
+            else:
+                others.append(Others(seen[0] - own_before, seen[1] - own_after))
+        return others
+
+
+class Follow(_Quiet):
     """Follows a choice for as long as the calls are those that were planned; after that, nothing runs twice."""
 
     def __init__(self, choice: Choice) -> None:
@@ -59,15 +133,12 @@ class Follow:
         self._lost = self._lost or not self.choice.has(index, call)
         return not self._lost and index in self.choice.again
 
-    def ends(self, graph: Graph) -> None:
-        pass
-
 
 _remembered: list[tuple[Budget, Choice]] = []
 _lock = threading.Lock()
 
 
-class Learn:
+class Learn(_Quiet):
     """Follows a remembered choice for the same calls of the same sizes, and remembers a new one for new calls."""
 
     def __init__(self, budget: Budget) -> None:
@@ -106,11 +177,10 @@ def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) ->
         eager: bytes that the step keeps without fusedseg.
         kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
     """
-    calls = [i for i, node in enumerate(graph.of_call) if node is not None]
-    knapsack = Knapsack(calls, graph.cost)
+    knapsack = Knapsack(graph.choosable, graph.cost)
     unknown = 0 if kept is None else kept - knapsack.nothing.kept
     total, most = sum(call.flops for call in graph.calls), budget.bytes_of(eager)
-    found = knapsack.solve(None if most is None else most - unknown, budget.most_flops * total)
+    found = knapsack.descend(eager, -inf if most is None else most - unknown, budget.most_flops * total)
     return Choice(tuple(graph.calls), found.again, found.cost.kept + unknown, found.cost.flops)
 
 
@@ -178,7 +248,8 @@ class BudgetRegistry(Registry):
         offer = super()._record(output, at, memory, links, *rest)
         if offer is not None:
             inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
-            offer.node = self.graph.add(Node(output.untyped_storage().nbytes(), inputs))
+            overwrites = offer.overwrite is not None
+            offer.node = self.graph.add(Node(output.untyped_storage().nbytes(), inputs, overwrites=overwrites))
         return offer
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:
@@ -202,7 +273,8 @@ class BudgetRegistry(Registry):
                 memory.counted = True
                 self.graph.eager += t.untyped_storage().nbytes()
         if node >= 0:
-            self.graph.packs.append(node)
+            number = self.graph.save(node, torch.autograd._get_sequence_nr())
+            self.guide.saved(number, saved)
         return saved
 
     def finish(self) -> None:

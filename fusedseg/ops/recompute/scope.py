@@ -70,14 +70,14 @@ class recompute(ContextDecorator):
         stack, guided = ExitStack(), None
         # Inside another scope there is nothing left to do.
         if not torch.compiler.is_compiling() and innermost() is None:
-            outer, rules = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES
+            outer, rules, back = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES, unpack
             if self._make_guide is None:
                 registry = Registry(outer)
             else:
                 registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
-                guided = registry
+                guided, back = registry, registry.guide.unpack
             stack.callback(registry.close)
-            stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
+            stack.enter_context(saved_tensors_hooks(registry.pack, back))
             stack.enter_context(Watch(registry, rules))
         self._entered.append((stack, guided))
 
