@@ -277,9 +277,14 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         return z
     saved: list[Saved] | None = None
     registry = layout = None
+    again: Any = None
     if spec.keep == "output":
         if torch._C._len_torch_function_stack():
-            recipes.changing(x)
+            # A rebuild must not wait for other processes.
+            if spec.process_group is None and recipes.has_recipe(x):
+                again = _again_in_place(passed, _of_given(spec))
+            else:
+                recipes.changing(x)
     else:
         x, layout = dense(x)
         passed = passed if x is passed.x else passed._replace(x=x)
@@ -288,6 +293,10 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     call = passed, layout, _of_given(spec), kept, None, saved
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
+    if again is not None:
+        # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
+        with torch._C.DisableTorchFunction(), recipes.expect(x, again[0], *again[2], overwrite=again[1]):
+            return _apply(call, x, weight, bias, *more)
     z = _apply(call, x, weight, bias, *more)
     if saved:
         _offer(z, saved[0], residual, call[2], registry)
@@ -318,6 +327,28 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
     return _apply((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+
+
+def _again_in_place(passed: Passed, spec: Spec) -> tuple[Any, Any, tuple[Tensor, ...]]:
+    """Two functions that compute z from x again, in new memory and over x, and their other arguments.
+
+    They compute the statistics of x again, which gives the same bits, and move no running statistics.
+    """
+    # These are copies, because an optimizer may change the parameters before backward, and aten the running statistics.
+    vectors = passed.weight, passed.bias, passed.slope, passed.running_mean, passed.running_var
+    weight, bias, slope, mean, var = [None if v is None else v.detach().clone() for v in vectors]
+    if spec.own:
+        mean = var = None
+
+    def overwrite(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        source, layout = dense(x)
+        given = Passed(source, weight, bias, None if residual is None else like(residual, source), slope, mean, var)
+        return forward(given, spec, spec.layout(source, layout), None, source).z
+
+    def apart(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return overwrite(x.clone(), residual)
+
+    return apart, overwrite, () if passed.residual is None else (passed.residual,)
 
 
 def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:

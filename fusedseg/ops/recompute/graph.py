@@ -8,6 +8,7 @@ tensor nearby asks for them.  So bytes, arithmetic and peak of a choice are know
 
 from bisect import bisect_left
 from collections.abc import Collection
+from itertools import accumulate
 from typing import NamedTuple
 
 from .choice import Call
@@ -64,6 +65,9 @@ class Graph:
         groups: for each saved tensor, the number of the operation that saved it.
         eager: the bytes that autograd was about to save.
         others: for each saved tensor, the other bytes that live beside it; empty if they were not observed.
+        tops: the most bytes before the first call, between each two calls, and after the last one, if the output of
+            every call is freed as soon as forward no longer needs it; empty if they were not observed.
+        dies: for each call, the number of calls that had begun when its output was freed.
     """
 
     def __init__(self) -> None:
@@ -74,6 +78,8 @@ class Graph:
         self.groups: list[int] = []
         self.eager = 0
         self.others: list[Others] = []
+        self.tops: list[int] = []
+        self.dies: dict[int, int] = {}
 
     def add(self, node: Node) -> int:
         self.nodes.append(node)
@@ -158,12 +164,13 @@ class Replay:
         at = bisect_left(own, order)
         return at > 0 and own[at - 1] >= order - NEAR
 
-    def _load(self, i: int, order: int) -> bool:
+    def _load(self, i: int, order: int, for_call: bool = False) -> bool:
         """Rebuilds a tensor unless it is held; returns whether the caller alone has it."""
         held, node = i in self._held, self._nodes[i]
         if not held:
-            mine = [j for j in node.inputs if not self._data[j] and self._load(j, order)]
-            if node.call >= 0:
+            is_call = node.call >= 0
+            mine = [j for j in node.inputs if not self._data[j] and self._load(j, order, for_call or is_call)]
+            if is_call:
                 self.flops += self._graph.calls[node.call].flops
             if node.overwrites and mine[:1] == list(node.inputs[:1]):
                 del mine[0]
@@ -172,7 +179,7 @@ class Replay:
                 self._top = max(self._top, self._live)
             for j in mine:
                 self._live -= self._nodes[j].nbytes
-        if self._near(i, order):
+        if self._near(i, order) and (held or not for_call or node.call >= 0):
             if not held:
                 self._held.append(i)
             return False
@@ -180,8 +187,19 @@ class Replay:
             self._held.remove(i)
         return True
 
+    def _peak_of_forward(self) -> int:
+        """The most bytes in forward, where an output that is kept stays alive when forward no longer needs it."""
+        graph = self._graph
+        stays = [0] * (len(graph.tops) + 1)
+        for call, at in graph.dies.items():
+            i = graph.of_call[call]
+            if i is not None and self._data[i] and self._last[i] >= 0:
+                stays[at + 1] += self._nodes[i].nbytes
+        return max(map(sum, zip(graph.tops, accumulate(stays), strict=False)), default=0)
+
     def run(self) -> None:
         graph, nodes = self._graph, self._nodes
+        self.peak = self._peak_of_forward()
         release: dict[int, int] = {}
         for i, number in enumerate(self._last):
             if number >= 0 and self._data[i]:

@@ -6,6 +6,7 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -33,6 +34,9 @@ class Guide(Protocol):
 
     def wants(self, index: int, call: Call) -> bool: ...
 
+    def made(self, index: int, out: Tensor) -> None:
+        """Called with the output of each call."""
+
     def saved(self, number: int, packed: Data | Handle) -> None:
         """Called with each saved tensor and its number in ``Graph.packs``."""
 
@@ -44,7 +48,10 @@ class Guide(Protocol):
 
 
 class _Quiet:
-    """A guide that does not look at saved tensors."""
+    """A guide that does not look at tensors."""
+
+    def made(self, index: int, out: Tensor) -> None:
+        pass
 
     def saved(self, number: int, packed: Data | Handle) -> None:
         pass
@@ -57,15 +64,33 @@ class _Quiet:
 
 
 class Observe(_Quiet):
-    """Lets every call run twice, and keeps the graph."""
+    """Lets every call run twice, and keeps the graph; ``live`` counts bytes for its ``tops``, if there is one."""
 
     graph: Graph | None = None
+
+    def __init__(self, live: "Live | None" = None) -> None:
+        self._live = live
+        self._tops: list[int] = []
+        self._dies: dict[int, int] = {}
 
     def wants(self, index: int, call: Call) -> bool:
         return True
 
+    def made(self, index: int, out: Tensor) -> None:
+        if self._live is not None:
+            self._tops.append(self._live.peak)
+            self._live.peak = self._live.current
+            weakref.finalize(out.untyped_storage(), self._freed, index).atexit = False
+
+    def _freed(self, index: int) -> None:
+        self._dies[index] = len(self._tops)
+
     def ends(self, graph: Graph) -> None:
         self.graph = graph
+        if self._live is not None:
+            self._tops.append(self._live.peak)
+            # What is freed after forward has no part in its peak.
+            graph.tops, graph.dies = self._tops, dict(self._dies)
 
 
 class Live(Protocol):
@@ -200,6 +225,7 @@ class BudgetRegistry(Registry):
         graph.of_call.append(None)
         memory = self._memory(out.untyped_storage())
         memory.made = True
+        self.guide.made(index, out)
         wanted = self.guide.wants(index, call)
         if again is None or memory.exposed:
             return
@@ -212,7 +238,7 @@ class BudgetRegistry(Registry):
         if offer.extra and offer.extra >= out.nbytes:
             return
         # Cheap recipes that follow are recorded or refused as if the output were kept, whatever was chosen.
-        offer.steps = 0
+        offer.steps, offer.is_call = 0, True
         inputs = tuple(node for source, _ in known if (node := self._node_of(source)) >= 0)
         offer.node = memory.node = graph.of_call[index] = graph.add(Node(call.nbytes, inputs, index))
         if wanted and twice.same_bits(call, out, again, tensors):
@@ -232,6 +258,10 @@ class BudgetRegistry(Registry):
             # Autograd saves the parameter too.
             return Held(t.detach(), 0), at
         return self._link(t, out)
+
+    def has_recipe(self, x: Tensor) -> bool:
+        memory = self._find(x.untyped_storage())
+        return memory is not None and memory.offer_of(Place.of(x), x._version) is not None
 
     # -- the graph ----------------------------------------------------------------------------------------------------
 

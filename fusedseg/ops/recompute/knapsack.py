@@ -7,7 +7,8 @@ If a part of a call could run twice, these sums were minimal for the calls with 
 of the last one.  This bound prunes the search, and the true price decides.
 
 ``descend`` lowers the bytes in small steps that do not depend on the budget.  Each step takes the set with the least
-arithmetic among those whose peak is not above the peak of the step before.  So a smaller budget never has a larger peak.
+arithmetic among those whose peak is not above the lowest peak so far.  So a smaller budget never has a larger peak, but
+for ``SAME``, the share by which the peak may rise for small tensors such as copies of biases.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,10 +19,11 @@ from .graph import Cost
 
 # A search ends after this many new prices or this many steps, with the best set so far.  Up to about eight calls, it
 # always ends before.
-MOST_PRICES = 300
+MOST_PRICES = 150
 MOST_STEPS = 20_000
 # The number of steps into which ``descend`` divides the bytes that a step keeps without fusedseg.
 STEPS = 100
+SAME = 1e-3
 
 Price = Callable[[frozenset[int]], Cost | None]
 Again = frozenset[int]
@@ -93,9 +95,15 @@ class Knapsack:
             self._known[again] = self._price(again)
         return self._known[again]
 
-    def solve(self, limits: Limits) -> Found | None:
-        """The set with the least arithmetic within the limits; None if none was found."""
-        best = self._first(limits)
+    def solve(self, limits: Limits, start: Again = frozenset()) -> Found | None:
+        """The set with the least arithmetic within the limits; None if none was found.
+
+        ``start`` is a set that nearly fits, from which the search may go on.
+        """
+        best = self._first(limits, frozenset())
+        if start:
+            other = self._first(limits, start)
+            best = other if other is not None and other.is_better_than(best) else best
         items, need = self._items, self.nothing.kept - limits.kept
         most = len(self._known) + MOST_PRICES
         steps = 0
@@ -135,9 +143,8 @@ class Knapsack:
             need -= item.saves
         return flops
 
-    def _first(self, limits: Limits) -> Found | None:
+    def _first(self, limits: Limits, again: Again) -> Found | None:
         """A good first set: items by their arithmetic per byte until the bytes are reached, and then exchanges."""
-        again: Again = frozenset()
         best: Found | None = None
         for item in (None, *self._items):
             again = again if item is None else again | {item.index}
@@ -180,15 +187,15 @@ class Knapsack:
         """
         best = Found(frozenset(), self.nothing, exact=True)
         height = max(1, eager // STEPS)
-        level = float(self.nothing.kept)
+        level, peak = float(self.nothing.kept), self.nothing.peak
         while best.cost.kept > most_bytes:
             level -= height
             if level < 0:
                 break
             if best.cost.kept <= level:
                 continue
-            found = self.solve(Limits(level, most_flops, best.cost.peak))
+            found = self.solve(Limits(level, most_flops, peak * (1 + SAME)), best.again)
             if found is None:
                 break
-            best = found
+            best, peak = found, min(peak, found.cost.peak)
         return best

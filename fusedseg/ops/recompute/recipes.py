@@ -96,6 +96,13 @@ def changing(x: Tensor) -> None:
             registry.before_change(x)
 
 
+def has_recipe(x: Tensor) -> bool:
+    """Whether the scope could rebuild the present values of ``x``."""
+    registry = active()
+    with torch._C.DisableTorchFunction():
+        return registry is not None and registry.has_recipe(x)
+
+
 def is_source(x: Tensor) -> bool:
     """Whether recipes read the memory of ``x``."""
     with torch._C.DisableTorchFunction():

@@ -269,6 +269,10 @@ class Registry:
             if kept.in_recipe and not kept.in_graph:
                 kept.copy_before_change(t.untyped_storage())
 
+    def has_recipe(self, x: Tensor) -> bool:
+        """Whether the values of ``x`` could be rebuilt if an in-place norm overwrites them; only with a budget."""
+        return False
+
     def is_source(self, t: Tensor) -> bool:
         memory = self._find(t.untyped_storage()) if plain(t) else None
         return memory is not None and any(kept.in_recipe for kept in memory.keepers())

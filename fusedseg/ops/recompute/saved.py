@@ -202,7 +202,8 @@ class Recipe:
     own: float | None = None
     # The rebuilt value and its version.
     held: tuple[Tensor, int] | None = None
-    node = -1
+    # For a scope with a budget: the node in its graph (``graph.py``), and whether a call that runs twice makes it.
+    node, is_call = -1, False
 
     def __init__(
         self,
@@ -224,25 +225,31 @@ class Recipe:
         i = bisect_left(self.orders, order)
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
-    def load(self, order: int) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it."""
+    def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
+        """Returns the tensor, and whether the caller may write over it.
+
+        ``for_call`` says that a call that runs twice reads the tensor.  A cheap tensor is not held for later then,
+        because it would lie beside the result of the call in the backward of the next functions.
+        """
         # The version is compared because a backward function may write over a tensor that it has unpacked.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
-            value = self._rebuilt(order)
-        if self.near(order) and (self.held is not None or _hold(self)):
+            value = self._rebuilt(order, for_call or self.is_call)
+        if self.near(order) and (self.is_call or not for_call or self.held is not None) and (
+            self.held is not None or _hold(self)
+        ):
             self.held = value, value._version
             return value, False
         self.held = None
         return value, True
 
-    def _rebuilt(self, order: int) -> Tensor:
+    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         inputs: list[Tensor] = []
         first_is_ours = False
         for source, at in self.inputs:
             if isinstance(source, Recipe):
-                t, ours = source.load(order)
+                t, ours = source.load(order, for_call)
                 first_is_ours |= ours and not inputs
             else:
                 t = source.load_for_recipe()
