@@ -11,6 +11,7 @@ from torch import nn
 from .._sizes import text_of
 from ..memory import Footprint
 from .branches import Branch
+from .budget import Twice
 from .verify import Verification, verify
 
 
@@ -66,6 +67,7 @@ class ConversionReport:
             fused.
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
             flow later.
+        twice: the budget, and the calls that run twice for it; None without a budget.
     """
 
     model: nn.Module = field(repr=False)
@@ -78,6 +80,7 @@ class ConversionReport:
     after: Footprint | None = None
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)
+    twice: Twice | None = None
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -101,7 +104,8 @@ class ConversionReport:
         }
         flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
-        return json.dumps({**head, **rows, **flow, **memory})
+        twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
+        return json.dumps({**head, **rows, **flow, **memory, **twice})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -113,6 +117,8 @@ class ConversionReport:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
             lines += [_note(number, branch) for number, branch in enumerate(self.branches, 1)]
+        if self.twice is not None:
+            lines += ["", str(self.twice)]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):

@@ -27,7 +27,7 @@ from ..recompute import recipes
 from ..recompute.registry import Registry
 from .backend import backend_of
 from .kept import Kept
-from .passes import backward, forward, rebuild
+from .passes import again_in_place, backward, forward, rebuild
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -282,7 +282,7 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         if torch._C._len_torch_function_stack():
             # A rebuild must not wait for other processes.
             if spec.process_group is None and recipes.has_recipe(x):
-                again = _again_in_place(passed, _of_given(spec))
+                again = again_in_place(passed, _of_given(spec))
             else:
                 recipes.changing(x)
     else:
@@ -327,28 +327,6 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
     return _apply((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
-
-
-def _again_in_place(passed: Passed, spec: Spec) -> tuple[Any, Any, tuple[Tensor, ...]]:
-    """Two functions that compute z from x again, in new memory and over x, and their other arguments.
-
-    They compute the statistics of x again, which gives the same bits, and move no running statistics.
-    """
-    # These are copies, because an optimizer may change the parameters before backward, and aten the running statistics.
-    vectors = passed.weight, passed.bias, passed.slope, passed.running_mean, passed.running_var
-    weight, bias, slope, mean, var = [None if v is None else v.detach().clone() for v in vectors]
-    if spec.own:
-        mean = var = None
-
-    def overwrite(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        source, layout = dense(x)
-        given = Passed(source, weight, bias, None if residual is None else like(residual, source), slope, mean, var)
-        return forward(given, spec, spec.layout(source, layout), None, source).z
-
-    def apart(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return overwrite(x.clone(), residual)
-
-    return apart, overwrite, () if passed.residual is None else (passed.residual,)
 
 
 def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:

@@ -1,13 +1,17 @@
 """The passes of the norm op, which its autograd Function and its ops for the compiler share."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..layout import Layout, like
+from ..layout import Layout, dense, like
 from . import sync
 from .backend import backend_of
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, statistics_count, stats_dtype
+
+InPlace = Callable[..., Tensor]
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
@@ -36,6 +40,28 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
     return backend_of(x, spec.act).rebuild(saved, spec)
+
+
+def again_in_place(passed: Passed, spec: Spec) -> tuple[InPlace, InPlace, tuple[Tensor, ...]]:
+    """Two functions that compute z from x again, in new memory and over x, and their other arguments.
+
+    They compute the statistics of x again, which gives the same bits, and move no running statistics.
+    """
+    # These are copies, because an optimizer may change the parameters before backward, and aten the running statistics.
+    vectors = passed.weight, passed.bias, passed.slope, passed.running_mean, passed.running_var
+    weight, bias, slope, mean, var = [None if v is None else v.detach().clone() for v in vectors]
+    if spec.own:
+        mean = var = None
+
+    def overwrite(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        source, layout = dense(x)
+        given = Passed(source, weight, bias, None if residual is None else like(residual, source), slope, mean, var)
+        return forward(given, spec, spec.layout(source, layout), None, source).z
+
+    def apart(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return overwrite(x.clone(), residual)
+
+    return apart, overwrite, () if passed.residual is None else (passed.residual,)
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:

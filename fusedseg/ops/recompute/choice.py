@@ -92,6 +92,7 @@ class Call:
         tensors: for each argument that is a tensor, its shape, its dtype and its strides.
         nbytes: bytes of its output.
         flops: floating-point operations of one run, where a multiplication and an addition are two.
+        autocast: the state of autocast.
     """
 
     function: str
@@ -99,16 +100,17 @@ class Call:
     tensors: tuple[Any, ...]
     nbytes: int
     flops: int
+    autocast: Hashable = field(default=None, repr=False)
 
     @property
     def kind(self) -> Hashable:
-        """What stays the same when the size of the input changes."""
+        """What stays the same when the size of the input or the precision changes."""
         return self.function, self.options, tuple(len(shape) for shape, *_ in self.tensors)
 
     @property
     def signature(self) -> Hashable:
         """All that determines which algorithm runs."""
-        return self.function, self.options, self.tensors
+        return self.function, self.options, self.tensors, self.autocast
 
 
 @dataclass(frozen=True)

@@ -215,11 +215,21 @@ class BudgetRegistry(Registry):
     def __init__(self, outer: Hooks | None, guide: Guide) -> None:
         super().__init__(outer)
         self.guide, self.graph = guide, Graph()
+        # What the present call has saved, or None outside of a call.
+        self.packed: list[AsItIs | Data | Handle] | None = None
 
     def called(
-        self, call: Call, out: Tensor, again: Callable[..., Tensor] | None, tensors: Sequence[Tensor]
+        self,
+        call: Call,
+        out: Tensor,
+        again: Callable[..., Tensor] | None,
+        tensors: Sequence[Tensor],
+        sources: Sequence[Tensor | Data] | None = None,
     ) -> None:
-        """Called after each call that may run twice, or that may not because ``again`` is None."""
+        """Called after each call that may run twice, or that may not because ``again`` is None.
+
+        ``sources`` are the tensors to run it from in backward, if some of them are not ``tensors``.
+        """
         graph, index = self.graph, len(self.graph.calls)
         graph.calls.append(call)
         graph.of_call.append(None)
@@ -229,7 +239,7 @@ class BudgetRegistry(Registry):
         wanted = self.guide.wants(index, call)
         if again is None or memory.exposed:
             return
-        links = [self._link_of_call(t, out) for t in tensors]
+        links = [self._link_of_call(t, out) for t in sources or tensors]
         if any(link is None for link, _ in links):
             return
         known: list[tuple[Input, Place]] = links  # type: ignore[assignment]
@@ -244,9 +254,18 @@ class BudgetRegistry(Registry):
         if wanted and twice.same_bits(call, out, again, tensors):
             memory.offers.append(offer)
 
-    def _link_of_call(self, t: Tensor, out: Tensor) -> tuple[Input | None, Place]:
+    def called_ours(self, *call: Any) -> None:
+        name, options, out, again, tensors, flops = call
+        self.called(twice.described(name, options, {}, tensors, out, flops), out, again, tensors)
+
+    def _link_of_call(self, t: Tensor | Data, out: Tensor) -> tuple[Input | None, Place]:
         """The source of an argument in backward.  What autograd has saved for the call itself is neither copied."""
+        if isinstance(t, Data):
+            return Linked(t), t.at
         at, memory = Place.of(t), self._find(t.untyped_storage())
+        if t.dim() >= 2 and is_trained_leaf(t):
+            # Autograd saves the parameter too.
+            return Held(t.detach(), 0), at
         if memory is not None and not memory.exposed:
             kept = memory.kept_at(at, t._version)
             if kept is not None:
@@ -254,9 +273,6 @@ class BudgetRegistry(Registry):
             offer = memory.offer_of(at, t._version)
             if offer is not None:
                 return offer, at
-        if t.dim() >= 2 and is_trained_leaf(t):
-            # Autograd saves the parameter too.
-            return Held(t.detach(), 0), at
         return self._link(t, out)
 
     def has_recipe(self, x: Tensor) -> bool:
@@ -291,6 +307,8 @@ class BudgetRegistry(Registry):
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         saved = super().pack(t)
+        if self.packed is not None:
+            self.packed.append(saved)
         if type(saved) is Handle:
             node = saved.recipe.node
         elif type(saved) is Data and t.dim() >= 2 and not is_trained_leaf(t):

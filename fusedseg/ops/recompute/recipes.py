@@ -31,7 +31,7 @@ The contract:
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,6 +94,19 @@ def changing(x: Tensor) -> None:
     for registry in _registries():
         with torch._C.DisableTorchFunction():
             registry.before_change(x)
+
+
+def called(
+    name: str, options: Any, output: Tensor, again: Callable[..., Tensor] | None, *tensors: Tensor, flops: int
+) -> None:
+    """Tells a scope with a budget that ``again(*tensors)`` is a convolution that has computed ``output``.
+
+    The convolution may run twice, unless ``again`` is None.  ``twice.py`` has the rule of PyTorch's own functions.
+    """
+    registry = active()
+    if registry is not None and output.requires_grad:
+        with torch._C.DisableTorchFunction():
+            registry.called_ours(name, options, output, again, tensors, flops)
 
 
 def has_recipe(x: Tensor) -> bool:

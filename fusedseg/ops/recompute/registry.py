@@ -7,6 +7,7 @@ the contract with the ops.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -268,6 +269,9 @@ class Registry:
         for kept in memory.keepers():
             if kept.in_recipe and not kept.in_graph:
                 kept.copy_before_change(t.untyped_storage())
+
+    def called_ours(self, *call: Any) -> None:
+        """See ``recipes.called``; a scope without a budget ignores it."""
 
     def has_recipe(self, x: Tensor) -> bool:
         """Whether the values of ``x`` could be rebuilt if an in-place norm overwrites them; only with a budget."""

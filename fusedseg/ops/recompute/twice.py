@@ -22,7 +22,7 @@ from ..cast import VERSION
 from .calls import replay
 from .choice import Call
 from .plain import plain
-from .saved import Autocast
+from .saved import Autocast, Data
 
 if TYPE_CHECKING:
     from .guide import BudgetRegistry
@@ -87,13 +87,16 @@ def described(name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], out:
     """The ``Call`` of a function with these arguments and this result."""
     options = _frozen(args), tuple((key, _frozen(kwargs[key])) for key in sorted(kwargs))
     each = tuple((tuple(t.shape), t.dtype, t.stride()) for t in tensors)
-    return Call(name, (options, Autocast.of(out)), each, out.untyped_storage().nbytes(), flops)
+    return Call(name, options, each, out.untyped_storage().nbytes(), flops, Autocast.of(out))
 
 
 def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, stock: Any) -> Any:
     """The rule of the functions in ``FUNCTIONS``; ``stock`` is their rule in a scope without a budget, or None."""
-    first_node = torch.autograd._get_sequence_nr()
-    out = func(*args, **kwargs) if stock is None else stock(registry, func, args, kwargs)
+    first_node, registry.packed = torch.autograd._get_sequence_nr(), []
+    try:
+        out = func(*args, **kwargs) if stock is None else stock(registry, func, args, kwargs)
+    finally:
+        packed, registry.packed = registry.packed, None
     with torch._C.DisableTorchFunction():
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point() and plain(out)):
             return out
@@ -108,8 +111,18 @@ def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, sto
         if row.name == "scaled_dot_product_attention":
             repeatable = repeatable and len(tensors) == 3 and not (kwargs.get("dropout_p") or (args[4:5] or (0,))[0])
         repeatable = repeatable and _casts_are_certain(out, tensors, first_node)
-        registry.called(call, out, again if repeatable else None, tensors)
+        sources = [_saved_cast(t, packed or ()) if i < row.tensors else t for i, t in enumerate(tensors)]
+        registry.called(call, out, again if repeatable else None, tensors, sources)
     return out
+
+
+def _saved_cast(t: Tensor, packed: Sequence[Any]) -> "Tensor | Data":
+    """What autograd has saved in place of an argument: the argument itself, or its cast under autocast."""
+    if t.is_leaf and t.requires_grad:
+        # The scope saves the parameter in place of its cast.
+        return t
+    casts = [kept for kept in packed if type(kept) is Data and kept.at.size == t.size() and kept.at.dtype != t.dtype]
+    return casts[0] if len(casts) == 1 else t
 
 
 def _casts_are_certain(out: Tensor, tensors: Sequence[Tensor], first_node: int) -> bool:
