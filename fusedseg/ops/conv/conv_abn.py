@@ -258,7 +258,9 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         again, given = _again(step), (uncast(w), *tensors_of(sources))
         flops = 2 * z.numel() * w[0].numel()
         recipes.called(OP, (geometry, enlarges_of(sources), spec), z, again, *given, flops=flops)
-        with recipes.expect(z, torch.clone, overwrite=torch.detach):
+        if not recipes.has_recipe(z):
+            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+        with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
             return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
     running_mean = norm.running_mean
     moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None

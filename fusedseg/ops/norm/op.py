@@ -295,7 +295,7 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     more = () if residual is None and slope is None else (residual, slope)
     if again is not None:
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
-        with torch._C.DisableTorchFunction(), recipes.expect(x, again[0], *again[2], overwrite=again[1]):
+        with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
     z = _apply(call, x, weight, bias, *more)
     if saved:

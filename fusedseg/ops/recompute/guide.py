@@ -7,7 +7,8 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import twice
+from . import recipes, twice
 from .choice import Budget, Call, Choice
 from .graph import Graph, Node, Others, Replay
 from .knapsack import Knapsack
@@ -278,6 +279,35 @@ class BudgetRegistry(Registry):
     def has_recipe(self, x: Tensor) -> bool:
         memory = self._find(x.untyped_storage())
         return memory is not None and memory.offer_of(Place.of(x), x._version) is not None
+
+    @contextmanager
+    def rewriting(
+        self, x: Tensor, rebuild: Callable[..., Tensor], others: Sequence[Tensor], overwrite: Callable[..., Tensor]
+    ) -> Iterator[None]:
+        """Surrounds an op that overwrites ``x``, in any number of writes, and saves the result while it runs."""
+        if not self.before_change(x):
+            yield
+            return
+        memory, at, version, storage = self._memory(x.untyped_storage()), Place.of(x), x._version, x.untyped_storage()
+        before = memory.offer_of(at, version)
+        if before is None or memory.kept_at(at, version) is not None or before.source(self) is None:
+            yield
+            return
+        offer = self._record(x, at, memory, [(before, at)], rebuild, others, overwrite)
+        if offer is None:
+            yield
+            return
+
+        def result(t: Tensor) -> Handle | None:
+            recipe = offer.source(self) if t.untyped_storage() is storage and Place.of(t) == at else None
+            return None if recipe is None else Handle(recipe, at)
+
+        with recipes.claimed(self, result):
+            yield
+        if x._version == version:
+            # The op has computed into other memory.
+            self.withdraw(x, offer)
+        offer.version = x._version
 
     # -- the graph ----------------------------------------------------------------------------------------------------
 

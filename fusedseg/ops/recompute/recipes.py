@@ -31,6 +31,7 @@ The contract:
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -114,6 +115,18 @@ def has_recipe(x: Tensor) -> bool:
     registry = active()
     with torch._C.DisableTorchFunction():
         return registry is not None and registry.has_recipe(x)
+
+
+def rewriting(
+    x: Tensor, rebuild: Callable[..., Tensor], *others: Tensor, overwrite: Callable[..., Tensor]
+) -> AbstractContextManager[None]:
+    """Surrounds an op of this package that overwrites ``x``, if ``has_recipe(x)``: the result is rebuilt from ``x``.
+
+    ``rebuild`` and ``overwrite`` are those of ``offer``, with ``x`` and ``others`` as their inputs.
+    """
+    registry = active()
+    assert registry is not None
+    return registry.rewriting(x, rebuild, others, overwrite)
 
 
 def is_source(x: Tensor) -> bool:

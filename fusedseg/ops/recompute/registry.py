@@ -6,6 +6,7 @@ the contract with the ops.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -276,6 +277,9 @@ class Registry:
     def has_recipe(self, x: Tensor) -> bool:
         """Whether the values of ``x`` could be rebuilt if an in-place norm overwrites them; only with a budget."""
         return False
+
+    def rewriting(self, x: Tensor, *call: Any) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def is_source(self, t: Tensor) -> bool:
         memory = self._find(t.untyped_storage()) if plain(t) else None
