@@ -127,8 +127,8 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
         again = _again(call, formed is not None)
     # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
     # enlarged.  The bits may differ, so the convolution does not run twice.
-    given = own, *([] if bias is None else [bias]), *tensors_of(sources)
-    recipes.called(OP, (geometry, enlarges), y, again, *given, flops=2 * y.numel() * w[0].numel())
+    reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
+    recipes.called(OP, (geometry, enlarges), y, again, *reads, flops=2 * y.numel() * w[0].numel())
     return y
 
 

@@ -1,7 +1,7 @@
 """The data objects of a budget: how much may be kept (``Budget``), and which calls run twice for it (``Choice``).
 
-They hold plain values.  The scope of eager mode (``twice.py``) and the compiled scope read the same ``Choice``, in which
-a call is known by its place in the order of the calls.
+They hold plain values.  The scope of eager mode (``twice.py``) and the compiled scope read the same ``Choice``.  A call
+is known by its place in the order of the calls.
 """
 
 from collections.abc import Hashable
@@ -67,7 +67,7 @@ class Budget:
         return cls(fraction, nbytes, extra_flops)
 
     def bytes_of(self, eager: int) -> int | None:
-        """The bytes that may be kept if the step keeps ``eager`` bytes without fusedseg; None for as few as possible."""
+        """The bytes that may be kept, of ``eager`` that the step keeps without fusedseg; None for the fewest."""
         return int(self.fraction * eager) if self.fraction is not None else self.nbytes
 
     @property

@@ -113,7 +113,7 @@ class Replay:
         flops: arithmetic of the calls that run again, each time that it runs.
         peak: the most bytes at once.
         depth: the longest chain of recipes.
-        own: for each saved tensor, the bytes of kept and rebuilt tensors when it is asked for and after it was returned.
+        own: for each saved tensor, the bytes of kept and rebuilt tensors when it is asked for, and when it is returned.
     """
 
     def __init__(self, graph: Graph, again: Collection[int]) -> None:

@@ -1,10 +1,10 @@
 """Chooses which calls run twice: branch and bound over a price that is not additive.
 
-The price of a set of calls is bytes, arithmetic and peak (``Graph.cost``).  Bytes and arithmetic are bounded by sums over
-the calls: a set saves at most the sum of the bytes that each call saves by itself, and repeats at least the sum of the
+The price of a set of calls is bytes, arithmetic and peak (``Graph.cost``).  Sums over the calls bound bytes and
+arithmetic: a set saves at most the sum of the bytes that each call saves by itself, and repeats at least the sum of the
 arithmetic that each call repeats by itself, because a call can only be needed more often if other calls run twice too.
-If a part of a call could run twice, these sums were minimal for the calls with the least arithmetic per byte, and a part
-of the last one.  This bound prunes the search, and the true price decides.
+If a part of a call could run twice, these sums would be least for the calls with the least arithmetic per byte, and a
+part of the last one.  This bound prunes the search, and the true price decides.
 
 ``descend`` lowers the bytes in small steps that do not depend on the budget.  Each step takes the set with the least
 arithmetic among those whose peak is not above the lowest peak so far.  So a smaller budget never has a larger peak, but
@@ -13,11 +13,12 @@ for ``SAME``, the share by which the peak may rise for small tensors such as cop
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from .graph import Cost
 
-# A search ends after this many new prices or this many steps, with the best set so far.  Up to about eight calls, it
+# A search ends after this many prices or this many steps, with the best set so far.  Up to about eight calls, it
 # always ends before.
 MOST_PRICES = 150
 MOST_STEPS = 20_000
@@ -105,11 +106,10 @@ class Knapsack:
             other = self._first(limits, start)
             best = other if other is not None and other.is_better_than(best) else best
         items, need = self._items, self.nothing.kept - limits.kept
-        most = len(self._known) + MOST_PRICES
-        steps = 0
+        prices = steps = 0
         # (position, set, bytes that it saves at most, arithmetic that it repeats at least); the last one is next.
         stack: list[tuple[int, Again, int, int]] = [(0, frozenset(), 0, 0)]
-        while stack and len(self._known) < most and steps < MOST_STEPS:
+        while stack and prices < MOST_PRICES and steps < MOST_STEPS:
             at, again, saves, flops = stack.pop()
             steps += 1
             if saves + self._left[at] < need:
@@ -119,6 +119,7 @@ class Knapsack:
                 continue
             if saves >= need:
                 cost = self.cost(again)
+                prices += 1
                 if cost is None or cost.flops > limits.flops:
                     # More calls would only make it worse.
                     continue
@@ -153,11 +154,12 @@ class Knapsack:
                 assert cost is not None
                 best = Found(again, cost, exact=True)
                 break
-        most = len(self._known) + MOST_PRICES
+        left = MOST_PRICES
         better = best is not None
-        while better and best is not None and len(self._known) < most:
+        while better and best is not None and left > 0:
             better = False
-            for changed in self._neighbours(best.again):
+            for changed in islice(self._neighbours(best.again), left):
+                left -= 1
                 cost = self.cost(changed)
                 if limits.allow(cost):
                     assert cost is not None

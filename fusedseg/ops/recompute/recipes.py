@@ -40,9 +40,11 @@ from torch.overrides import _get_current_function_mode_stack
 
 from .offers import Reader
 from .plain import Place
-from .registry import REGISTRIES, Registry
+from .registry import Registry
 from .saved import Data, Handle
 
+# The classes of registries, by which the hooks of a scope are recognised; ``budgeted.py`` adds one.
+REGISTRIES: set[type] = {Registry}
 P = ParamSpec("P")
 R = TypeVar("R")
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -87,7 +89,7 @@ def _registries() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
-    return [registry for registry in found if type(registry) in REGISTRIES]
+    return [registry for registry in found if registry is not None and type(registry) in REGISTRIES]
 
 
 def changing(x: Tensor) -> None:
@@ -97,6 +99,12 @@ def changing(x: Tensor) -> None:
             registry.before_change(x)
 
 
+def _budgeted() -> Any:
+    """The active registry if its scope has a budget, otherwise None."""
+    registry = active()
+    return None if type(registry) is Registry else registry
+
+
 def called(
     name: str, options: Any, output: Tensor, again: Callable[..., Tensor] | None, *tensors: Tensor, flops: int
 ) -> None:
@@ -104,7 +112,7 @@ def called(
 
     The convolution may run twice, unless ``again`` is None.  ``twice.py`` has the rule of PyTorch's own functions.
     """
-    registry = active()
+    registry = _budgeted()
     if registry is not None and output.requires_grad:
         with torch._C.DisableTorchFunction():
             registry.called_ours(name, options, output, again, tensors, flops)
@@ -112,7 +120,7 @@ def called(
 
 def has_recipe(x: Tensor) -> bool:
     """Whether the scope could rebuild the present values of ``x``."""
-    registry = active()
+    registry = _budgeted()
     with torch._C.DisableTorchFunction():
         return registry is not None and registry.has_recipe(x)
 
@@ -124,7 +132,7 @@ def rewriting(
 
     ``rebuild`` and ``overwrite`` are those of ``offer``, with ``x`` and ``others`` as their inputs.
     """
-    registry = active()
+    registry = _budgeted()
     assert registry is not None
     return registry.rewriting(x, rebuild, others, overwrite)
 

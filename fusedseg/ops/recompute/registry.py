@@ -6,9 +6,7 @@ the contract with the ops.
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +27,6 @@ SMALL = 16
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 _unwatched = torch._C.DisableTorchFunction
-# The classes of registries, by which the hooks of a scope are recognised.
-REGISTRIES: set[type] = set()
 
 
 class Registry:
@@ -61,9 +57,6 @@ class Registry:
                 del own._memories[storage.key]
 
         self._gone = gone
-
-    def __init_subclass__(cls) -> None:
-        REGISTRIES.add(cls)
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
@@ -271,16 +264,6 @@ class Registry:
             if kept.in_recipe and not kept.in_graph:
                 kept.copy_before_change(t.untyped_storage())
 
-    def called_ours(self, *call: Any) -> None:
-        """See ``recipes.called``; a scope without a budget ignores it."""
-
-    def has_recipe(self, x: Tensor) -> bool:
-        """Whether the values of ``x`` could be rebuilt if an in-place norm overwrites them; only with a budget."""
-        return False
-
-    def rewriting(self, x: Tensor, *call: Any) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
     def is_source(self, t: Tensor) -> bool:
         memory = self._find(t.untyped_storage()) if plain(t) else None
         return memory is not None and any(kept.in_recipe for kept in memory.keepers())
@@ -365,6 +348,3 @@ class Registry:
             own.key = key
             memory = self._memories[key] = Memory(own)
         return memory
-
-
-REGISTRIES.add(Registry)

@@ -72,6 +72,7 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
+    node: the node in the graph of a scope with a budget (``graph.py``), or -1.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -80,7 +81,6 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    # The node in the graph of a scope with a budget (``graph.py``); -1 if there is none.
     node = -1
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
@@ -202,7 +202,7 @@ class Recipe:
     own: float | None = None
     # The rebuilt value and its version.
     held: tuple[Tensor, int] | None = None
-    # For a scope with a budget: the node in its graph (``graph.py``), and whether a call that runs twice makes it.
+    # As in ``Data``; and whether it is the result of a call that runs twice.
     node, is_call = -1, False
 
     def __init__(
@@ -226,19 +226,14 @@ class Recipe:
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it.
-
-        ``for_call`` says that a call that runs twice reads the tensor.  A cheap tensor is not held for later then,
-        because it would lie beside the result of the call in the backward of the next functions.
-        """
+        """Returns the tensor, and whether the caller may write over it.  A call that runs twice holds no cheap input."""
         # The version is compared because a backward function may write over a tensor that it has unpacked.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-        if self.near(order) and (self.is_call or not for_call or self.held is not None) and (
-            self.held is not None or _hold(self)
-        ):
+        may = self.is_call or not for_call or self.held is not None
+        if may and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .budgeted import BUDGET_RULES, BudgetRegistry
 from .choice import Budget
-from .guide import BUDGET_RULES, BudgetRegistry, Guide, Learn
+from .guide import Guide, Learn
 from .recipes import innermost
 from .registry import Registry
 from .saved import unpack

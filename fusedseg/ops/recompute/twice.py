@@ -25,7 +25,7 @@ from .plain import plain
 from .saved import Autocast, Data
 
 if TYPE_CHECKING:
-    from .guide import BudgetRegistry
+    from .budgeted import BudgetRegistry
 
 Function = Callable[..., Any]
 
@@ -68,9 +68,9 @@ for _dims in (1, 2, 3):
         FUNCTIONS[getattr(F, _name)] = FUNCTIONS[getattr(torch, _name)] = _Row(_name, 2, _count, saves_all=True)
 FUNCTIONS[F.linear] = _Row("linear", 2, _of_product, saves_all=False)
 for _home in (torch, Tensor):
-    FUNCTIONS[_home.bmm] = _Row("bmm", 2, _of_product, saves_all=False)  # type: ignore[attr-defined]
-    FUNCTIONS[_home.matmul] = _Row("matmul", 2, _of_product, saves_all=False)  # type: ignore[attr-defined]
-FUNCTIONS[Tensor.__matmul__] = FUNCTIONS[torch.matmul]  # type: ignore[attr-defined]
+    FUNCTIONS[_home.bmm] = _Row("bmm", 2, _of_product, saves_all=False)
+    FUNCTIONS[_home.matmul] = _Row("matmul", 2, _of_product, saves_all=False)
+FUNCTIONS[Tensor.__matmul__] = FUNCTIONS[torch.matmul]
 FUNCTIONS[F.scaled_dot_product_attention] = _Row("scaled_dot_product_attention", 3, _of_attention, saves_all=False)
 
 
@@ -103,7 +103,9 @@ def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, sto
         row, (again, tensors) = FUNCTIONS[func], replay(func, args, kwargs)
         big = tensors[: row.tensors]
         call = described(row.name, args, kwargs, tensors, out, row.flops(out, big) if len(big) == row.tensors else 0)
-        repeatable = len(big) == row.tensors and all(map(plain, tensors)) and all(t.is_floating_point() for t in tensors)
+        repeatable = (
+            len(big) == row.tensors and all(map(plain, tensors)) and all(t.is_floating_point() for t in tensors)
+        )
         if not row.saves_all:
             # Autograd saves each factor of a product only if the other one requires a gradient.  If it saves one that
             # the scope does not, a later change of it would be an error that eager mode does not raise.
