@@ -46,9 +46,9 @@ def test_the_budget_is_kept(budget):
 
 
 def test_bytes_as_a_text():
-    report, *_ = converted("instance norm", budget="40MiB")
-    assert report.twice.wanted == 40 * 2**20
-    assert report.after.saved <= 40 * 2**20
+    report, *_ = converted("instance norm", budget="70MiB")
+    assert report.twice.wanted == 70 * 2**20
+    assert report.after.saved <= 70 * 2**20
 
 
 def test_arithmetic_as_the_limit():
@@ -71,7 +71,7 @@ def peaks(name, count):
     found = []
     for k in range(count):
         budget = 0.5 - 0.4 * k / count
-        report, net, images = converted(name, budget=budget, extra_flops=2.0)
+        report, *_ = converted(name, budget=budget, extra_flops=2.0)
         found.append((report.after.saved / report.before.saved, report.after.peak))
     return found
 

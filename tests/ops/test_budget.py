@@ -198,8 +198,8 @@ def checkpoint_inside():
 @pytest.mark.parametrize(
     "make",
     [
-        conv_used_twice, output_used_twice, changed_in_place, changed_in_an_unknown_way, input_changed_afterwards, frozen,
-        attention, products, checkpoint_inside,
+        conv_used_twice, output_used_twice, changed_in_place, changed_in_an_unknown_way, input_changed_afterwards,
+        frozen, attention, products, checkpoint_inside,
     ],
 )  # fmt: skip
 def test_habits(make):
@@ -263,8 +263,9 @@ def test_flops_are_those_of_pytorch():
         return lambda: F.scaled_dot_product_attention(F.linear(q, torch.randn(8, 8, requires_grad=True)), q, q), []
 
     programs = [conv_used_twice, products]
-    programs.append(lambda: (lambda t=nn.ConvTranspose3d(3, 5, 2, 2): t(torch.randn(2, 3, 4, 4, 4)), []))
-    programs.append(lambda: (lambda c=nn.Conv2d(4, 6, 3, groups=2, stride=2): c(torch.randn(2, 4, 9, 9)), []))
+    up, down = nn.ConvTranspose3d(3, 5, 2, 2), nn.Conv2d(4, 6, 3, groups=2, stride=2)
+    programs.append(lambda: (lambda: up(torch.randn(2, 3, 4, 4, 4)), []))
+    programs.append(lambda: (lambda: down(torch.randn(2, 4, 9, 9)), []))
     for make in programs:
         observed = Observe()
         fn, _ = make()

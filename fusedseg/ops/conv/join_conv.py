@@ -121,6 +121,8 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     given = sources if formed is None else (formed.detach(),)
     convolve = partial(convolve_sources, given, w, bias, geometry)
     y = ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))
+    if not recipes.BUDGETED:
+        return y
     own, enlarges = uncast(w), enlarges_of(sources)
     again: Callable[..., Tensor] | None = None
     if formed is None or own is w or not any(enlarges):

@@ -45,6 +45,8 @@ from .saved import Data, Handle
 
 # The classes of registries, by which the hooks of a scope are recognised; ``budgeted.py`` adds one.
 REGISTRIES: set[type] = {Registry}
+# The registries of all open scopes with a budget, in any thread.
+BUDGETED: list[Registry] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 _transforms = torch._C._functorch.peek_interpreter_stack

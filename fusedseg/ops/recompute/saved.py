@@ -193,6 +193,7 @@ class Recipe:
         autocast: the autocast state of the call.
         inputs: for each input, its source and its place in that source.
 
+    ``is_call`` says that a call that runs twice makes the tensor; ``node`` is as in ``Data``.
     ``data`` is the tensor itself if it came to be kept after the recipe was made (see ``Registry.expose``).  Saved
     tensors then read ``data``; other recipes still rebuild the values of the call.
     """
@@ -202,7 +203,6 @@ class Recipe:
     own: float | None = None
     # The rebuilt value and its version.
     held: tuple[Tensor, int] | None = None
-    # As in ``Data``; and whether it is the result of a call that runs twice.
     node, is_call = -1, False
 
     def __init__(
@@ -226,14 +226,13 @@ class Recipe:
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it.  A call that runs twice holds no cheap input."""
-        # The version is compared because a backward function may write over a tensor that it has unpacked.
+        """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
+        # The version is compared because a backward function may write over a tensor that it has got.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-        may = self.is_call or not for_call or self.held is not None
-        if may and self.near(order) and (self.held is not None or _hold(self)):
+        if (self.is_call or not for_call or self.held) and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .budgeted import BUDGET_RULES, BudgetRegistry
 from .choice import Budget
 from .guide import Guide, Learn
-from .recipes import innermost
+from .recipes import BUDGETED, innermost
 from .registry import Registry
 from .saved import unpack
 from .stock import RULES
@@ -28,12 +28,25 @@ class recompute(ContextDecorator):
 
     The model need not change.  Norms, activations (in place or not), ``cat``, ``interpolate``, ``pad``, pools, dropout,
     sums and products of tensors, and the modules of this package have recipes.  ``stock.py`` lists these functions and
-    what each of them saves.  No convolution is computed twice.  Values, gradients, running statistics and random
+    what each of them saves.  Without a budget, no convolution is computed twice.  Values, gradients, running statistics and random
     numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope changes nothing.  The
     scope holds for the thread that enters it.
 
     Kept for backward: about one tensor for each convolution, one byte per element for the mask of dropout and for the
     positions of max-pooling, and in a long residual stream the sum after about every fifth block.
+
+    With ``budget`` or ``extra_flops``, calls of convolutions, linear layers, ``matmul``, ``bmm`` and
+    ``scaled_dot_product_attention`` run a second time in backward, where their outputs are large for their arithmetic
+    (``docs/recompute.md``).  The first step with new shapes keeps as much as without a budget, and chooses these calls
+    at the end of its scope; later scopes with the same calls in the same order follow the choice.  ``fusedseg.convert``
+    chooses before the first step.  The first time that a signature runs twice, it runs once more at once; if it gives
+    other bits, a warning says so, and its output is kept.
+
+    Args:
+        budget: a share of the bytes that autograd is about to save (0.3), or bytes as an int or a text ("6GiB"); None
+            lets no call run twice unless ``extra_flops`` is given.
+        extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
+            Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
 
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
@@ -42,6 +55,7 @@ class recompute(ContextDecorator):
     around the scope receive the tensors that are kept.  Under ``torch.compile`` the scope does nothing.
 
     Raises:
+        TypeError, ValueError: ``budget`` or ``extra_flops`` cannot be read or is out of range.
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
             scope had ended (inside the scope, a copy is made first); or when a transform of ``torch.func`` that
             differentiates is entered, because saved-tensor hooks cannot surround it.
@@ -50,10 +64,11 @@ class recompute(ContextDecorator):
     """
 
     def __init__(self, budget: float | str | None = None, *, extra_flops: float | None = None) -> None:
-        self._budget = Budget.parse("fusedseg.recompute", budget, extra_flops)
         self._make_guide: Callable[[], Guide] | None = None
-        if self._budget is not None:
-            self._make_guide = partial(Learn, self._budget)
+        if budget is not None or extra_flops is not None:
+            parsed = Budget.parse("fusedseg.recompute", budget, extra_flops)
+            assert parsed is not None
+            self._make_guide = partial(Learn, parsed)
         self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
 
     @classmethod
@@ -65,7 +80,9 @@ class recompute(ContextDecorator):
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
-        return type(self).guided(self._make_guide)
+        scope = type(self)()
+        scope._make_guide = self._make_guide
+        return scope
 
     def __enter__(self) -> None:
         stack, guided = ExitStack(), None
@@ -77,6 +94,8 @@ class recompute(ContextDecorator):
             else:
                 registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
                 guided, back = registry, registry.guide.unpack
+                BUDGETED.append(registry)
+                stack.callback(BUDGETED.remove, registry)
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, back))
             stack.enter_context(Watch(registry, rules))
