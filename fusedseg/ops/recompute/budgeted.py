@@ -133,11 +133,17 @@ class BudgetRegistry(Registry):
         return -1 if data is None else data.node
 
     def _record(self, output: Tensor, at: Place, memory: Any, links: Any, *rest: Any) -> Offer | None:
+        # The call overwrites its output if that is its own first input.
+        alias = bool(links)
+        of_call = alias and links[0][0].steps == 0
         offer = super()._record(output, at, memory, links, *rest)
         if offer is not None:
             inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
-            overwrites = offer.overwrite is not None
-            offer.node = self.graph.add(Node(output.untyped_storage().nbytes(), inputs, overwrites=overwrites))
+            if of_call:
+                # If the call is not chosen, the overwritten tensor is kept; see ``called``.
+                offer.steps = 0
+            overwrites, nbytes = offer.overwrite is not None, output.untyped_storage().nbytes()
+            offer.node = self.graph.add(Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs)))
         return offer
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:

@@ -25,12 +25,15 @@ class Node(NamedTuple):
     inputs: the nodes that it is rebuilt from; empty for data.
     call: the index of the call that computes it, or -1.
     overwrites: whether it may be rebuilt over the memory of its first input.
+    alias: whether it lies in the memory of its first input, which forward has overwritten.  If that input is kept, so
+        is this tensor, in its place.
     """
 
     nbytes: int
     inputs: tuple[int, ...] = ()
     call: int = -1
     overwrites: bool = False
+    alias: bool = False
 
 
 class Cost(NamedTuple):
@@ -118,7 +121,10 @@ class Replay:
 
     def __init__(self, graph: Graph, again: Collection[int]) -> None:
         self._graph, self._nodes = graph, graph.nodes
-        self._data = [not node.inputs or (node.call >= 0 and node.call not in again) for node in graph.nodes]
+        self._data: list[bool] = []
+        for node in graph.nodes:
+            kept = not node.inputs or (node.call >= 0 and node.call not in again)
+            self._data.append(kept or (node.alias and self._data[node.inputs[0]]))
         # For data, the number of the first saved tensor that needs it, which is the last one in backward; -1 for none.
         self._last = [-1] * len(graph.nodes)
         self.kept, self.flops, self.peak, self._live, self._top = 0, 0, 0, 0, 0
@@ -144,6 +150,9 @@ class Replay:
             stack = [start]
             while stack:
                 i = stack.pop()
+                while data[i] and nodes[i].alias:
+                    # The memory is that of the first input.
+                    i = nodes[i].inputs[0]
                 if last[i] >= 0:
                     continue
                 last[i] = number

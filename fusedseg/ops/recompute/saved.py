@@ -193,7 +193,6 @@ class Recipe:
         autocast: the autocast state of the call.
         inputs: for each input, its source and its place in that source.
 
-    ``is_call`` says that a call that runs twice makes the tensor; ``node`` is as in ``Data``.
     ``data`` is the tensor itself if it came to be kept after the recipe was made (see ``Registry.expose``).  Saved
     tensors then read ``data``; other recipes still rebuild the values of the call.
     """
@@ -201,8 +200,8 @@ class Recipe:
     data: Data | None = None
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
-    # The rebuilt value and its version.
-    held: tuple[Tensor, int] | None = None
+    held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
+    # As in ``Data``, and whether a call that runs twice makes the tensor.
     node, is_call = -1, False
 
     def __init__(

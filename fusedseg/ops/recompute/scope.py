@@ -28,9 +28,9 @@ class recompute(ContextDecorator):
 
     The model need not change.  Norms, activations (in place or not), ``cat``, ``interpolate``, ``pad``, pools, dropout,
     sums and products of tensors, and the modules of this package have recipes.  ``stock.py`` lists these functions and
-    what each of them saves.  Without a budget, no convolution is computed twice.  Values, gradients, running statistics and random
-    numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope changes nothing.  The
-    scope holds for the thread that enters it.
+    what each of them saves.  Without a budget, no convolution is computed twice.  Values, gradients, running
+    statistics and random numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope
+    changes nothing, so that the outermost scope decides about a budget.  The scope holds for the thread that enters it.
 
     Kept for backward: about one tensor for each convolution, one byte per element for the mask of dropout and for the
     positions of max-pooling, and in a long residual stream the sum after about every fifth block.
