@@ -51,7 +51,7 @@ class Wiring:
 
     def scope(self) -> recompute:
         """A scope for one call of the model."""
-        return recompute.guided(self.make_guide)
+        return recompute.guided(self.make_guide, None if self.choice is None else self.choice.again_in_order)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

@@ -289,6 +289,37 @@ def test_chosen_products_run_again(x):
     assert same(step(net, compiled(run), x), step(twin, compiled(twin), x))
 
 
+@pytest.mark.parametrize("name", ["U-Net", "nnU-Net, plain"])
+def test_a_converted_network_follows_its_budget(name):
+    """Compiled code runs the calls twice that eager mode runs twice, and keeps the same bytes."""
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape)
+    twin = copy.deepcopy(net)
+    report = fusedseg.convert(net, example_inputs=x, budget=0.3)
+    assert report.twice.choice.again
+    run = compiled(net)
+    assert kept(net, run, x) <= 1.02 * kept(net, net, x)
+    fusedseg.convert(twin, example_inputs=x)
+    twin.load_state_dict(net.state_dict())
+    assert same(step(net, run, x), step(twin, compiled(twin), x))
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_budget_that_compiled_code_cannot_follow_warns(x, around):
+    net = small()
+
+    @recompute(budget=0.3)
+    def scoped(x):
+        return net(x)
+
+    run = recompute(budget=0.3)(compiled(net)) if around else compiled(scoped)
+    with pytest.warns(
+        UserWarning, match=r"a budget has no effect in compiled code.*give the budget to fusedseg.convert"
+    ):
+        run(x)
+
+
 def test_dropout_draws_once(x):
     """The mask is drawn once, and backward uses the mask of forward."""
     net = nn.Sequential(*small()[:3], nn.Dropout(0.5), nn.Conv2d(8, 4, 1, bias=False))

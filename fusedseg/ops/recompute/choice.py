@@ -4,6 +4,7 @@ They hold plain values.  The scope of eager mode (``twice.py``) and the compiled
 is known by its place in the order of the calls.
 """
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,11 @@ class Choice:
     def has(self, index: int, call: Call) -> bool:
         """Whether the call with this number is the one that was planned, for the same size or another one."""
         return index < len(self.calls) and self.calls[index].kind == call.kind
+
+    @functools.cached_property
+    def again_in_order(self) -> tuple[int, ...]:
+        """``again`` in ascending order."""
+        return tuple(sorted(self.again))
 
     @property
     def total_flops(self) -> int:

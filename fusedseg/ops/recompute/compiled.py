@@ -92,11 +92,11 @@ def end() -> None:
         _labels[graph].end(graph)
 
 
-def called(again: tuple[int, ...] = ()) -> None:
-    """Labels all nodes so far, because a scope is open around the compiled function.  ``again`` as in ``begin``."""
+def called() -> None:
+    """Labels all nodes so far, because a scope is open around the compiled function."""
     graph = _traced()
     if graph is not None:
-        _labels.setdefault(graph, Labels(again)).label(graph)
+        _labels.setdefault(graph, Labels()).label(graph)
 
 
 @assume_constant_result
@@ -106,6 +106,17 @@ def prepare() -> bool:
 
     for function in (begin, end, called):
         torch._dynamo.allow_in_graph(function)
+    return True
+
+
+@assume_constant_result
+def warn_of_budget() -> bool:
+    """Warns that a budget has no effect in compiled code.  It runs while the compiler traces."""
+    warnings.warn(
+        "fusedseg.recompute: a budget has no effect in compiled code, where all convolutions run once; give the budget "
+        "to fusedseg.convert(model, example_inputs=..., budget=...) before torch.compile(model)",
+        stacklevel=2,
+    )
     return True
 
 
@@ -223,7 +234,8 @@ class Labels:
             # A checkpoint has labelled it already.
             return
         inputs = [source for source in node.all_input_nodes if source in self.calls]
-        if _is_product(node):
+        cheap = _is_cheap(node) or self._is_norm_of_again(node, inputs)
+        if not cheap and _is_product(node):
             again = self._runs_again(node)
             self.calls[node] = (
                 frozenset({_call(node)}).union(*(self.calls[source] for source in inputs)) if again else KEPT
@@ -236,7 +248,7 @@ class Labels:
             return
         if node.target is getitem:
             self.calls[node] = self.calls[inputs[0]]
-        elif not _is_cheap(node):
+        elif not cheap:
             self.calls[node] = KEPT
         else:
             calls = frozenset({_call(node)}).union(*(self.calls[source] for source in inputs))
@@ -249,6 +261,14 @@ class Labels:
         if not self.again or not _has_flops(node):
             return False
         return self._products.setdefault(_call(node), len(self._products)) in self.again
+
+    def _is_norm_of_again(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
+        """Whether the node is a norm that keeps its output, of a product that runs again: then the norm runs again."""
+        op = node.target
+        if not isinstance(op, torch._ops.OpOverload) or op._schema.name != "fusedseg::norm":
+            return False
+        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
+        return given.get("process_group") is None and any(self.calls[source] for source in inputs)
 
     def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether a much larger value would have to be computed again first, as for a pool; see ``LARGER``.

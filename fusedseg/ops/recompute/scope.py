@@ -69,8 +69,8 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
-    # The products that run again in compiled code (``compiled.begin``).
-    _again: tuple[int, ...] = ()
+    # The products that run again in compiled code (``compiled.begin``); None if they are not known there.
+    _again: tuple[int, ...] | None = None
 
     def __init__(self, budget: float | str | None = None, *, extra_flops: float | None = None) -> None:
         self._make_guide: Callable[[], Guide] | None = None
@@ -81,16 +81,19 @@ class recompute(ContextDecorator):
         self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
 
     @classmethod
-    def guided(cls, make_guide: Callable[[], Guide] | None) -> "recompute":
-        """A scope whose registry asks a new guide, the result of ``make_guide()``, each time that it is entered."""
+    def guided(cls, make_guide: Callable[[], Guide] | None, again: tuple[int, ...] | None = None) -> "recompute":
+        """A scope whose registry asks a new guide, the result of ``make_guide()``, each time that it is entered.
+
+        ``again`` has the calls that run twice, for compiled code, which asks no guide.
+        """
         made = cls()
-        made._make_guide = make_guide
+        made._make_guide, made._again = make_guide, again
         return made
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
         scope = type(self)()
-        scope._make_guide = self._make_guide
+        scope._make_guide, scope._again = self._make_guide, self._again
         return scope
 
     @compiled.as_python
@@ -98,7 +101,9 @@ class recompute(ContextDecorator):
         if torch.compiler.is_compiling():
             if not unfused.wanted():
                 compiled.prepare()
-                compiled.begin(self._again)
+                if self._make_guide is not None and self._again is None:
+                    compiled.warn_of_budget()
+                compiled.begin(self._again or ())
             return
         stack, guided = ExitStack(), None
         # Inside another scope there is nothing left to do.

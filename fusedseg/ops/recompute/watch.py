@@ -125,6 +125,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, registry: Registry, rules: dict[Function, Any] = RULES) -> None:
         super().__init__()
         self.registry, self.rules = registry, rules
+        self._has_budget = rules is not RULES
         _watch_scripted()
 
     @compiled.as_python
@@ -133,6 +134,8 @@ class Watch(TorchFunctionMode):
         if _is_compiling():
             out = func(*args, **kwargs)
             compiled.prepare()
+            if self._has_budget:
+                compiled.warn_of_budget()
             compiled.called()
             return out
         registry, rule = self.registry, self.rules.get(func)

@@ -1,4 +1,9 @@
-"""Trainers for ``nnUNetv2_train -tr``.  ``docs/nnunet.md`` says how nnU-Net finds them."""
+"""Trainers for ``nnUNetv2_train -tr``.
+
+nnU-Net finds them by the environment variable ``nnUNet_extTrainer``; see ``docs/nnunet.md``.
+"""
+
+from typing import Any, ClassVar
 
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
@@ -7,3 +12,9 @@ from fusedseg.integrations.nnunet import Fused
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
     """nnU-Net's own trainer with a converted network, fused losses, and validation in one pass over the logits."""
+
+
+class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
+    """Keeps at most 0.3 of the stock network's bytes: convolutions with large outputs run a second time in backward."""
+
+    convert_options: ClassVar[dict[str, Any]] = {"budget": 0.3}
