@@ -131,7 +131,7 @@ def explain(device: torch.device) -> tuple[str, str]:
 
 
 def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
-    """Whether Triton kernels of a family ("norm", "conv", "pool" or "sums") serve ``x``.
+    """Whether Triton kernels of a family ("norm", "conv", "pool", "sums" or "low_bit") serve ``x``.
 
     The first call for a family, dtype and device tests the kernels there.  Without a family, only the device counts,
     and nothing is tested.

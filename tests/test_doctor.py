@@ -33,7 +33,7 @@ def test_versions_backend_and_kernels_are_reported(without_interpreter, capsys):
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", out, re.MULTILINE)
     assert "  cpu: aten ('auto' takes Triton on GPUs only, and this is cpu)" in out
     for target in ("sm_80", "sm_90"):
-        for name in ("norm", "conv", "pool", "sums"):
+        for name in ("norm", "conv", "pool", "sums", "low_bit"):
             assert f"  {target} {name}: 2 kernels compiled for {target}" in out
     assert out.splitlines()[-1] == (
         "All is well: there is no GPU here, so PyTorch computes every op, and the kernels compile for sm_80 and sm_90."
@@ -103,7 +103,7 @@ def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
 def test_kernels_agree_with_float64(name):
     """The checks that the doctor runs on each GPU pass here in Triton's interpreter."""
     pytest.importorskip("triton")
-    assert re.fullmatch(r"ran, and agrees with float64 to \de-\d\d", doctor.run_kernels(name, torch.device("cpu")))
+    assert re.fullmatch(r"ran, and agrees with float64 to \de[-+]\d\d", doctor.run_kernels(name, torch.device("cpu")))
 
 
 def test_on_a_gpu_every_check_runs_there(without_interpreter, monkeypatch, capsys):

@@ -31,7 +31,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
 LARGEST_PICTURE = 150_000
-FRAMEWORKS = "monai", "segmentation_models_pytorch", "lightning", "transformers"
+FRAMEWORKS = "monai", "segmentation_models_pytorch", "lightning", "transformers", "nnunetv2"
 
 
 class Block(NamedTuple):
@@ -162,6 +162,10 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("docs.make_pictures", arguments, monkeypatch)
         case ["python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build"]:
             assert (ROOT / "docs" / "conf.py").exists()
+        case ["nnUNet_extTrainer=$(python", "-m", "fusedseg", "nnunet-trainers)", "nnUNetv2_train", *arguments]:
+            parse("fusedseg.__main__", ["nnunet-trainers"], monkeypatch)
+            trainer = arguments[arguments.index("-tr") + 1]
+            assert (ROOT / "fusedseg" / "integrations" / "nnunet" / "trainers" / f"{trainer}.py").exists()
         case ["pip", *arguments]:
             check_install(arguments)
         case ["pytest", *arguments] | ["compute-sanitizer", "python", "-m", "pytest", *arguments]:

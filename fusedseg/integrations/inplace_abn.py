@@ -225,13 +225,13 @@ def equal_weights(state_dict: Weights, model: nn.Module, *classes: type) -> Weig
     """
     # A copy of a state dict has its `_metadata`, which a new dictionary lacks.
     state, found = copy.copy(state_dict), False
+    wanted: Any = classes or (InPlaceABN, InPlaceABNSync)
     for name, module in model.named_modules():
-        if isinstance(module, classes or (InPlaceABN, InPlaceABNSync)) and getattr(module, "weight", None) is not None:
+        if isinstance(module, wanted) and getattr(module, "weight", None) is not None:
             key, found = f"{name}.weight" if name else "weight", True
             if key not in state:
                 raise ValueError(f"{OP}.equal_weights: state_dict must have the key {key!r}, which the model has")
-            eps: Any = module.eps
-            state[key] = state[key].abs() + eps
+            state[key] = state[key].abs() + module.eps
     if not found:
         raise ValueError(
             f"{OP}.equal_weights: model must have a module of the classes whose weights are translated; name the "

@@ -87,8 +87,9 @@ class _ConvHead(Unscriptable):
         stock = cls._stock
         if type(conv) is not stock:
             raise TypeError(f"{cls._name()}.from_conv: conv must be an nn.{stock.__name__}, got {type(conv).__name__}")
-        form = conv.kernel_size, conv.stride, conv.padding, conv.groups
-        ones = (1,) * len(conv.kernel_size)
+        made: Any = conv
+        form = made.kernel_size, made.stride, made.padding, made.groups
+        ones = (1,) * len(made.kernel_size)
         if form != (ones, ones, (0,) * len(ones), 1):
             raise ValueError(
                 f"{cls._name()}.from_conv: conv must have kernel size 1, stride 1, no padding and one group, got {conv}"

@@ -2,7 +2,7 @@
 
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
-norm, the convolution in training and in eval mode, and the sums of losses of few and of many classes.
+norm, the convolution in training and in eval mode, the sums of losses of few and of many classes, and packing.
 
 The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
 """
@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from ... import _backend
 from ..check import HALF
 from ..layout import layout_of
+from ..low_bit import aten as low_bit_aten
+from ..low_bit.spec import lines_of
 from ..segmentation.spec import Spec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
@@ -31,6 +33,8 @@ NORM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3,
 # The convolution also rounds its output before the norm.  In fp32 it may use TF32, which cuts off 13 bits.
 CONV_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 TF32_TOLERANCE = 5e-3
+# Both compute the same codes.  A division that is rounded in another way may change one of them by 1.
+LOW_BIT_TOLERANCE = 1e-2
 # More parts of statistics than a program merges by itself (MAX_PARTIALS in kernels/launch.py).
 PARTS = 18
 
@@ -231,9 +235,23 @@ def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         yield Compared(f"dx {what}", dx.flatten(2), of_logits, NORM_TOLERANCE[dtype])
 
 
+def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.low_bit import low_bit_pack, low_bit_unpack
+
+    wide, key = torch.promote_types(dtype, torch.float32), 12345
+    for fmt, bits in (("contiguous", 8), ("contiguous", 4), ("channels_last", 4)):
+        x = _random(SHAPE, dtype, device, fmt, 0)
+        kink = torch.linspace(-1.0, 1.0, SHAPE[1], dtype=wide, device=device)
+        lines, flat = lines_of(x, SHAPE[1]), x.as_strided((x.numel(),), (1,))
+        found, expected = torch.empty_like(flat), torch.empty_like(flat)
+        low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
+        low_bit_aten.unpack(low_bit_aten.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
+        yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
+
+
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
-CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums}
+CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums, "low_bit": _low_bit}
 DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
 
 

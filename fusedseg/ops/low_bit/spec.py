@@ -1,0 +1,125 @@
+"""What a packed tensor consists of, how it lies in memory, and the numbers of the grid.
+
+A group is 256 adjacent positions of one channel of one sample, or fewer at the end of a channel.  ``grid.py`` has the
+values that the codes of a group stand for.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import layout_of
+
+OP = "fusedseg.low_bit"
+BITS = (2, 4, 8)
+GROUP = 256
+# A channel of a sample with fewer positions is no group of its own, unless it has a kink of its own: the two numbers of
+# each group would take as much memory as the codes.
+FEWEST = 64
+
+# Two codes stand beside the border of signs, one on each side.  They are this fraction of a step away from it.
+NEAR = 2.0**-10
+# A side of the border is never shorter than this fraction of the longer side, nor than LEAST: reciprocals of steps and
+# their ratios stay finite.
+FLAT, LEAST = 2.0**-60, 2.0**-100
+# Steps are this much shorter than an exact division would make them, so that rounding never leads beyond the range.
+SHORTER = 1.0 - 2.0**-21
+# A rebuilt value differs from the kink by at least this fraction of it, so that the rounding of a consumer's
+# arithmetic does not change its side.
+MARGIN = 2.0**-20
+
+# The hash of a value's place in memory.
+GOLDEN, MULTIPLIER = 0x9E3779B1, 0x846CA68B
+MASK = 0xFFFFFFFF
+
+
+class Packed(NamedTuple):
+    """A tensor in fewer bits.
+
+    codes: uint8, ``8 // bits`` adjacent codes a byte.
+    lowest, highest: the range of each group, in the dtype of the tensor.
+    kink: one number per channel, or per sample and channel, in fp32 (fp64 for fp64), or None.
+    bits: 8, 4 or 2.
+    size, stride: those of the tensor.
+    """
+
+    codes: Tensor
+    lowest: Tensor
+    highest: Tensor
+    kink: Tensor | None
+    bits: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self[:4] if isinstance(t, Tensor))
+
+
+class Lines(NamedTuple):
+    """A dense tensor as I samples of S positions of C adjacent channels.  Planes are samples with one channel."""
+
+    I: int
+    S: int
+    C: int
+
+    @property
+    def groups(self) -> int:
+        """The groups of a channel of a sample."""
+        return -(-self.S // GROUP)
+
+    def row_bytes(self, bits: int) -> int:
+        """The bytes of the codes of adjacent values that begin at a byte: all positions, or all channels."""
+        return -(-(self.S if self.C == 1 else self.C) * bits // 8)
+
+    def code_bytes(self, bits: int) -> int:
+        return self.I * (1 if self.C == 1 else self.S) * self.row_bytes(bits)
+
+
+def lines_of(t: Tensor, kinks: int) -> Lines:
+    """How the groups of a dense tensor lie in memory.  ``kinks`` counts the values of the kink; 0 if there is none."""
+    layout = layout_of(t) if t.dim() >= 2 else None
+    if layout is not None:
+        lines = Lines(layout.N * layout.C, layout.S, 1)
+        if layout.rows:
+            samples = t.shape[0] if kinks > layout.C else 1
+            lines = Lines(samples, layout.N // max(samples, 1), layout.C)
+        if kinks or lines.S >= FEWEST:
+            return lines
+    return Lines(1, t.numel(), 1)
+
+
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether every element of the memory between the first and the last one belongs to the tensor, once."""
+    expected = 1
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def mixed(*numbers: int) -> int:
+    """A number below 2**32 that depends on all given integers, such as a seed, a step and a place.
+
+    Source: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), applied to one number after another.
+    """
+    state = 0
+    for number in numbers:
+        state = (state + (number & (1 << 64) - 1) + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+        state ^= state >> 31
+    return state & MASK
+
+
+def signed(number: int) -> int:
+    """The int32 with the bits of a number, which is taken modulo 2**32."""
+    number &= MASK
+    return number - (1 << 32) if number >> 31 else number

@@ -1,0 +1,33 @@
+"""Launches of the kernels that pack and unpack, for ``tests/tools/codegen.py``."""
+
+import itertools
+from functools import partial
+
+import torch
+from fusedseg.kernels.low_bit import low_bit_pack, low_bit_unpack
+
+from fusedseg.ops.low_bit.spec import lines_of
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+SHAPE = (2, 64, 128, 128)
+
+
+def launch(dtype, rows, bits, has_kink):
+    t = torch.empty(SHAPE, dtype=dtype, memory_format=torch.channels_last if rows else torch.contiguous_format)
+    kink = torch.empty(SHAPE[1], dtype=torch.promote_types(dtype, torch.float32)) if has_kink else None
+    lines, flat = lines_of(t, SHAPE[1] if has_kink else 0), t.as_strided((t.numel(),), (1,))
+    packed = low_bit_pack(flat, lines, bits, 1, kink)
+    low_bit_unpack(*packed, kink, lines, bits, flat)
+
+
+def case(dtype, fmt, bits, kink):
+    return partial(launch, DTYPES[dtype], fmt == "rows", bits, kink == "kink")
+
+
+def cases(*choices):
+    return {"-".join(map(str, chosen)): case(*chosen) for chosen in itertools.product(*choices)}
+
+
+CASES = cases(DTYPES, ["planes", "rows"], [8, 4, 2], ["plain", "kink"])
+# Every run compiles these.
+FEW = cases(["fp16"], ["planes", "rows"], [4], ["kink"])

@@ -1,0 +1,33 @@
+"""Checks the compiled kernels that pack and unpack: no spills, and wide loads and stores."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.tools.codegen import TARGETS, VENDORS, check_spills
+
+MODULE = "tests.kernels.low_bit_launches"
+SUITES = [("FEW", target) for target in VENDORS]
+SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
+suites = pytest.mark.parametrize(("cases", "target"), SUITES)
+
+
+@pytest.fixture
+def launches(compiled, cases, target):
+    return compiled(MODULE, cases, VENDORS if cases == "FEW" else TARGETS)[target]
+
+
+@suites
+def test_no_spills(launches, record_property):
+    assert check_spills(launches, {}, record_property) == {"low_bit_pack_kernel", "low_bit_unpack_kernel"}
+
+
+@suites
+def test_16_byte_loads_and_stores(launches):
+    """The tensor moves 16 bytes at a time.  Codes are a half to a sixteenth as wide."""
+    narrow = []
+    for of in launches:
+        kind = "load" if of["kernel"] == "low_bit_pack_kernel" else "store"
+        if set(of["accesses"]["x_ptr"][kind]) != {"16"}:
+            narrow.append(f"{of['case']} {of['kernel']}: {kind} of {of['accesses']['x_ptr'][kind]} bytes")
+    assert not narrow
