@@ -155,7 +155,9 @@ def summary(report: Record) -> str:
 def _loss(report: Record) -> list[str]:
     """A sentence about what the loss keeps for backward, if it keeps copies of the outputs: numbers, and no masks."""
     start = report.marks.get("backward", 0)
-    kept = [s for s in report.storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)]
+    kept = [
+        s for s in report.storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)
+    ]
     numbers = sum(storage.nbytes for storage in kept if storage.dtype.is_floating_point)
     if numbers < LOSS_WORTH * max(report.saved, 1):
         return []
@@ -167,8 +169,8 @@ def _loss(report: Record) -> list[str]:
         instead = "the losses of fusedseg.losses keep"
     whose = f"The loss, {names[0]}, keeps" if names else "The loss keeps"
     return [
-        f"{whose} {mib(sum(storage.nbytes for storage in kept))} MiB for backward, beside the outputs; {instead} nothing "
-        "but the outputs."
+        f"{whose} {mib(sum(storage.nbytes for storage in kept))} MiB for backward, beside the outputs; {instead} "
+        "nothing but the outputs."
     ]
 
 

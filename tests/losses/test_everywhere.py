@@ -1,4 +1,4 @@
-"""All losses under autocast, checkpoints, torch.compile and DDP, in half precision, and by gradcheck on both backends."""
+"""All losses: autocast, checkpoints, torch.compile, DDP, half precision, and gradcheck on both backends."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_checkpoint(name):
 
 @EACH
 def test_autocast(name):
-    """Autocast makes the logits bf16, and casts nothing in the loss: it is computed in fp32, and its gradient is bf16."""
+    """Autocast makes the logits bf16, and casts nothing in the loss, which is fp32; the gradient is bf16."""
     net, (x, target) = nn.Conv2d(K, K, 1), data(name, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         logits = net(x)
@@ -57,7 +57,7 @@ def test_autocast(name):
     expected = LOSSES[name]()(leaf, target)
     (wanted,) = torch.autograd.grad(expected, leaf)
     assert dx.dtype == torch.bfloat16
-    # A few roundings of fp32, and one rounding of the gradient to bf16.  A top-k loss adds two rounded gradients.
+    # A few roundings of fp32, and one rounding of the gradient to bf16; two and a sum for DC_and_topk_loss.
     assert relative_error(loss, expected) <= 1e-6
     assert relative_error(dx, wanted) <= 2**-7
 

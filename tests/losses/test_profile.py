@@ -21,7 +21,9 @@ def test_the_profiler_names_a_loss_that_keeps_copies():
     # Cross-entropy keeps log(softmax) of 2 x 20 x 64 x 64 logits in fp32.
     text = "The loss keeps 0.6 MiB for backward, beside the outputs; the losses of fusedseg.losses keep nothing"
     assert text in summary(nn.functional.cross_entropy)
-    text = "The loss, CrossEntropyLoss, keeps 0.6 MiB for backward, beside the outputs; fusedseg.losses.CrossEntropyLoss"
+    text = (
+        "The loss, CrossEntropyLoss, keeps 0.6 MiB for backward, beside the outputs; fusedseg.losses.CrossEntropyLoss"
+    )
     assert text in summary(nn.CrossEntropyLoss())
     assert "The loss" not in summary(fusedseg.CrossEntropyLoss())
 
