@@ -10,12 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Two small modules that every layer may import: they choose the implementation, and describe the activations.
-BASE = {"_backend", "activation"}
+# Small modules that every layer may import: they choose the implementation, describe the activations, and read sizes.
+BASE = {"_backend", "_sizes", "activation"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "_backend": (set(), {"torch"}),
+    "_sizes": (set(), set()),
     "activation": (set(), {"torch"}),
     "progress": (set(), set()),
     # numpy handles the few values of a channel vector on a CPU.
@@ -25,8 +26,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"activation"}, {"matplotlib", "torch"}),
-    "conversion": ({"activation", "memory", "nn", "ops"}, {"torch"}),
+    "memory": ({"_sizes", "activation"}, {"matplotlib", "torch"}),
+    "conversion": ({"_sizes", "activation", "memory", "nn", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
         {"activation", "conversion", "functional", "losses", "memory", "nn", "ops"},

@@ -8,8 +8,10 @@ from torch import nn
 
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
+from ..ops.recompute.choice import Budget
 from . import scope
 from .applied import applied, mark_applied
+from .budget import apply_budget
 from .flow import Flow, listed
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
@@ -32,6 +34,8 @@ def convert(
     mode: str = "exact",
     slope: float = 0.01,
     inplace: bool = True,
+    budget: float | str | None = None,
+    extra_flops: float | None = None,
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -81,11 +85,22 @@ def convert(
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
         inplace: whether norms may become in-place modules, which write over their input.
+        budget: how much a training step may keep for backward: a share of what the stock model keeps on the example
+            (0.3), or bytes as an int or a text ("6GiB").  The calls of convolutions, linear layers and matrix products
+            whose outputs are large for their arithmetic then run twice, with the same bits.  A smaller budget has no
+            higher peak.  The calls are chosen on the example; another size of the input keeps the choice, so that its
+            bytes grow with the size.  None lets no call run twice.
+        extra_flops: the arithmetic that may run twice, as a share of the forward's convolution and matrix arithmetic
+            (0.02).  Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool.
-        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
+            bool; ``budget`` or ``extra_flops`` has another type.
+        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
+            ``budget`` or ``extra_flops`` is out of range.
+
+    Warns:
+        UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
     and ``nn.ReLU``, so that code that looks for these classes by ``isinstance`` finds them.
@@ -117,6 +132,7 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
+    wanted = Budget.parse(OP, budget, extra_flops)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
@@ -135,8 +151,12 @@ def convert(
         plan = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).plan()
         _apply(plan)
         fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
-        scope.install(model, Wiring(model, fused, plan.paths))
+        wiring = Wiring(model, fused, plan.paths)
+        scope.install(model, wiring)
         after = None if inputs is None else _footprint(model, inputs)
+        twice = None if wanted is None else apply_budget(wiring, wanted, inputs, before, after)
+        if wiring.choice is not None and inputs is not None:
+            after = _footprint(model, inputs)
     count = Counter(fusion.inplace for fusion in plan.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(
@@ -150,6 +170,7 @@ def convert(
         after=after,
         guarantee=guarantee,
         branches=plan.branches,
+        twice=twice,
     )
 
 

@@ -176,6 +176,9 @@ def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
     mode = fake_mode_of(model)
 
     def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) and isinstance(tensor, FakeTensor):
+            # A new parameter has no gradient yet, and the model's own parameter gets none.
+            return nn.Parameter(tensor.detach(), tensor.requires_grad)
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
     with unchanged(model), torch.random.fork_rng(devices=[]), quiet(), mode:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .._sizes import text_of
 from ..memory import Footprint
 from .branches import Branch
+from .budget import Twice
 from .verify import Verification, verify
 
 
@@ -67,6 +69,7 @@ class ConversionReport:
             fused.
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
             flow later.
+        twice: the budget, and the calls that run twice for it; None without a budget.
     """
 
     model: nn.Module = field(repr=False)
@@ -79,6 +82,7 @@ class ConversionReport:
     after: Footprint | None = None
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)
+    twice: Twice | None = None
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -102,7 +106,8 @@ class ConversionReport:
         }
         flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
-        return json.dumps({**head, **rows, **flow, **memory})
+        twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
+        return json.dumps({**head, **rows, **flow, **memory, **twice})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -114,19 +119,17 @@ class ConversionReport:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
             lines += [_note(number, branch) for number, branch in enumerate(self.branches, 1)]
+        if self.twice is not None:
+            lines += ["", str(self.twice)]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):
                 before, after = getattr(self.before, name), getattr(self.after, name)
                 ratio = f" ({after / before:.2f})" if before else ""
-                lines.append(f"  {LABELS[name]:<18}{_mib(before):>12} -> {_mib(after)}{ratio}")
+                lines.append(f"  {LABELS[name]:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
             if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
                 lines.append(PEAK_STAYS)
         return "\n".join(lines)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _note(number: int, branch: Branch) -> str:
@@ -145,7 +148,7 @@ def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
             _names(r.paths),
             r.what,
             (r.to or r.why) + notes(r),
-            "" if r.nbytes is None else _mib(r.nbytes),
+            "" if r.nbytes is None else text_of(r.nbytes),
         )
         for r in rows
     ]

@@ -14,7 +14,6 @@ from typing import Any
 from torch import fx, nn
 
 from ..ops import unfused
-from ..ops.recompute.scope import recompute
 from ..ops.unfused import assume_constant_result
 from .wiring import Wiring
 
@@ -41,7 +40,7 @@ class Scoped:
         self._check_wiring()
         if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with recompute():
+        with self._fusedseg_wiring.scope():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @assume_constant_result
@@ -81,7 +80,7 @@ class _ScopedGraph(Scoped):
         self._check_wiring()
         if _apart(args, kwargs):
             return call(self, *args, **kwargs)
-        with recompute():
+        with self._fusedseg_wiring.scope():
             return call(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -6,11 +6,15 @@ The check raises an error at the next forward instead.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
+from ..ops.recompute.choice import Choice
+from ..ops.recompute.guide import Guide
+from ..ops.recompute.scope import recompute
 from .applied import Applied
 from .flow import CONVS
 from .twins import STOCK
@@ -40,6 +44,14 @@ class Wiring:
         self._find_places()
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
+        # The calls that run twice, if a budget was given and the model has run on the example.
+        self.choice: Choice | None = None
+        # Makes the guide of each scope; None without a budget.
+        self.make_guide: Callable[[], Guide] | None = None
+
+    def scope(self) -> recompute:
+        """A scope for one call of the model."""
+        return recompute.guided(self.make_guide)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

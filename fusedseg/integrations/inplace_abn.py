@@ -104,6 +104,9 @@ class ABN(_InPlaceABN):
     def _kept_now(self, *call: Any) -> Kept | None:
         return super()._kept_now(*call) if self.KEEP == "output" else None
 
+    def _kept_eagerly(self, *call: Any) -> Kept | None:
+        return super()._kept_eagerly(*call) if self.KEEP == "output" else None
+
     def refresh_kept(self) -> None:
         if self.KEEP == "output":
             super().refresh_kept()

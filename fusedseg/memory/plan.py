@@ -1,6 +1,5 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._sizes import parse_bytes
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .report import MemoryReport
 from .step import OptimizerFactory
@@ -17,9 +17,6 @@ from .tables import table, wrapped
 from .units import MEBIBYTE
 
 OP = "fusedseg.memory.plan"
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{prefix}iB": 2**power for prefix, power in (("K", 10), ("M", 20), ("G", 30), ("T", 40))
-}
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
 
@@ -30,15 +27,7 @@ def parse_budget(budget: int | str) -> int:
     Raises:
         ValueError: the text cannot be read, or the budget is not positive.
     """
-    nbytes = budget if isinstance(budget, int) else 0
-    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", budget)):
-        unit = next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
-        nbytes = int(float(match[1]) * UNITS[unit]) if unit else 0
-    if nbytes <= 0:
-        raise ValueError(
-            f"{OP}: budget must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {budget!r}"
-        )
-    return nbytes
+    return parse_bytes(OP, "budget", budget)
 
 
 def gib(nbytes: float) -> str:

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fusedseg
 from tests.hunt.prelude import difference, eager, network_difference, network_results, outcome, refused
@@ -45,7 +45,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def judged(program: Program | Network, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
+def judged(
+    program: Program | Network, tell: Callable[[str], None] = lambda phase: None, scope: Any = fusedseg.recompute
+) -> Verdict:
     """Judges a program; calls ``tell`` with each phase that starts, because a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
         with quiet():
@@ -63,7 +65,7 @@ def judged(program: Program | Network, tell: Callable[[str], None] = lambda phas
         if difference(expected, outcome(parts, eager)) is not None:
             return Verdict("unstable")
         tell("scope")
-        got = outcome(parts, fusedseg.recompute)
+        got = outcome(parts, scope)
     how = difference(expected, got)
     if how is not None:
         documented = AFTER_SCOPE in how and program.writes_outside

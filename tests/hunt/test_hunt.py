@@ -2,6 +2,7 @@
 
 import collections
 import json
+import random
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import sys
 import pytest
 import torch
 
+from fusedseg import recompute
 from fusedseg.ops.recompute import saved
+from fusedseg.ops.recompute.guide import Observe
 from tests.hunt import crew
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
@@ -42,6 +45,31 @@ def test_fifteen_networks(tmp_path):
     assert report.counts["same"] >= 12, report
 
 
+class Some(Observe):
+    """Lets random calls run twice."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.rng = random.Random(seed)
+        self.share = self.rng.random() + 0.3
+
+    def wants(self, index, call):
+        return self.rng.random() < self.share
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(1_000), marks=pytest.mark.slow)])
+def test_programs_in_which_random_calls_run_twice(seeds):
+    counts = collections.Counter()
+    for seed in seeds:
+        with quiet():
+            program = grown(seed)
+        verdict = judged(program, scope=lambda seed=seed: recompute.guided(lambda: Some(seed)))
+        counts[verdict.kind] += 1
+        assert verdict.kind != "failure", f"seed {seed}: {verdict.how}\n{program}"
+    assert counts["same"] >= 0.7 * len(seeds)
+
+
 @pytest.mark.slow
 def test_twenty_thousand_programs():
     found_nothing("programs", range(20_000), least=15_000, jobs=2)
@@ -60,7 +88,7 @@ def size(program):
 def broken(monkeypatch):
     """Makes every rebuilt tensor a little too large."""
     whole = saved.Recipe._rebuilt
-    monkeypatch.setattr(saved.Recipe, "_rebuilt", lambda self, order: whole(self, order) * 1.5)
+    monkeypatch.setattr(saved.Recipe, "_rebuilt", lambda self, *of: whole(self, *of) * 1.5)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -11,6 +11,7 @@ All functions below take the same objects: ``call`` describes the convolution, `
 after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,19 +21,23 @@ from ..._backend import device_of
 from ...activation import Activation
 from .. import unfused
 from ..activation_aten import activate
+from ..cast import uncast
 from ..layout import dense, layout_of
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
+from ..recompute import recipes
 from . import choice, join_conv
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
     Convolution,
     concatenated,
     convolve_sources,
+    enlarges_of,
     is_tensor,
     shape_of,
+    sources_of,
     tensors_of,
 )
 
@@ -205,6 +210,30 @@ def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> Non
     check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
 
 
+def _again(step: tuple[Convolution, Passed, Spec, Kept | None, str]) -> Callable[..., Tensor]:
+    """The op as a function of the convolution's weight and of the tensors of its sources.
+
+    It moves no running statistics.
+    """
+    call, norm, spec, _, conv_backend = step
+    dtype, enlarges = call.w.dtype, enlarges_of(call.sources)
+
+    def copy(v: Tensor | None) -> Tensor | None:
+        # An optimizer may change parameters before backward, and aten the running statistics.
+        return None if v is None else v.detach().clone()
+
+    running = (None, None) if spec.own else (copy(norm.running_mean), copy(norm.running_var))
+    weight, bias, conv_bias, geometry = copy(norm.weight), copy(norm.bias), copy(call.bias), call.geometry
+
+    def again(w: Tensor, *tensors: Tensor) -> Tensor:
+        w = w.to(dtype)
+        passed = Passed(w, weight, bias, None, None, *running)
+        convolution = Convolution(sources_of(tensors, enlarges), w, conv_bias, geometry)
+        return _forward(convolution, passed, spec, None, conv_backend).z
+
+    return again
+
+
 def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Tensor:
     """The op on checked arguments."""
     sources, w, conv_bias, geometry = call
@@ -226,7 +255,15 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
         # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
         z = join_conv.ConvolutionFunction.apply(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
-        return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+        if not recipes.BUDGETED:
+            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+        again, given = _again(step), (uncast(w), *tensors_of(sources))
+        flops = 2 * z.numel() * w[0].numel()
+        recipes.called(OP, (geometry, enlarges_of(sources), spec), z, again, *given, flops=flops)
+        if not recipes.has_recipe(z):
+            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+        with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
+            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
     running_mean = norm.running_mean
     moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):

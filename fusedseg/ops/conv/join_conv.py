@@ -1,5 +1,6 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ from .. import unfused
 from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once
+from ..recompute import recipes
 from .convolution import RawGeometry, check_convolution
 from .sources import (
     Convolution,
@@ -118,4 +120,32 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
         return convolve_sources(sources, w, bias, geometry)
     given = sources if formed is None else (formed.detach(),)
     convolve = partial(convolve_sources, given, w, bias, geometry)
-    return ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))
+    y = ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))
+    if not recipes.BUDGETED:
+        return y
+    own, enlarges = uncast(w), enlarges_of(sources)
+    again: Callable[..., Tensor] | None = None
+    if formed is None or own is w or not any(enlarges):
+        again = _again(call, formed is not None)
+    # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
+    # enlarged.  The bits may differ, so the convolution does not run twice.
+    reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
+    recipes.called(OP, (geometry, enlarges), y, again, *reads, flops=2 * y.numel() * w[0].numel())
+    return y
+
+
+def _again(call: Convolution, forms: bool) -> Callable[..., Tensor]:
+    """The call as a function of the weight, the bias if there is one, and the tensors of the sources.
+
+    ``forms`` says that the call has convolved the concatenation.  The function does the same, to get the same bits.
+    """
+    dtype, enlarges, geometry, biased = call.w.dtype, enlarges_of(call.sources), call.geometry, call.bias is not None
+
+    def again(w: Tensor, *tensors: Tensor) -> Tensor:
+        bias, tensors = (tensors[0], tensors[1:]) if biased else (None, tensors)
+        sources = sources_of(tensors, enlarges)
+        if forms:
+            sources = (concatenated(sources),)
+        return convolve_sources(sources, w.to(dtype), bias, geometry)
+
+    return again

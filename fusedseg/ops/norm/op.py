@@ -27,7 +27,7 @@ from ..recompute import recipes
 from ..recompute.registry import Registry
 from .backend import backend_of
 from .kept import Kept
-from .passes import backward, forward, rebuild
+from .passes import again_in_place, backward, forward, rebuild
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -286,9 +286,14 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     spec = spec if spec.own or spec.kind == "batch" else _of_given(spec)
     saved: list[Saved] | None = None
     registry = layout = None
+    again: Any = None
     if spec.keep == "output":
         if torch._C._len_torch_function_stack():
-            recipes.changing(x)
+            # A rebuild must not wait for other processes.
+            if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
+                again = again_in_place(passed, _of_given(spec))
+            else:
+                recipes.changing(x)
     else:
         x, layout = dense(x)
         passed = passed if x is passed.x else passed._replace(x=x)
@@ -297,6 +302,10 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     call = passed, layout, spec, kept, None, saved
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
+    if again is not None:
+        # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
+        with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
+            return _apply(call, x, weight, bias, *more)
     z = _apply(call, x, weight, bias, *more)
     if saved:
         _offer(z, saved[0], residual, spec, registry)

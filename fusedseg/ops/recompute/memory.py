@@ -26,6 +26,9 @@ class Memory:
     """
 
     made = exposed = named = False
+    # For a scope with a budget: the node of the data that is kept, and whether autograd was seen to save it.
+    node = -1
+    counted = False
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

@@ -31,7 +31,8 @@ The contract:
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ from .plain import Place
 from .registry import Registry
 from .saved import Data, Handle
 
+# The classes of registries, by which the hooks of a scope are recognised; ``budgeted.py`` adds one.
+REGISTRIES: set[type] = {Registry}
+# The registries of all open scopes with a budget, in any thread.
+BUDGETED: list[Registry] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -58,7 +63,7 @@ def innermost() -> Registry | None:
         return None
     hooks = _hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
-    return registry if type(registry) is Registry else None
+    return registry if type(registry) in REGISTRIES else None
 
 
 def active() -> Registry | None:
@@ -86,7 +91,7 @@ def _registries() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
-    return [registry for registry in found if type(registry) is Registry]
+    return [registry for registry in found if registry is not None and type(registry) in REGISTRIES]
 
 
 def changing(x: Tensor) -> None:
@@ -94,6 +99,44 @@ def changing(x: Tensor) -> None:
     for registry in _registries():
         with torch._C.DisableTorchFunction():
             registry.before_change(x)
+
+
+def _budgeted() -> Any:
+    """The active registry if its scope has a budget, otherwise None."""
+    registry = active()
+    return None if type(registry) is Registry else registry
+
+
+def called(
+    name: str, options: Any, output: Tensor, again: Callable[..., Tensor] | None, *tensors: Tensor, flops: int
+) -> None:
+    """Tells a scope with a budget that ``again(*tensors)`` is a convolution that has computed ``output``.
+
+    The convolution may run twice, unless ``again`` is None.  ``twice.py`` has the rule of PyTorch's own functions.
+    """
+    registry = _budgeted()
+    if registry is not None and output.requires_grad:
+        with torch._C.DisableTorchFunction():
+            registry.called_ours(name, options, output, again, tensors, flops)
+
+
+def has_recipe(x: Tensor) -> bool:
+    """Whether the scope could rebuild the present values of ``x``."""
+    registry = _budgeted()
+    with torch._C.DisableTorchFunction():
+        return registry is not None and registry.has_recipe(x)
+
+
+def rewriting(
+    x: Tensor, rebuild: Callable[..., Tensor], *others: Tensor, overwrite: Callable[..., Tensor]
+) -> AbstractContextManager[None]:
+    """Surrounds an op of this package that overwrites ``x``, if ``has_recipe(x)``: the result is rebuilt from ``x``.
+
+    ``rebuild`` and ``overwrite`` are those of ``offer``, with ``x`` and ``others`` as their inputs.
+    """
+    registry = _budgeted()
+    assert registry is not None
+    return registry.rewriting(x, rebuild, others, overwrite)
 
 
 def is_source(x: Tensor) -> bool:

@@ -72,6 +72,7 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
+    node: the node in the graph of a scope with a budget (``graph.py``), or -1.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -80,6 +81,7 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
+    node = -1
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
@@ -198,8 +200,9 @@ class Recipe:
     data: Data | None = None
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
-    # The rebuilt value and its version.
-    held: tuple[Tensor, int] | None = None
+    held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
+    # As in ``Data``, and whether a call that runs twice makes the tensor.
+    node, is_call = -1, False
 
     def __init__(
         self,
@@ -221,25 +224,25 @@ class Recipe:
         i = bisect_left(self.orders, order)
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
-    def load(self, order: int) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it."""
-        # The version is compared because a backward function may write over a tensor that it has unpacked.
+    def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
+        """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
+        # The version is compared because a backward function may write over a tensor that it has got.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
-            value = self._rebuilt(order)
-        if self.near(order) and (self.held is not None or _hold(self)):
+            value = self._rebuilt(order, for_call or self.is_call)
+        if (self.is_call or not for_call or self.held) and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
         return value, True
 
-    def _rebuilt(self, order: int) -> Tensor:
+    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         inputs: list[Tensor] = []
         first_is_ours = False
         for source, at in self.inputs:
             if isinstance(source, Recipe):
-                t, ours = source.load(order)
+                t, ours = source.load(order, for_call)
                 first_is_ours |= ours and not inputs
             else:
                 t = source.load_for_recipe()

@@ -1,15 +1,21 @@
 """The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
 
+from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
+from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import unfused
 from . import compiled
-from .recipes import innermost
+from .budgeted import BUDGET_RULES, BudgetRegistry
+from .choice import Budget
+from .guide import Guide, Learn
+from .recipes import BUDGETED, innermost
 from .registry import Registry
 from .saved import unpack
+from .stock import RULES
 from .watch import Watch
 
 
@@ -24,12 +30,25 @@ class recompute(ContextDecorator):
 
     The model need not change.  Norms, activations (in place or not), ``cat``, ``interpolate``, ``pad``, pools, dropout,
     sums and products of tensors, and the modules of this package have recipes.  ``stock.py`` lists these functions and
-    what each of them saves.  No convolution is computed twice.  Values, gradients, running statistics and random
-    numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope changes nothing.  The
-    scope holds for the thread that enters it.
+    what each of them saves.  Without a budget, no convolution is computed twice.  Values, gradients, running
+    statistics and random numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope
+    changes nothing, so that the outermost scope decides about a budget.  The scope holds for the thread that enters it.
 
     Kept for backward: about one tensor for each convolution, one byte per element for the mask of dropout and for the
     positions of max-pooling, and in a long residual stream the sum after about every fifth block.
+
+    With ``budget`` or ``extra_flops``, calls of convolutions, linear layers, ``matmul``, ``bmm`` and
+    ``scaled_dot_product_attention`` run a second time in backward, where their outputs are large for their arithmetic
+    (``docs/recompute.md``).  The first step with new shapes keeps as much as without a budget, and chooses these calls
+    at the end of its scope; later scopes with the same calls in the same order follow the choice.  ``fusedseg.convert``
+    chooses before the first step.  The first time that a signature runs twice, it runs once more at once; if it gives
+    other bits, a warning says so, and its output is kept.
+
+    Args:
+        budget: a share of the bytes that autograd is about to save (0.3), or bytes as an int or a text ("6GiB"); None
+            lets no call run twice unless ``extra_flops`` is given.
+        extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
+            Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
 
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
@@ -42,6 +61,7 @@ class recompute(ContextDecorator):
     inside the compiled function, and the scope warns.
 
     Raises:
+        TypeError, ValueError: ``budget`` or ``extra_flops`` cannot be read or is out of range.
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
             scope had ended (inside the scope, a copy is made first); or when a transform of ``torch.func`` that
             differentiates is entered, because saved-tensor hooks cannot surround it.
@@ -52,12 +72,26 @@ class recompute(ContextDecorator):
     # The products that run again in compiled code (``compiled.begin``).
     _again: tuple[int, ...] = ()
 
-    def __init__(self) -> None:
-        self._entered: list[ExitStack] = []
+    def __init__(self, budget: float | str | None = None, *, extra_flops: float | None = None) -> None:
+        self._make_guide: Callable[[], Guide] | None = None
+        if budget is not None or extra_flops is not None:
+            parsed = Budget.parse("fusedseg.recompute", budget, extra_flops)
+            assert parsed is not None
+            self._make_guide = partial(Learn, parsed)
+        self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
+
+    @classmethod
+    def guided(cls, make_guide: Callable[[], Guide] | None) -> "recompute":
+        """A scope whose registry asks a new guide, the result of ``make_guide()``, each time that it is entered."""
+        made = cls()
+        made._make_guide = make_guide
+        return made
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
-        return type(self)()
+        scope = type(self)()
+        scope._make_guide = self._make_guide
+        return scope
 
     @compiled.as_python
     def __enter__(self) -> None:
@@ -66,14 +100,21 @@ class recompute(ContextDecorator):
                 compiled.prepare()
                 compiled.begin(self._again)
             return
-        stack = ExitStack()
+        stack, guided = ExitStack(), None
         # Inside another scope there is nothing left to do.
         if innermost() is None:
-            registry = Registry(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            outer, rules, back = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES, unpack
+            if self._make_guide is None:
+                registry = Registry(outer)
+            else:
+                registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
+                guided, back = registry, registry.guide.unpack
+                BUDGETED.append(registry)
+                stack.callback(BUDGETED.remove, registry)
             stack.callback(registry.close)
-            stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
-            stack.enter_context(Watch(registry))
-        self._entered.append(stack)
+            stack.enter_context(saved_tensors_hooks(registry.pack, back))
+            stack.enter_context(Watch(registry, rules))
+        self._entered.append((stack, guided))
 
     @compiled.as_python
     def __exit__(self, *exception: object) -> None:
@@ -81,4 +122,7 @@ class recompute(ContextDecorator):
             if not unfused.wanted():
                 compiled.end()
             return
-        self._entered.pop().close()
+        stack, guided = self._entered.pop()
+        stack.close()
+        if guided is not None and exception[0] is None:
+            guided.finish()

@@ -122,9 +122,9 @@ def _watch_scripted() -> None:
 class Watch(TorchFunctionMode):
     """The function mode that sees the calls of stock functions, for one registry."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, rules: dict[Function, Any] = RULES) -> None:
         super().__init__()
-        self.registry = registry
+        self.registry, self.rules = registry, rules
         _watch_scripted()
 
     @compiled.as_python
@@ -135,7 +135,7 @@ class Watch(TorchFunctionMode):
             compiled.prepare()
             compiled.called()
             return out
-        registry, rule = self.registry, RULES.get(func)
+        registry, rule = self.registry, self.rules.get(func)
         if rule is None and not kwargs and not _may_change(func):
             return func(*args)
         if rule is not None and "out" not in kwargs and recipes.innermost() is registry:

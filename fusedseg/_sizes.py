@@ -1,0 +1,29 @@
+"""Sizes of memory as texts, such as "16GiB"."""
+
+import re
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{prefix}iB": 2**power for prefix, power in (("K", 10), ("M", 20), ("G", 30), ("T", 40))
+}
+
+
+def parse_bytes(op: str, name: str, value: int | str) -> int:
+    """The bytes of a text such as "16GiB", "24 GB" or "800MiB", or of a number of bytes.
+
+    Raises:
+        ValueError: the text cannot be read, or the size is not positive.  The error names the function ``op`` and its
+            argument ``name``.
+    """
+    nbytes = value if isinstance(value, int) else 0
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)):
+        unit = next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
+        nbytes = int(float(match[1]) * UNITS[unit]) if unit else 0
+    if nbytes <= 0:
+        raise ValueError(
+            f"{op}: {name} must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {value!r}"
+        )
+    return nbytes
+
+
+def text_of(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -1,0 +1,201 @@
+"""The guides that tell a scope with a budget which calls run twice.
+
+``Observe`` lets every call run twice, and writes the graph of the step (``graph.py``); ``fusedseg.convert`` uses it on
+tensors without values.  ``Follow`` has a choice that was made before.  ``Learn`` serves a scope without a model: it
+remembers the choices of earlier scopes, and makes one at the end of a scope whose calls it has not met.
+"""
+
+import threading
+import weakref
+from math import inf
+from typing import Protocol
+
+from torch import Tensor
+
+from .choice import Budget, Call, Choice
+from .graph import Graph, Others, Replay
+from .knapsack import Knapsack
+from .saved import AsItIs, Data, Handle, unpack
+
+# The number of choices that bare scopes remember.
+REMEMBERED = 32
+
+
+class Guide(Protocol):
+    """Decides for each call, in their order, whether it runs twice."""
+
+    def wants(self, index: int, call: Call) -> bool: ...
+
+    def made(self, index: int, out: Tensor) -> None:
+        """Called with the output of each call."""
+
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        """Called with each saved tensor and its number in ``Graph.packs``."""
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        """The hook that autograd calls in backward."""
+
+    def ends(self, graph: Graph) -> None:
+        """Called at the end of a forward that raised no exception."""
+
+
+class _Quiet:
+    """A guide that does not look at tensors."""
+
+    def made(self, index: int, out: Tensor) -> None:
+        pass
+
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        pass
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        return unpack(packed)
+
+    def ends(self, graph: Graph) -> None:
+        pass
+
+
+class Observe(_Quiet):
+    """Lets every call run twice, and keeps the graph; ``live`` counts bytes for its ``tops``, if there is one."""
+
+    graph: Graph | None = None
+
+    def __init__(self, live: "Live | None" = None) -> None:
+        self._live = live
+        self._tops: list[int] = []
+        self._dies: dict[int, int] = {}
+
+    def wants(self, index: int, call: Call) -> bool:
+        return True
+
+    def made(self, index: int, out: Tensor) -> None:
+        if self._live is not None:
+            self._tops.append(self._live.peak)
+            self._live.peak = self._live.current
+            weakref.finalize(out.untyped_storage(), self._freed, index).atexit = False
+
+    def _freed(self, index: int) -> None:
+        self._dies[index] = len(self._tops)
+
+    def ends(self, graph: Graph) -> None:
+        self.graph = graph
+        if self._live is not None:
+            self._tops.append(self._live.peak)
+            # What is freed after forward has no part in its peak.
+            graph.tops, graph.dies = self._tops, dict(self._dies)
+
+
+class Live(Protocol):
+    """A count of the bytes that are alive: ``fusedseg.memory.LiveBytes``."""
+
+    current: int
+    peak: int
+
+
+class Weigh(_Quiet):
+    """Lets no call run twice, and weighs the bytes beside the kept and rebuilt tensors (``Graph.others``)."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._number_of: dict[int, int] = {}
+        # For each saved tensor: bytes when it is asked for, and the most until the next one is.
+        self._seen: dict[int, list[int]] = {}
+        self._now: list[int] | None = None
+
+    def wants(self, index: int, call: Call) -> bool:
+        return False
+
+    def saved(self, number: int, packed: Data | Handle) -> None:
+        # The tensor must not be held here, because that would change what is alive.
+        self._number_of[packed.order if type(packed) is Handle else id(packed)] = number
+
+    def unpack(self, packed: AsItIs | Data | Handle) -> Tensor:
+        key = packed.order if type(packed) is Handle else id(packed)
+        number = None if type(packed) is tuple else self._number_of.get(key)
+        if number is None:
+            return unpack(packed)
+        live = self._live
+        if self._now is not None:
+            self._now[1] = live.peak
+        before = live.current
+        value = unpack(packed)
+        live.peak = live.current
+        self._now = self._seen[number] = [before, live.current]
+        return value
+
+    def others(self, graph: Graph) -> list[Others]:
+        """The other bytes for each saved tensor of ``graph``, after backward."""
+        if self._now is not None:
+            self._now[1] = self._live.peak
+        replay = Replay(graph, ())
+        replay.run()
+        others: list[Others] = []
+        for number, (own_before, own_after) in enumerate(replay.own):
+            seen = self._seen.get(number)
+            if seen is None:
+                others.append(others[-1] if others else Others(0, 0))
+            else:
+                others.append(Others(seen[0] - own_before, seen[1] - own_after))
+        return others
+
+
+class Follow(_Quiet):
+    """Follows a choice for as long as the calls are those that were planned; after that, nothing runs twice."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self._lost = False
+
+    def wants(self, index: int, call: Call) -> bool:
+        self._lost = self._lost or not self.choice.has(index, call)
+        return not self._lost and index in self.choice.again
+
+
+_remembered: list[tuple[Budget, Choice]] = []
+_lock = threading.Lock()
+
+
+class Learn(_Quiet):
+    """Follows a remembered choice for the same calls of the same sizes, and remembers a new one for new calls."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        with _lock:
+            self._fits = [choice for of, choice in _remembered if of == budget]
+
+    def wants(self, index: int, call: Call) -> bool:
+        self._fits = [
+            choice
+            for choice in self._fits
+            if index < len(choice.calls) and choice.calls[index].signature == call.signature
+        ]
+        return bool(self._fits) and index in self._fits[0].again
+
+    def ends(self, graph: Graph) -> None:
+        if not graph.calls or any(len(choice.calls) == len(graph.calls) for choice in self._fits):
+            return
+        choice = choose(graph, self.budget, graph.eager)
+        with _lock:
+            _remembered.append((self.budget, choice))
+            del _remembered[:-REMEMBERED]
+
+
+def forget() -> None:
+    """Drops all choices that bare scopes have remembered."""
+    with _lock:
+        _remembered.clear()
+
+
+def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) -> Choice:
+    """The cheapest choice for a budget.
+
+    Args:
+        graph: the step.
+        eager: bytes that the step keeps without fusedseg.
+        kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
+    """
+    knapsack = Knapsack(graph.choosable, graph.cost)
+    unknown = 0 if kept is None else kept - knapsack.nothing.kept
+    total, most = sum(call.flops for call in graph.calls), budget.bytes_of(eager)
+    found = knapsack.descend(eager, -inf if most is None else most - unknown, budget.most_flops * total)
+    return Choice(tuple(graph.calls), found.again, found.cost.kept + unknown, found.cost.flops)

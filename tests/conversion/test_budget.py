@@ -1,0 +1,135 @@
+"""``convert`` with a budget: the bytes and the peak that it promises, and the same bits."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedseg
+from fusedseg.memory import measure
+from fusedseg.ops.recompute.knapsack import SAME
+from fusedseg.unet import UNet, lidar_optical_unet, unet3d_small
+from tests.ops.test_recompute_networks import CASES, nnunet
+from tests.resnet import ResNet50
+
+NETWORKS = {
+    "instance norm": (lambda: UNet(1, 4, dims=3, plain=True, norm_act=nnunet), [(1, 1, 32, 64, 64)]),
+    "3D": (lambda: unet3d_small(plain=True), [(1, 1, 64, 64, 32)]),
+    "two encoders": (lambda: lidar_optical_unet(plain=True), [(2, 5, 128, 128), (2, 3, 128, 128)]),
+    "transposed": (lambda: UNet(3, 4, mode="transposed", plain=True), [(2, 3, 128, 128)]),
+    "ResNet-50": (ResNet50, [(8, 3, 128, 128)]),
+}
+
+
+def converted(name, **budget):
+    make, shapes = NETWORKS[name]
+    with FakeTensorMode():
+        net, images = make(), [torch.empty(shape) for shape in shapes]
+    return fusedseg.convert(net, example_inputs=images, **budget), net, images
+
+
+@pytest.mark.parametrize("budget", [0.34, 0.28])
+def test_the_budget_is_kept(budget):
+    report, *_ = converted("instance norm", budget=budget)
+    choice = report.twice.choice
+    assert report.after.saved <= budget * report.before.saved
+    # Copies of biases are not in the prediction.
+    assert abs(report.after.saved - choice.kept) <= 2**14
+    text = str(report)
+    assert f"For budget {budget}" in text
+    assert all(path in text for path, _ in report.twice.paths)
+    assert json.loads(report.to_json())["twice"]["repeated"] == pytest.approx(choice.repeated)
+
+
+def test_bytes_as_a_text():
+    report, *_ = converted("instance norm", budget="70MiB")
+    assert report.twice.wanted == 70 * 2**20
+    assert report.after.saved <= 70 * 2**20
+
+
+def test_arithmetic_as_the_limit():
+    plain, *_ = converted("instance norm")
+    report, *_ = converted("instance norm", extra_flops=0.02)
+    assert report.after.saved < plain.after.saved
+    assert report.twice.choice.repeated <= 0.02
+    assert plain.twice is None
+
+
+def test_a_budget_that_cannot_be_reached():
+    with pytest.warns(UserWarning, match="cannot be reached without a higher peak or more arithmetic: .* are kept"):
+        report, *_ = converted("instance norm", budget=1000, extra_flops=0.05)
+    assert report.twice.missed
+    assert report.after.saved < 0.45 * report.before.saved
+
+
+def peaks(name, count):
+    """Kept bytes and peak of each budget, the largest budget first."""
+    found = []
+    for k in range(count):
+        budget = 0.5 - 0.4 * k / count
+        report, *_ = converted(name, budget=budget, extra_flops=2.0)
+        found.append((report.after.saved / report.before.saved, report.after.peak))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:fusedseg.convert")
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("instance norm", 4), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in NETWORKS)],
+)
+def test_a_smaller_budget_has_no_higher_peak(name, count):
+    found = peaks(name, count)
+    print(name, *(f"{kept:.3f}: {peak / 2**20:.1f}" for kept, peak in found))
+    least = found[0][1]
+    for _, peak in found:
+        assert peak <= least * (1 + 2 * SAME)
+        least = min(least, peak)
+    assert found[-1][1] < found[0][1]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["U-Net", "3D instance norm"])
+def test_the_same_bits_as_without_a_budget(name):
+    case = CASES[name]
+    images = [torch.randn(shape) for shape in case.small_shapes]
+    net = case.make(**case.small)
+    twin = copy.deepcopy(net)
+    fusedseg.convert(net, example_inputs=images)
+    report = fusedseg.convert(twin, example_inputs=images, budget=0.25)
+    assert report.twice.choice.again
+    for fn in (net, twin, copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        fn.zero_grad()
+        out = fn(*images)
+        out.square().mean().backward()
+        got = [out.detach(), *(p.grad for p in fn.parameters())]
+        if fn is net:
+            expected = got
+        for g, e in zip(got, expected, strict=True):
+            assert torch.equal(g, e)
+
+
+def test_another_size_and_another_precision_keep_the_choice():
+    case = CASES["U-Net"]
+    net, x = case.make(**case.small), torch.randn(2, 3, 32, 32)
+    plain = copy.deepcopy(net)
+    fusedseg.convert(plain, example_inputs=x)
+    fusedseg.convert(net, example_inputs=x, budget=0.25)
+    for size, half in ((48, False), (32, True)):
+        image = torch.randn(2, 3, size, size)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            owned = [*net.parameters(), *plain.parameters()]
+            ours, without = (measure(fn, image, owned=owned).saved for fn in (net, plain))
+        assert ours < 0.8 * without
+
+
+def test_without_an_example_the_first_step_chooses():
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    report = fusedseg.convert(net, budget=0.3)
+    assert "first training step chooses" in str(report)
+    x = torch.randn(1, 1, 32, 32)
+    first, second = (measure(net, x).saved for _ in range(2))
+    assert second < first
