@@ -50,15 +50,16 @@ from .segmentation_tile import (
     program_of,
     sigmoid,
     softmax,
+    u_of,
     v_of,
 )
 
 # The rows of the tensors of sums, and of their gradients, in the order above.
 ROWS = 5
 MAX_BLOCK_K = 256
-# Classes of a tile where they do not fit into one: backward holds the gradients of the sums of several tiles, and
-# spills them with larger tiles.
-SPLIT_BLOCK_K = 128
+# Classes of a tile where they do not fit into one, in forward and in backward, with MIN_BLOCK_S positions.  Backward
+# loops over the tiles three times, and spills what it holds across the loops with larger tiles.
+SPLIT_FWD, SPLIT_BWD = 128, 64
 # Logits of a tile, and of a thread.
 TILE, PER_THREAD = 2048, 8
 # The fewest positions of a tile: 16 bytes of adjacent positions in half precision for each of two threads.
@@ -176,20 +177,6 @@ def load_gradients(d_ptr, n, k, N, K, OTHER: tl.constexpr):
 
 
 @triton.jit
-def u_of(p, y, m, d_overlap, d_prediction, SQUARED: tl.constexpr, MINIMUM: tl.constexpr):
-    """The gradient of p."""
-    u = d_prediction
-    if SQUARED:
-        u = u * (2.0 * p)
-    if MINIMUM:
-        # At p = y, autograd takes half of the gradient of a minimum.
-        u = u + d_overlap * tl.where(p < y, 1.0, tl.where(p == y, 0.5, 0.0))
-    else:
-        u = u + d_overlap * y
-    return u * m
-
-
-@triton.jit
 def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S, stride_n, tiles_per_program, blocks_k,
                                  PROBABILITY: tl.constexpr, NLL: tl.constexpr, OTHER: tl.constexpr,
                                  SQUARED: tl.constexpr, MINIMUM: tl.constexpr, IGNORE: tl.constexpr,
@@ -230,6 +217,10 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
             x = load_logits(x_ptr, n, k, s, K, S, LAST, ACC)
             y, m = load_target(y_ptr, mask_ptr, n, k, s, K, S, stride_n, IGNORE, DENSE, Y_LAST, ACC)
             dx = tl.zeros((BLOCK_K, BLOCK_S), ACC)
+            # The part with the most values at once comes first, while there is no other part.
+            sigmoid_part = dx
+            if NLL == "sigmoid":
+                sigmoid_part += grad_of_sigmoid_nll(x, y, m, d_nll, d_other, GAMMA)
             if SOFTMAX:
                 if WHOLE:
                     p, _ = softmax(x)
@@ -251,18 +242,21 @@ def segmentation_sums_bwd_kernel(x_ptr, y_ptr, mask_ptr, d_ptr, dx_ptr, N, K, S,
             if PROBABILITY == "identity":
                 dx += u_of(x, y, m, d_overlap, d_prediction, SQUARED, MINIMUM)
             if NLL == "sigmoid":
-                dx += grad_of_sigmoid_nll(x, y, m, d_nll, d_other, GAMMA)
+                dx += sigmoid_part
             at = dx_ptr + n * K * S + offsets(k, s, K, S, LAST)
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=(k < K) & (s < S))
 
 
-def blocks(sizes, dtype, device):
+def blocks(sizes, dtype, device, split):
     """(tiles per program, programs of a sample, tiles of classes, constants) of a launch."""
     N, K, S, last = sizes
-    block_k = triton.next_power_of_2(K) if K <= MAX_BLOCK_K else SPLIT_BLOCK_K
-    block_s = min(triton.next_power_of_2(S), max(MIN_BLOCK_S, TILE // block_k))
+    whole = K <= MAX_BLOCK_K
+    block_k = triton.next_power_of_2(K) if whole else split
+    block_s = min(triton.next_power_of_2(S), max(MIN_BLOCK_S, TILE // block_k) if whole else MIN_BLOCK_S)
     tiles = triton.cdiv(S, block_s)
-    wanted = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // N))
+    # Programs with smaller tiles have fewer threads, so there are more programs.
+    per_sm = PROGRAMS_PER_SM * (1 if whole else TILE // (split * MIN_BLOCK_S))
+    wanted = min(tiles, max(1, per_sm * multiprocessors(device) // N))
     per_program = triton.cdiv(tiles, wanted)
     constants = {"LAST": last, "ALIGN": math.gcd(K if last else S, 16), "ACC": acc_dtype(dtype), "BLOCK_K": block_k,
                  "BLOCK_S": block_s, "num_warps": warps_of(block_k * block_s, PER_THREAD)}  # fmt: skip
@@ -293,7 +287,7 @@ def laid(target, mask, sizes, dense):
 
 def positions_launcher(sizes, dtype, device, argmax):
     N, K, S, _ = sizes
-    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device)
+    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device, SPLIT_FWD)
     named = constants | {"ARGMAX": argmax}
     return Launcher(segmentation_positions_kernel, (N * programs,), (K, S, per_program, blocks_k), named)
 
@@ -312,7 +306,7 @@ def segmentation_argmax(x, labels, sizes):
 def fwd_plan(sizes, dtype, device, spec, y_last, stride_n):
     """The launcher for the values of positions (None if none are needed), that of the sums, and the programs."""
     N, K, S, _ = sizes
-    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device)
+    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device, SPLIT_FWD)
     positions = None
     if blocks_k > 1 and (spec.probability in ("softmax", "argmax") or spec.nll == "softmax"):
         positions = positions_launcher(sizes, dtype, device, spec.probability == "argmax")
@@ -340,7 +334,7 @@ def segmentation_sums_fwd(x, target, mask, sizes, spec):
 @plan
 def bwd_plan(sizes, dtype, device, spec, y_last, stride_n):
     N, K, S, _ = sizes
-    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device)
+    per_program, programs, blocks_k, constants = blocks(sizes, dtype, device, SPLIT_BWD)
     named = meaning(spec, y_last) | constants | {"WHOLE": blocks_k == 1}
     return Launcher(segmentation_sums_bwd_kernel, (N * programs,), (N, K, S, stride_n, per_program, blocks_k), named)
 

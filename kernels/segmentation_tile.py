@@ -99,6 +99,20 @@ def focal_of_sigmoid(x, y, GAMMA: tl.constexpr):
 
 
 @triton.jit
+def u_of(p, y, m, d_overlap, d_prediction, SQUARED: tl.constexpr, MINIMUM: tl.constexpr):
+    """The gradient of p."""
+    u = d_prediction
+    if SQUARED:
+        u = u * (2.0 * p)
+    if MINIMUM:
+        # At p = y, autograd takes half of the gradient of a minimum.
+        u = u + d_overlap * tl.where(p < y, 1.0, tl.where(p == y, 0.5, 0.0))
+    else:
+        u = u + d_overlap * y
+    return u * m
+
+
+@triton.jit
 def v_of(p, y, m, d_nll, d_other, GAMMA: tl.constexpr):
     """The gradient of -l."""
     v = d_nll * y

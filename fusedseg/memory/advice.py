@@ -18,6 +18,16 @@ ACTIVATIONS = tuple(({row.node for row in TABLE.values()} | {other.node for othe
 WORTH = 0.01
 # The same for what a loss keeps.
 LOSS_WORTH = 0.05
+# The class of a loss, and the classes of fusedseg.losses that replace it.
+LOSSES = {name: name for name in (
+    "CrossEntropyLoss", "DC_and_BCE_loss", "DC_and_CE_loss", "DC_and_topk_loss", "DiceCELoss", "DiceFocalLoss",
+    "FocalLoss", "TopKLoss",
+)}  # fmt: skip
+LOSSES |= {
+    "DeepSupervisionWrapper": "DeepSupervision",
+    "DiceLoss": "DiceLoss (for MONAI's) or fusedseg.losses.SMPDiceLoss (for segmentation_models_pytorch's)",
+    "TverskyLoss": "TverskyLoss (for MONAI's) or fusedseg.losses.SMPTverskyLoss (for segmentation_models_pytorch's)",
+}
 
 
 @dataclass(frozen=True)
@@ -143,17 +153,24 @@ def summary(report: Record) -> str:
 
 
 def _loss(report: Record) -> list[str]:
-    """A sentence about what the loss keeps for backward."""
+    """A sentence about what the loss keeps for backward, if it keeps copies of the outputs: numbers, and no masks."""
     start = report.marks.get("backward", 0)
-    copies = [
+    kept = [
         s for s in report.storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)
     ]
-    kept = sum(storage.nbytes for storage in copies)
-    if kept < LOSS_WORTH * max(report.saved, 1):
+    numbers = sum(storage.nbytes for storage in kept if storage.dtype.is_floating_point)
+    if numbers < LOSS_WORTH * max(report.saved, 1):
         return []
+    names = [r.layer_type for r in report.rows if r.phase == "loss" and r.hook_type == "pre" and r.layer_type in LOSSES]
+    # A module comes before its parts.  If it only calls another loss at each resolution, that loss has to change too.
+    changed = names[: 2 if names[:1] == ["DeepSupervisionWrapper"] else 1]
+    instead = " with ".join(f"fusedseg.losses.{LOSSES[name]}" for name in changed) + " keeps"
+    if not changed:
+        instead = "the losses of fusedseg.losses keep"
+    whose = f"The loss, {names[0]}, keeps" if names else "The loss keeps"
     return [
-        f"The loss keeps {mib(kept)} MiB for backward, beside the outputs; the losses of fusedseg.losses keep nothing "
-        "but the outputs."
+        f"{whose} {mib(sum(storage.nbytes for storage in kept))} MiB for backward, beside the outputs; {instead} "
+        "nothing but the outputs."
     ]
 
 

@@ -43,11 +43,16 @@ def small(monkeypatch, replanned):
 
 @pytest.fixture
 def narrow(monkeypatch, small):
-    """A tile has two classes, so that the softmax of a position comes from several tiles."""
+    """A tile has two or four classes, so that the softmax of a position comes from several tiles.
+
+    A program has several tiles of positions.
+    """
     from fusedseg.kernels import segmentation_sums
 
     monkeypatch.setattr(segmentation_sums, "MAX_BLOCK_K", 2)
-    monkeypatch.setattr(segmentation_sums, "SPLIT_BLOCK_K", 2)
+    monkeypatch.setattr(segmentation_sums, "SPLIT_FWD", 2)
+    monkeypatch.setattr(segmentation_sums, "SPLIT_BWD", 4)
+    monkeypatch.setattr(segmentation_sums, "TILE", 8)
 
 
 @pytest.fixture

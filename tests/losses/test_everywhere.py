@@ -1,0 +1,112 @@
+"""All losses: autocast, checkpoints, torch.compile, DDP, half precision, and gradcheck on both backends."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedseg
+from fusedseg import losses
+from tests.losses.jobs import LOSSES, labels_or_regions, parallel_step
+from tests.reference import relative_error
+from tests.tools.ranks import on_ranks
+
+K = 4
+EACH = pytest.mark.parametrize("name", LOSSES)
+
+
+def data(name, spatial=(3, 5), dtype=torch.float64):
+    return torch.randn(2, K, *spatial, dtype=dtype), labels_or_regions(name, 2, K, spatial)
+
+
+def test_every_loss_is_here():
+    """A loss that is left out of the table is in no test of this file."""
+    found = {type(loss()).__name__ for loss in LOSSES.values()}
+    assert found == {*losses.__all__} - {"DeepSupervision"}
+
+
+@EACH
+def test_gradcheck(name, backend, device):
+    x, target = (t.to(device) for t in data(name, (2, 3)))
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name]()(x, target), x.requires_grad_(), fast_mode=True)
+
+
+@EACH
+def test_checkpoint(name):
+    """A checkpoint computes the logits and the loss again in backward: the same bits."""
+    net, (x, target) = nn.Conv2d(K, K, 1).double(), data(name)
+
+    def step(x):
+        return LOSSES[name]()(net(x), target)
+
+    expected = torch.autograd.grad(step(x), [*net.parameters()])
+    found = torch.autograd.grad(checkpoint(step, x, use_reentrant=False), [*net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@EACH
+def test_autocast(name):
+    """Autocast makes the logits bf16, and casts nothing in the loss, which is fp32; the gradient is bf16."""
+    net, (x, target) = nn.Conv2d(K, K, 1), data(name, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = net(x)
+        loss = LOSSES[name]()(logits, target)
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    (dx,) = torch.autograd.grad(loss, logits)
+    leaf = logits.detach().double().requires_grad_()
+    expected = LOSSES[name]()(leaf, target)
+    (wanted,) = torch.autograd.grad(expected, leaf)
+    assert dx.dtype == torch.bfloat16
+    # A few roundings of fp32, and one rounding of the gradient to bf16; two and a sum for DC_and_topk_loss.
+    assert relative_error(loss, expected) <= 1e-6
+    assert relative_error(dx, wanted) <= 2**-7
+
+
+@EACH
+def test_the_gradient_waits_for_the_scale_of_the_loss(name):
+    """In fp16, nearly all entries of a gradient that was written before it was scaled would be 0."""
+    x, target = data(name, (48, 48), torch.float16)
+    x.requires_grad_()
+    loss = LOSSES[name]()(x, target) / 4096
+    (unscaled,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * 2.0**20, x)
+    leaf = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(LOSSES[name]()(leaf, target) * 2.0**8, leaf)
+    assert (unscaled == 0).float().mean() > 0.3
+    assert ((scaled == 0) & (wanted.abs() > 1e-6)).float().mean() < 0.01
+    assert relative_error(scaled, wanted) <= 2**-9
+
+
+def test_fullgraph():
+    """A compiled network and all losses give the gradients of eager mode, without a break of the graph."""
+    net, x = nn.Conv2d(2, K, 1), torch.randn(2, 2, 6, 5)
+    given = [(loss(), labels_or_regions(name, 2, K, (6, 5))) for name, loss in LOSSES.items()]
+
+    def step(x):
+        return sum(loss(net(x), target) for loss, target in given)
+
+    torch._dynamo.reset()
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), [*net.parameters()])
+    expected = torch.autograd.grad(step(x), [*net.parameters()])
+    torch.testing.assert_close(found, expected)
+
+
+# ``test_nnunet.py`` has the arithmetic of it; starting processes takes seconds.
+@pytest.mark.slow
+def test_distributed_data_parallel():
+    """Two processes with batch_dice have the loss and the gradients of one process that has the whole batch."""
+    torch.manual_seed(5)
+    net, (x, labels) = nn.Conv2d(K, K, 3, padding=1).double(), data("DC_and_CE_loss")
+    results = on_ranks(2, parallel_step, net, x, labels)
+    loss = losses.DC_and_CE_loss({"batch_dice": True}, {})(net(x), labels)
+    expected = torch.autograd.grad(loss, [*net.parameters()])
+    assert abs(sum(value for value, _ in results) / 2 - loss.item()) <= 1e-12
+    for _, grads in results:
+        for found, wanted in zip(grads, expected, strict=True):
+            assert relative_error(found, wanted) <= 1e-12
+
+
+def test_reuse_output_under_a_checkpoint(monkeypatch):
+    """Under the hooks of a checkpoint the gradient is not written over the logits, which are computed again."""
+    monkeypatch.setattr(fusedseg, "reuse_output", True)
+    test_checkpoint("DiceCELoss")
