@@ -307,18 +307,20 @@ def check_network(make, shape, **options):
     assert found is None, found
 
 
-def network_difference(make, shape, everywhere=False):
+def network_difference(make, shape, everywhere=False, budget=None):
     """How a converted network differs from the stock one; None if it does not.
 
     A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
-    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.
+    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.  With a
+    ``budget``, calls run twice.
     """
     pays, formed = convs.pays, sources.FORMED_BYTES
     try:
         if everywhere:
             convs.pays, sources.FORMED_BYTES = (lambda x: True), 0
         stock, ours = make(), make()
-        fusedseg.convert(ours, example_inputs=torch.randn(shape, dtype=torch.float64) if everywhere else None)
+        example = torch.randn(shape, dtype=torch.float64) if everywhere or budget else None
+        fusedseg.convert(ours, example_inputs=example, budget=budget)
         for training in (True, False):
             expected, got = network_results(stock, shape, training), network_results(ours, shape, training)
             how = results_differ(expected, got)
