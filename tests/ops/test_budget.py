@@ -88,7 +88,9 @@ def test_budgets():
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "amp"])
-@pytest.mark.parametrize("name", ["U-Net, transposed", "3D instance norm", "ResNet-50"])
+@pytest.mark.parametrize(
+    "name", ["U-Net, transposed", "3D instance norm", pytest.param("ResNet-50", marks=pytest.mark.slow)]
+)
 def test_networks(name, precision):
     """If every call runs twice, outputs, gradients and running statistics are equal to the last bit."""
     case = CASES[name]
