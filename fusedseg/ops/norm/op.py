@@ -24,10 +24,8 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
-from ..recompute.registry import Registry
-from .backend import backend_of
 from .kept import Kept
-from .passes import again_in_place, backward, forward, rebuild
+from .passes import again_in_place, backward, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -291,7 +289,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
         if torch._C._len_torch_function_stack():
             # A rebuild must not wait for other processes.
             if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
-                again = again_in_place(passed, _of_given(spec))
+                again = again_in_place(passed, spec)
             else:
                 recipes.changing(x)
     else:
@@ -308,7 +306,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
             return _apply(call, x, weight, bias, *more)
     z = _apply(call, x, weight, bias, *more)
     if saved:
-        _offer(z, saved[0], residual, spec, registry)
+        offer_output(z, saved[0], residual, spec, registry)
     return z
 
 
@@ -336,23 +334,3 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
     return _apply((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
-
-
-def _offer(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
-    """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
-    # The recipe holds copies of the parameters, because an optimizer may change them before backward.
-    vectors = saved.weight, saved.bias, saved.slope
-    weight, bias, slope = [None if v is None else v.detach().clone() for v in vectors]
-    mean, second = saved.mean, saved.second
-
-    # This closure holds neither x nor the residual; both are arguments.
-    def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
-
-    reader = None
-    # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
-    node: Any = z.grad_fn
-    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
-        node.reader = reader = recipes.Reader()
-    inputs = (saved.source,) if residual is None else (saved.source, residual)
-    recipes.offer(z, again, *inputs, reader=reader, registry=registry)

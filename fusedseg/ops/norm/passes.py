@@ -1,11 +1,14 @@
 """The passes of the norm op, which its autograd Function and its ops for the compiler share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import Layout, dense, like
+from ..recompute import recipes
+from ..recompute.registry import Registry
 from . import sync
 from .backend import backend_of
 from .kept import Kept
@@ -105,3 +108,23 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, source))
     return backend_of(source, spec.act).backward(like(dz, source), _adjacent(saved), spec, layout, kept, wanted)
+
+
+def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
+    """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
+    # The recipe holds copies of the parameters, because an optimizer may change them before backward.
+    vectors = saved.weight, saved.bias, saved.slope
+    weight, bias, slope = [None if v is None else v.detach().clone() for v in vectors]
+    mean, second = saved.mean, saved.second
+
+    # This closure holds neither x nor the residual; both are arguments.
+    def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
+
+    reader = None
+    # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
+    node: Any = z.grad_fn
+    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
+        node.reader = reader = recipes.Reader()
+    inputs = (saved.source,) if residual is None else (saved.source, residual)
+    recipes.offer(z, again, *inputs, reader=reader, registry=registry)
