@@ -1,5 +1,6 @@
 """nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
 
+import inspect
 import itertools
 import json
 import os
@@ -7,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
@@ -44,6 +48,61 @@ def test_another_loss_is_refused_by_name():
 def test_refusals_of_plan(argv, said, capsys):
     assert main(["plan", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+class StandIn:
+    """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
+
+    is_ddp, local_rank, disable_checkpointing, num_input_channels = False, 0, False, 1
+    configuration_manager = SimpleNamespace(batch_size=2, patch_size=(16, 16))
+
+    def __init__(self, norm):
+        self.norm, self.log = norm, []
+
+    @staticmethod
+    def build_network_architecture(norm):
+        return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
+
+    def initialize(self):
+        # nnU-Net looks at this signature.
+        assert "norm" in inspect.signature(self.build_network_architecture).parameters
+        self.network = self.build_network_architecture(self.norm)
+        if self.is_ddp:
+            self.network = nn.SyncBatchNorm.convert_sync_batchnorm(self.network)
+        self.loss = self._build_loss()
+
+    def _build_loss(self):
+        return nn.L1Loss()
+
+    def print_to_log_file(self, *args, **options):
+        self.log += map(str, args)
+
+    def save_checkpoint(self, filename):
+        torch.save({"trainer_name": type(self).__name__, "network_weights": self.network.state_dict()}, filename)
+
+
+class FusedStandIn(nnunet.Fused, StandIn):
+    pass
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
+    trainer = FusedStandIn(nn.BatchNorm2d(8))
+    trainer.is_ddp = ddp
+    trainer.initialize()
+    wanted = fusedseg.InPlaceABNSync if ddp else fusedseg.InPlaceABN
+    assert isinstance(trainer.network[1], wanted)
+    assert any("fusedseg.convert" in line for line in trainer.log)
+    assert any("no equal of a loss of class L1Loss" in line for line in trainer.log)
+    assert isinstance(trainer.loss, nn.L1Loss)
+    # PyTorch's function works as before, and prediction gets a stock network.
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(8)), nn.SyncBatchNorm)
+    assert type(trainer.build_network_architecture(nn.BatchNorm2d(8))[1]) is nn.BatchNorm2d
+    trainer.save_checkpoint(str(tmp_path / "checkpoint.pth"))
+    saved = torch.load(tmp_path / "checkpoint.pth")
+    assert saved["trainer_name"] == "StandIn"
+    stock = StandIn.build_network_architecture(nn.BatchNorm2d(8))
+    stock.load_state_dict(saved["network_weights"])
 
 
 # From here on the tests need nnunetv2, whose packages take gigabytes, so that they run only where it is installed.
@@ -97,12 +156,14 @@ def folders(tmp_path_factory):
 
     home = tmp_path_factory.mktemp("nnunet")
     env = {f"nnUNet_{name}": str(home / name) for name in ("raw", "preprocessed", "results")}
-    env |= {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1"}
+    env["nnUNet_def_n_proc"] = "1"
     # nnU-Net takes several folders for trainers.
     env["nnUNet_extTrainer"] = os.pathsep.join((str(HERE / "nnunet_short"), str(nnunet.TRAINERS)))
     write_raw(home / "raw")
-    command(env, "nnUNetv2_plan_and_preprocess", "-d", "901", "-c", "3d_fullres", "-np", "1", "-npfp", "1")
-    return env
+    # The planner needs one process for the augmentation, and both trainings see the same batches with none.
+    planning = env | {"nnUNet_n_proc_DA": "1"}
+    command(planning, "nnUNetv2_plan_and_preprocess", "-d", "901", "-c", "3d_fullres", "-np", "1", "-npfp", "1")
+    return env | {"nnUNet_n_proc_DA": "0"}
 
 
 def command(env, name, *args):

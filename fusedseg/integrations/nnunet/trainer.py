@@ -1,7 +1,9 @@
 """``Fused``: the first base class of a trainer of nnU-Net v2 that trains in fewer bytes."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +13,21 @@ from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
 from .loss import UnknownLoss, fused_loss
+
+
+@contextlib.contextmanager
+def _synchronised_already() -> Iterator[None]:
+    """Lets nnU-Net's call of ``SyncBatchNorm.convert_sync_batchnorm`` change nothing.
+
+    ``convert_sync`` has served all BatchNorms by then, and PyTorch's function refuses converted norms.
+    """
+    stock = vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
+    nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(lambda module, *_: module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.convert_sync_batchnorm = stock  # type: ignore[method-assign]
+
 
 # The trainer that follows in the order of base classes has the attributes that ``Fused`` reads.
 _Trainer: Any = object
@@ -47,7 +64,8 @@ class Fused(_Trainer):
         # A name of the object hides the static method, which prediction calls too.
         self.build_network_architecture = converted
         try:
-            super().initialize()
+            with _synchronised_already() if self.is_ddp else contextlib.nullcontext():
+                super().initialize()
         finally:
             del self.build_network_architecture
 
