@@ -68,6 +68,9 @@ NETWORKS = {
 
 def compiled(run, backend="aot_eager", fullgraph=True, **options):
     torch._dynamo.reset()
+    if backend == "inductor":
+        # Inductor would keep copies of small weights in another layout, with and without a scope.
+        options["options"] = {"layout_optimization": False}
     return torch.compile(run, backend=backend, fullgraph=fullgraph, **options)
 
 
