@@ -96,10 +96,11 @@ class ABN(_InPlaceABN):
             if not isinstance(activation, str):
                 activation_param = activation
             track_running_stats, activation = True, track_running_stats
-        keep, act = _keep(activation, activation_param)  # type: ignore[arg-type]
+        activation = str(activation)
+        keep, act = _keep(activation, activation_param)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, "identity")
         self.KEEP = keep if self._in_place else "input"
-        self.activation, self.activation_param, self._act = str(activation), activation_param, act
+        self.activation, self.activation_param, self._act = activation, activation_param, act
 
     def _kept_now(self, *call: Any) -> Kept | None:
         return super()._kept_now(*call) if self.KEEP == "output" else None
@@ -147,7 +148,7 @@ class InPlaceABNSync(Synchronised, ABN):
 
     def __init__(self, *args: Any, group: Any = None, **options: Any) -> None:
         if len(args) > 7:
-            *args, group = args  # type: ignore[assignment]
+            args, group = args[:-1], args[-1]
         super().__init__(*args, **options)
         self.process_group = group
 

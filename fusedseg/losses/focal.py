@@ -13,7 +13,7 @@ from ..ops.check import check_choice
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, Given
-from .monai import Call, DiceLoss, Form
+from .monai import Call, DiceLoss, Form, class_weight
 
 
 class Focal(NamedTuple):
@@ -153,7 +153,7 @@ class FocalLoss(_Loss):
         self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
         self.gamma = float(gamma)
         self.focal = Focal.of(name, include_background, alpha, self.reduction, use_softmax)
-        self.register_buffer("class_weight", _weight(name, weight))
+        self.register_buffer("class_weight", class_weight(name, weight))
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
@@ -213,7 +213,7 @@ class DiceFocalLoss(_Loss):
                 raise ValueError(f"{name}: {key} must be at least 0, got {value}")
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
-            smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, weight=_weight(name, weight),
+            smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, weight=class_weight(name, weight),
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.dice.form.check(other_act)
@@ -240,10 +240,3 @@ class DiceFocalLoss(_Loss):
 def _check_gamma(name: str, gamma: float) -> None:
     if gamma < 0:
         raise ValueError(f"{name}: gamma must be at least 0, got {gamma}")
-
-
-def _weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:
-    found = None if weight is None else torch.as_tensor(weight)
-    if found is not None and found.min() < 0:
-        raise ValueError(f"{name}: weight must not be negative, got {found.tolist()}")
-    return found

@@ -161,10 +161,7 @@ class DiceLoss(_Loss):
         self.form.check(other_act)
         self.jaccard, self.batch = jaccard, batch
         self.smooth_nr, self.smooth_dr = float(smooth_nr), float(smooth_dr)
-        weight = None if weight is None else torch.as_tensor(weight)
-        if weight is not None and weight.min() < 0:
-            raise ValueError(f"{name}: weight must not be negative, got {weight.tolist()}")
-        self.register_buffer("class_weight", weight)
+        self.register_buffer("class_weight", class_weight(name, weight))
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
@@ -311,3 +308,11 @@ class DiceCELoss(_Loss):
             total = binary_total(found, self.weight)
             return total if self.reduction == "sum" else total / call.positions
         return entropy.of_labels(found) if call.labels else entropy.of_probabilities(found, call.positions)
+
+
+def class_weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:
+    """The weights of classes as a tensor; ``name`` is the loss for the error."""
+    found = None if weight is None else torch.as_tensor(weight)
+    if found is not None and found.min() < 0:
+        raise ValueError(f"{name}: weight must not be negative, got {found.tolist()}")
+    return found

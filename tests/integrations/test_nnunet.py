@@ -118,7 +118,7 @@ def gradients(loss, outputs, targets):
 @pytest.mark.parametrize("dice", ["MemoryEfficientSoftDiceLoss", "SoftDiceLoss"])
 def test_losses_equal_those_of_nnunet(dice):
     pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
-    from nnunetv2.training.loss import compound_losses, deep_supervision
+    from nnunetv2.training.loss import compound_losses, deep_supervision, robust_ce_loss
     from nnunetv2.training.loss import dice as dices
 
     torch.manual_seed(0)
@@ -132,6 +132,10 @@ def test_losses_equal_those_of_nnunet(dice):
         targets = [torch.randint(0, 3 if ignore is None else 4, (2, 1, size, size, size)) for size in sizes]
         # nnU-Net forms its sums and its one-hot tensors in fp32, also for float64 logits.
         compare(stock, outputs, targets, 1e-6)
+    options = {"batch_dice": True, "smooth": 1e-5, "do_bg": False, "ddp": False}
+    labels = torch.randint(0, 3, (2, 1, 8, 8, 8))
+    compare(robust_ce_loss.TopKLoss(k=20), outputs[0], labels, 1e-6)
+    compare(compound_losses.DC_and_topk_loss(options, {"k": 20}, ignore_label=2), outputs[0], labels, 1e-6)
     for ignored in (False, True):
         options = {"batch_dice": True, "smooth": 1e-5, "do_bg": True, "ddp": False}
         stock = compound_losses.DC_and_BCE_loss({}, options, use_ignore_label=ignored, dice_class=kind)

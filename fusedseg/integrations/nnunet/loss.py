@@ -1,13 +1,17 @@
 """nnU-Net's losses as the losses of this package that equal them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...losses import DC_and_BCE_loss, DC_and_CE_loss, DeepSupervision
+from ...losses import DC_and_BCE_loss, DC_and_CE_loss, DC_and_topk_loss, DeepSupervision, TopKLoss
 
+# The classes are found by module and name, so that this file needs no import of nnunetv2.
+LOSSES = "nnunetv2.training.loss"
 OF_CROSS_ENTROPY = ("weight", "ignore_index", "reduction", "label_smoothing")
+OF_TOP_K = ("weight", "ignore_index", "k", "label_smoothing")
 OF_DICE = ("batch_dice", "do_bg", "smooth", "ddp", "clip_tp")
 
 
@@ -19,40 +23,70 @@ def fused_loss(loss: Any) -> nn.Module:
     """Returns the loss of this package that equals a loss of nnU-Net, in value and gradient.
 
     Args:
-        loss: ``DC_and_CE_loss`` or ``DC_and_BCE_loss`` of nnunetv2, or a ``DeepSupervisionWrapper`` of one, as a
-            trainer's ``_build_loss`` returns it; its Dice may be compiled.
+        loss: ``DC_and_CE_loss``, ``DC_and_BCE_loss``, ``DC_and_topk_loss`` or ``TopKLoss`` of nnunetv2, or a
+            ``DeepSupervisionWrapper`` of one, as a trainer's ``_build_loss`` returns it; its Dice may be compiled.
 
     Raises:
         UnknownLoss: another class, another class of Dice or cross-entropy inside, or another activation.
     """
-    # The classes are found by module and name, so that this function needs no import of nnunetv2.
-    kind = _name_of(loss)
-    if kind == "nnunetv2.training.loss.deep_supervision.DeepSupervisionWrapper":
-        return DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
-    if kind == "nnunetv2.training.loss.compound_losses.DC_and_CE_loss":
-        entropy: Any = _part(loss.ce, "nnunetv2.training.loss.robust_ce_loss.RobustCrossEntropyLoss")
-        options = {name: getattr(entropy, name) for name in OF_CROSS_ENTROPY}
-        if loss.ignore_label is not None:
-            # nnU-Net passes its ignore label on to the cross-entropy.
-            options["ignore_index"] = -100
-        dice, made = _dice(loss.dc, "softmax_helper_dim1")
-        return DC_and_CE_loss(
-            dice, options, loss.weight_ce, loss.weight_dice, ignore_label=loss.ignore_label, dice_class=made
-        )
-    if kind == "nnunetv2.training.loss.compound_losses.DC_and_BCE_loss":
-        entropy = _part(loss.ce, "torch.nn.modules.loss.BCEWithLogitsLoss")
-        if entropy.weight is not None:
-            raise UnknownLoss("a binary cross-entropy with a weight for each element")
-        options = {"pos_weight": entropy.pos_weight, "reduction": entropy.reduction}
-        dice, made = _dice(loss.dc, "sigmoid")
-        return DC_and_BCE_loss(
-            options, dice, loss.weight_ce, loss.weight_dice, use_ignore_label=loss.use_ignore_label, dice_class=made
-        )
-    raise UnknownLoss(f"a loss of class {type(loss).__name__}")
+    make = EQUALS.get(_name_of(loss))
+    if make is None:
+        raise UnknownLoss(f"a loss of class {type(loss).__name__}")
+    return make(loss)
+
+
+def _deep_supervision(loss: Any) -> nn.Module:
+    return DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
+
+
+def _top_k(loss: Any) -> nn.Module:
+    return TopKLoss(**_options(loss, OF_TOP_K))
+
+
+def _dice_and_cross_entropy(loss: Any) -> nn.Module:
+    options = _options(_part(loss.ce, f"{LOSSES}.robust_ce_loss.RobustCrossEntropyLoss"), OF_CROSS_ENTROPY)
+    if loss.ignore_label is not None:
+        # nnU-Net passes its ignore label on to the cross-entropy.
+        options["ignore_index"] = -100
+    dice, made = _dice(loss.dc, "softmax_helper_dim1")
+    return DC_and_CE_loss(
+        dice, options, loss.weight_ce, loss.weight_dice, ignore_label=loss.ignore_label, dice_class=made
+    )
+
+
+def _dice_and_top_k(loss: Any) -> nn.Module:
+    options = _options(_part(loss.ce, f"{LOSSES}.robust_ce_loss.TopKLoss"), OF_TOP_K)
+    dice, _ = _dice(loss.dc, "softmax_helper_dim1")
+    return DC_and_topk_loss(dice, options, loss.weight_ce, loss.weight_dice, ignore_label=loss.ignore_label)
+
+
+def _dice_and_binary_cross_entropy(loss: Any) -> nn.Module:
+    entropy = _part(loss.ce, "torch.nn.modules.loss.BCEWithLogitsLoss")
+    if entropy.weight is not None:
+        raise UnknownLoss("a binary cross-entropy with a weight for each element")
+    options = _options(entropy, ("pos_weight", "reduction"))
+    dice, made = _dice(loss.dc, "sigmoid")
+    return DC_and_BCE_loss(
+        options, dice, loss.weight_ce, loss.weight_dice, use_ignore_label=loss.use_ignore_label, dice_class=made
+    )
+
+
+# The name of a class -> a function that makes the equal of an object of this class.
+EQUALS: dict[str, Callable[[Any], nn.Module]] = {
+    f"{LOSSES}.deep_supervision.DeepSupervisionWrapper": _deep_supervision,
+    f"{LOSSES}.robust_ce_loss.TopKLoss": _top_k,
+    f"{LOSSES}.compound_losses.DC_and_CE_loss": _dice_and_cross_entropy,
+    f"{LOSSES}.compound_losses.DC_and_topk_loss": _dice_and_top_k,
+    f"{LOSSES}.compound_losses.DC_and_BCE_loss": _dice_and_binary_cross_entropy,
+}
 
 
 def _name_of(module: Any) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _options(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def _part(module: Any, expected: str) -> Any:
@@ -64,8 +98,8 @@ def _part(module: Any, expected: str) -> Any:
 def _dice(dice: Any, activation: str) -> tuple[dict[str, Any], type]:
     """The options of a soft Dice loss, and its class."""
     dice = getattr(dice, "_orig_mod", dice) if isinstance(dice, torch._dynamo.OptimizedModule) else dice
-    if type(dice).__module__ != "nnunetv2.training.loss.dice":
+    if _name_of(dice) not in (f"{LOSSES}.dice.SoftDiceLoss", f"{LOSSES}.dice.MemoryEfficientSoftDiceLoss"):
         raise UnknownLoss(f"a Dice of class {type(dice).__name__}")
     if getattr(dice.apply_nonlin, "__name__", "") != activation:
         raise UnknownLoss(f"a Dice with the activation {dice.apply_nonlin!r}")
-    return {name: getattr(dice, name) for name in OF_DICE if hasattr(dice, name)}, type(dice)
+    return _options(dice, OF_DICE), type(dice)

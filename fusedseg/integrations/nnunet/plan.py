@@ -117,22 +117,21 @@ def plan(
     nbytes = parse_budget(budget)
     usable = int(nbytes * (1 - reserve))
     planned = read(Path(plans), configuration)
-    fits = {}
-    for way in (STOCK, FUSED):
-        count = functools.partial(_total, planned, way == FUSED)
-        say = progress or (lambda _: None)
-
-        # Both searches look at the planned shape.
-        @functools.cache
-        def of_shape(shape: tuple[int, ...], way: str = way, count: Callable = count, say: Callable = say) -> int:
-            say(f"{way}, {_text(shape)}")
-            return count(shape)
-
-        total = of_shape(planned.shape)
-        batch = largest(lambda n, of=of_shape: of((n, *planned.shape[1:])), usable)  # type: ignore[misc]
-        patch = _largest_patch(planned, of_shape, usable)
-        fits[way] = Fit(total, batch, patch)
+    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in (STOCK, FUSED)}
     return NnunetPlan(planned, nbytes, usable, fits)
+
+
+def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) -> Fit:
+    """Finds the largest batch and the largest patch of one way to train."""
+
+    # Both searches look at the planned shape.
+    @functools.cache
+    def total(shape: tuple[int, ...]) -> int:
+        say(f"{way}, {_text(shape)}")
+        return _total(planned, way == FUSED, shape)
+
+    batch = largest(lambda n: total((n, *planned.shape[1:])), usable)
+    return Fit(total(planned.shape), batch, _largest_patch(planned, total, usable))
 
 
 def _largest_patch(planned: Planned, total: Callable[[tuple[int, ...]], int], usable: int) -> tuple[int, ...] | None:

@@ -53,9 +53,9 @@ class BudgetRegistry(Registry):
         if again is None or memory.exposed:
             return
         links = [self._link_of_call(t, out) for t in sources or tensors]
-        if any(link is None for link, _ in links):
+        known: list[tuple[Input, Place]] = [(link, place) for link, place in links if link is not None]
+        if len(known) < len(links):
             return
-        known: list[tuple[Input, Place]] = links  # type: ignore[assignment]
         at, version, autocast = Place.of(out), out._version, Autocast.of(out)
         offer = Offer(at, version, out.device, again, None, autocast, known)
         if offer.extra and offer.extra >= out.nbytes:

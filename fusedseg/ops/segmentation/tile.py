@@ -219,8 +219,10 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         sums[NLL] -= total(_times(F.logsigmoid(x) * ym, factor))
         sums[OTHER_NLL] -= total(_times(_times(F.logsigmoid(-x) * (1 - y), m), factor))
     if spec.probability != "none":
-        shared = log_p is not None and spec.probability == "softmax"
-        p = _softmax_of(log_p) if shared else _probability(x, spec, axes)  # type: ignore[arg-type]
+        if log_p is not None and spec.probability == "softmax":
+            p = _softmax_of(log_p)
+        else:
+            p = _probability(x, spec, axes)
         sums[PREDICTION] += total(_times(p * p if spec.squared else p, m))
         sums[OVERLAP] += total(_times(torch.minimum(p, y), m) if spec.minimum else p * ym)
 
