@@ -115,6 +115,8 @@ def gradients(loss, outputs, targets):
 
 
 @pytest.mark.slow
+# nnU-Net's TopKLoss passes arguments of older versions of PyTorch.
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning")
 @pytest.mark.parametrize("dice", ["MemoryEfficientSoftDiceLoss", "SoftDiceLoss"])
 def test_losses_equal_those_of_nnunet(dice):
     pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
