@@ -17,9 +17,9 @@ from .spec import GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
 CHUNK, BLOCK = 1 << 18, 1 << 22
 # On a GPU, where each op is one launch.
 DEVICE_CHUNK = 1 << 24
-# aten's loops over fewer adjacent values are slow.
+# aten's loops over fewer adjacent values than this are slow.
 ADJACENT = 256
-# A step's distance from the kink, and more, so often is further away than any value.
+# This many steps are more than any value.  The product moves a bound that does not apply out of the way.
 FAR = 2.0**126
 # Integers with the bytes of as many codes as fit into a byte.
 INTEGERS = {2: torch.int32, 4: torch.int16}
