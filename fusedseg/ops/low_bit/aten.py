@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ... import _torch
 from .grid import bounds_of, decoding_of, encoding_of, grid_of, outward
 from .spec import GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
 
@@ -181,7 +182,7 @@ class Encoder:
             v = v - piece.spread(self.border[at])
         threshold, ratio, scale, offset = (piece.spread(of[at]) for of in self.encoding)
         above = torch.ge(v, threshold, out=torch.empty_like(v))
-        v = torch._prelu_kernel(v, ratio).mul_(scale)
+        v = _torch.prelu_kernel(v, ratio).mul_(scale)
         v.add_(noise.to(self.wide), alpha=1 / 256).add_(offset).add_(above, alpha=1 - 2 * NEAR)
         out.copy_(v.to(torch.int32))
 
@@ -220,7 +221,7 @@ class Decoder:
             offset, ratio, scale = (piece.spread(of[at]) for of in self.decoding)
             d = piece.of(codes).to(self.wide).sub_(offset)
             d = torch.nn.functional.softshrink(d, 0.5 - NEAR)
-            v = torch._prelu_kernel(d, ratio).mul_(scale).add_(piece.spread(self.base[at]))
+            v = _torch.prelu_kernel(d, ratio).mul_(scale).add_(piece.spread(self.base[at]))
             if self.bounds is not None:
                 least, most = (piece.spread(of[at]) for of in self.bounds)
                 # A bound of the other side is moved beyond all values.  aten's ``where`` takes four times as long.
