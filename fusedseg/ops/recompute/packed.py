@@ -117,9 +117,9 @@ class PackedData(Recipe):
         self.inputs = ()
         self.bits, self._key = bits, key
         self._dense: Tensor | None = t.detach()
-        # What ``pack`` has returned, and its tensors again as data of the hooks around the scope, if there are any.
-        self._packed: Packed | None = None
-        self._data: list[Data | None] = []
+        # The fields of ``Packed``: the tensors, as data if hooks around the scope hold them, and the others.
+        self._parts: Sequence[Tensor | Data | None] = ()
+        self._form: Sequence[Any] = ()
         self.has_kink = False
 
     def settle(self, bits: int, kink: Tensor | None = None) -> None:
@@ -129,10 +129,10 @@ class PackedData(Recipe):
             return
         with torch._C.DisableTorchFunction():
             packed = pack(t, bits, self._key, kink)
+            self._parts, self._form = packed[:4], packed[4:]
             if self.outer is not None:
-                self._data = [None if part is None else self._given_away(part) for part in packed[:4]]
-                packed = packed._replace(codes=None, lowest=None, highest=None, kink=None)
-        self._packed, self._dense, self.bits, self.has_kink = packed, None, bits, kink is not None
+                self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
+        self._dense, self.bits, self.has_kink = None, bits, kink is not None
         self.output = self.kink_of_norm = None
 
     def _given_away(self, part: Tensor) -> Data:
@@ -151,14 +151,11 @@ class PackedData(Recipe):
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         self.settle(self.bits)
-        if self._packed is None:
-            assert self._dense is not None
+        if self._dense is not None:
             raise modified(self._dense, self.version)
         with torch._C.DisableTorchFunction():
-            if not self._data:
-                return unpack(self._packed)
-            parts = [None if part is None else part.load() for part in self._data]
-            return unpack(Packed._make([*parts, *self._packed[4:]]))
+            parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
+            return unpack(Packed._make([*parts, *self._form]))
 
 
 class PackingRegistry(Registry):
