@@ -6,6 +6,7 @@ launches a kernel, and only in versions whose code we have read.
 """
 
 import os
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget as GPUTarget
@@ -14,7 +15,7 @@ from triton.runtime import driver as driver
 from triton.runtime.jit import JITFunction as JITFunction
 
 # Triton's options.  Before 3.4 they were environment variables.
-knobs = getattr(triton, "knobs", None)
+knobs: Any = getattr(triton, "knobs", None)
 
 
 def interpreted() -> bool:

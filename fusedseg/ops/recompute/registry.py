@@ -30,19 +30,19 @@ VECTOR = 2**12
 
 
 class Registry:
-    """The registry of one scope.
+    """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
-    Args:
-        outer: the saved-tensor hooks around the scope, which get the data that is kept; None if there are none.
-    """
+    # The fewest bits of a recipe that the present call may save (``packed.py``).
+    needs = 0
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Data | Handle | None] | None = None
-        # Set during a call of a norm: it collects the parameters and statistics that the call saves.
+        # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
+        self.collected: list[Tensor] = []
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
@@ -90,7 +90,7 @@ class Registry:
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor) -> Data:
+    def keep(self, t: Tensor, computed: bool = False) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
