@@ -42,7 +42,8 @@ def import_without(paths: list[str]) -> Any:
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     # Names of a module come before builtins.
-    module.getattr, module.hasattr = find, lambda of, name: find(of, name, _ABSENT) is not _ABSENT
+    nothing = object()
+    module.getattr, module.hasattr = find, lambda of, name: find(of, name, nothing) is not nothing
     sys.modules["fusedseg._torch"] = module
     spec.loader.exec_module(module)
     return module
