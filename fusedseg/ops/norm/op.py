@@ -91,12 +91,16 @@ class NormFunction(torch.autograd.Function):
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
-        tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
+        tensors, (spec, layout, kept, passed_on, reused) = list(ctx.saved_tensors), ctx.call
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
+        if into is None and _fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+            into = dz
+        elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         # Only the list holds the output now, so the code that takes it off the list can free it.
         del output
@@ -123,6 +127,12 @@ def _recorded(call, x: Tensor, *others: Tensor | None) -> Tensor:
     if registry is None:
         return _apply(call, x, *others)
     return packed.recorded(registry, lambda: _apply(call, x, *others), x, call)
+
+
+def _fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
+    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
+    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
+    return alike and not TABLE[spec.act.name].identity
 
 
 def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:
