@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE, Activation
 from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
@@ -305,7 +306,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     registry = layout = None
     again: Any = None
     if spec.keep == "output":
-        if torch._C._len_torch_function_stack():
+        if _torch.len_torch_function_stack():
             # A rebuild must not wait for other processes.
             if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
                 again = again_in_place(passed, spec)
@@ -321,7 +322,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     more = () if residual is None and slope is None else (residual, slope)
     if again is not None:
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
-        with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
+        with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
     z = _recorded(call, x, weight, bias, *more)
     if saved:
