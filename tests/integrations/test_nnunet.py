@@ -1,6 +1,5 @@
 """nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
 
-import inspect
 import itertools
 import json
 import os
@@ -8,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+from tests.integrations.jobs import FusedStandIn, StandIn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -48,41 +47,6 @@ def test_another_loss_is_refused_by_name():
 def test_refusals_of_plan(argv, said, capsys):
     assert main(["plan", *argv]) == 2
     assert said in capsys.readouterr().err
-
-
-class StandIn:
-    """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
-
-    is_ddp, local_rank, disable_checkpointing, num_input_channels = False, 0, False, 1
-    configuration_manager = SimpleNamespace(batch_size=2, patch_size=(16, 16))
-
-    def __init__(self, norm):
-        self.norm, self.log = norm, []
-
-    @staticmethod
-    def build_network_architecture(norm):
-        return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
-
-    def initialize(self):
-        # nnU-Net looks at this signature.
-        assert "norm" in inspect.signature(self.build_network_architecture).parameters
-        self.network = self.build_network_architecture(self.norm)
-        if self.is_ddp:
-            self.network = nn.SyncBatchNorm.convert_sync_batchnorm(self.network)
-        self.loss = self._build_loss()
-
-    def _build_loss(self):
-        return nn.L1Loss()
-
-    def print_to_log_file(self, *args, **options):
-        self.log += map(str, args)
-
-    def save_checkpoint(self, filename):
-        torch.save({"trainer_name": type(self).__name__, "network_weights": self.network.state_dict()}, filename)
-
-
-class FusedStandIn(nnunet.Fused, StandIn):
-    pass
 
 
 @pytest.mark.parametrize("ddp", [False, True])

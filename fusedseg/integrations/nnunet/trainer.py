@@ -50,9 +50,11 @@ class Fused(_Trainer):
     """
 
     convert_options: ClassVar[dict[str, Any]] = {}
+    build_network_architecture: Any
 
     def initialize(self) -> None:
-        build: Any = super().build_network_architecture
+        # The method of the most derived class, which may stand before this one.
+        build: Any = self.build_network_architecture
 
         # nnU-Net reads the signature of this method to find out how to call it.
         @functools.wraps(build)

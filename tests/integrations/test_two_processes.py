@@ -1,0 +1,67 @@
+"""Two processes with half of a batch each train as one process with the whole batch, if norms are synchronised.
+
+Everything computes in float64, three steps of SGD with momentum.
+"""
+
+import pytest
+import torch
+
+from tests.integrations import jobs
+from tests.integrations.real import framework
+from tests.tools.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def check(job, *args, logged=1e-9):
+    """Returns what rank 0 says of its network, after a comparison with one process.
+
+    ``logged`` is the relative tolerance of the losses.
+    """
+    losses, one = job(0, 1, *args)
+    assert not one["norms"]
+    results = on_ranks(2, job, *args)
+    mean = torch.tensor([found for found, _ in results], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), rtol=logged, atol=0)
+    assert losses[-1] < losses[0]
+    for _, found in results:
+        torch.testing.assert_close(found["state"], one["state"], **CLOSE)
+    return results[0][1]
+
+
+def test_names_of_the_package():
+    assert check(jobs.package)["norms"] == ["InPlaceABNSync"]
+
+
+@pytest.mark.parametrize("leaky", [False, True], ids=["keeps its input", "keeps its output"])
+def test_a_converted_network(leaky):
+    names = "InPlaceABN" if leaky else "BatchNormAct"
+    assert any(name.startswith(names) or "Sync" in name for name in check(jobs.converted, leaky)["norms"])
+
+
+def test_the_trainer_of_nnunet():
+    """Its own call of ``convert_sync_batchnorm`` comes after ours, and changes nothing."""
+    assert check(jobs.nnunet_trainer)["norms"]
+
+
+# From here on the tests need the frameworks.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["in setup", "after configure_model"])
+@pytest.mark.parametrize("sync_batchnorm", [True, False], ids=["sync_batchnorm=True", "sync=True"])
+def test_lightning(late, sync_batchnorm):
+    framework("lightning.pytorch")
+    found = check(jobs.lightning, late, sync_batchnorm)
+    assert found["norms"]
+    # Lightning takes the synchronisation back after training, and so does the callback.
+    assert bool(found["after"]) != sync_batchnorm
+
+
+@pytest.mark.slow
+def test_hugging_face(tmp_path):
+    framework("transformers")
+    pytest.importorskip("accelerate")
+    # The trainer of transformers adds losses in fp32 for its log.
+    assert check(jobs.hugging_face, str(tmp_path), logged=1e-6)["norms"]
