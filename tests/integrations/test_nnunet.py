@@ -1,5 +1,6 @@
 """nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
 
+import copy
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
-from tests.integrations.jobs import FusedStandIn, StandIn
+from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -67,6 +68,29 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     assert saved["trainer_name"] == "StandIn"
     stock = StandIn.build_network_architecture(nn.BatchNorm2d(8))
     stock.load_state_dict(saved["network_weights"])
+
+
+def test_plans_with_relu_get_leaky_relu():
+    """nnU-Net builds the network from the plans that lie beside a checkpoint, also for prediction."""
+    relu = {"nonlin": "torch.nn.ReLU", "nonlin_kwargs": {"inplace": True}}
+    plans = {
+        "configurations": {
+            "2d": {"architecture": {"arch_kwargs": dict(relu)}},
+            "3d_fullres": {"architecture": {"arch_kwargs": relu | {"nonlin_kwargs": None}}},
+            "3d_lowres": {"architecture": {"arch_kwargs": {"nonlin": "torch.nn.SiLU", "nonlin_kwargs": {}}}},
+            "3d_cascade_fullres": {"inherits_from": "3d_fullres"},
+        }
+    }
+    given = copy.deepcopy(plans)
+    trainer = LeakyStandIn(plans, "2d", 0, {}, torch.device("cpu"))
+    assert plans == given
+    made = trainer.plans["configurations"]
+    found = {name: one["architecture"]["arch_kwargs"] for name, one in made.items() if "architecture" in one}
+    assert found == {
+        "2d": {"nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"inplace": True, "negative_slope": 0.01}},
+        "3d_fullres": {"nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"negative_slope": 0.01}},
+        "3d_lowres": {"nonlin": "torch.nn.SiLU", "nonlin_kwargs": {}},
+    }
 
 
 # From here on the tests need nnunetv2, whose packages take gigabytes, so that they run only where it is installed.
@@ -157,6 +181,9 @@ def test_trains_as_the_stock_trainer_and_predicts_with_it(folders, tmp_path):
     assert len(stock) == len(ours) == 4
     # Both runs see the same batches.  Rounding grows with the steps; after 12 of them it was below 0.002.
     assert stock == pytest.approx(ours, abs=0.02)
+    peaks = [float(re.search(r"peak of a training step: (\S+) MiB", log)[1]) for log in logs.values()]
+    print(f"\nnnU-Net, peaks of a training step on a CPU, stock and ours: {peaks} MiB; losses {stock} and {ours}")
+    assert peaks[1] < 0.7 * peaks[0]
     assert "InPlaceInstanceNormAct" in logs["nnUNetTrainerShortFused"]
 
     # The checkpoint names the stock trainer, so that prediction needs no trainer of fusedseg.

@@ -6,7 +6,7 @@ Everything computes in float64, three steps of SGD with momentum.
 import pytest
 import torch
 
-from tests.integrations import jobs
+from tests.integrations import jobs, nnunet_ddp
 from tests.integrations.real import framework
 from tests.tools.ranks import on_ranks
 
@@ -25,6 +25,8 @@ def check(job, *args, logged=1e-9):
     mean = torch.tensor([found for found, _ in results], dtype=torch.float64).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), rtol=logged, atol=0)
     assert losses[-1] < losses[0]
+    for name, counts in one.get("counts", {}).items():
+        assert torch.equal(sum(found["counts"][name] for _, found in results), counts)
     for _, found in results:
         torch.testing.assert_close(found["state"], one["state"], **CLOSE)
     return results[0][1]
@@ -65,3 +67,22 @@ def test_hugging_face(tmp_path):
     pytest.importorskip("accelerate")
     # The trainer of transformers adds losses in fp32 for its log.
     assert check(jobs.hugging_face, str(tmp_path), logged=1e-6)["norms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["BatchNorm3d", "InstanceNorm3d"])
+@pytest.mark.parametrize(
+    ("name", "nonlin"),
+    [("", "LeakyReLU"), ("Budget", "LeakyReLU"), ("", "ReLU"), ("Leaky", "ReLU")],
+    ids=["leaky_relu", "a budget", "relu", "leaky_relu for relu"],
+)
+def test_the_real_trainer_of_nnunet(norm, name, nonlin, tmp_path):
+    """Two processes, and one with nnU-Net's own trainer; its loss adds in fp32, so that this one is compared loosely."""
+    framework("nnunetv2")
+    args = str(tmp_path), f"nnUNetTrainerFusedseg{name}", norm, f"torch.nn.{nonlin}"
+    found = check(nnunet_ddp.train, *args)
+    assert bool(found["norms"]) == (norm == "BatchNorm3d")
+    own = "LeakyReLU" if name == "Leaky" else nonlin
+    losses, stock = nnunet_ddp.train(0, 1, str(tmp_path), "nnUNetTrainer", norm, f"torch.nn.{own}")
+    torch.testing.assert_close(found["state"], stock["state"], rtol=1e-4, atol=1e-5)
+    assert losses == pytest.approx(nnunet_ddp.train(0, 1, *args)[0], rel=1e-6)

@@ -73,11 +73,12 @@ class Fused(_Trainer):
 
     def _convert(self, network: nn.Module) -> None:
         manager = self.configuration_manager
-        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size)
+        dtype = next(network.parameters()).dtype
+        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=dtype)
         report = convert(network, example_inputs=example, **self.convert_options)
         if self.is_ddp:
             convert_sync(network)
-        self.print_to_log_file(f"fusedseg.convert, for a step in fp32 without the loss:\n{report}", add_timestamp=False)
+        self.print_to_log_file(f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}", add_timestamp=False)
 
     def _build_loss(self) -> nn.Module:
         stock = super()._build_loss()

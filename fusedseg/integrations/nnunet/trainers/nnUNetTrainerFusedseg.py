@@ -7,11 +7,15 @@ from typing import Any, ClassVar
 
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
-from fusedseg.integrations.nnunet import Fused
+from fusedseg.integrations.nnunet import Fused, Leaky
 
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
     """nnU-Net's own trainer with a converted network, fused losses, and validation in one pass over the logits."""
+
+
+class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
+    """Builds the network with LeakyReLU where the plans name ReLU, so that norms are in place."""
 
 
 class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
