@@ -76,10 +76,12 @@ class Factory:
 def monai(monkeypatch):
     factories, meta = types.ModuleType("factories"), types.ModuleType("meta_tensor")
     factories.Norm, meta.MetaTensor = Factory(), MetaTensor
-    package = types.ModuleType("monai")
+    package, inferers = types.ModuleType("monai"), types.ModuleType("inferers")
+    inferers.Inferer = object
     return integration(
         monkeypatch, "monai", monai=package, monai__networks=package, monai__networks__layers=package,
         monai__networks__layers__factories=factories, monai__data=package, monai__data__meta_tensor=meta,
+        monai__inferers=inferers,
     )  # fmt: skip
 
 
@@ -136,6 +138,23 @@ def test_converted_for_a_bundle(monai, caplog):
     assert out.meta == {"name": "a.nii"}
     assert type(ours(x)) is torch.Tensor
     assert torch.allclose(out.as_tensor(), stock(x), atol=1e-5)
+
+
+def test_labels_of_windows(monai):
+    torch.manual_seed(0)
+    net = nn.Conv2d(1, 3, 3, padding=1)
+    x = torch.randn(2, 1, 20, 14)
+    inferer = monai.SlidingWindowLabels((8, 8), 2, 0.5, "gaussian", sigma_scale=0.2)
+    expected = fusedseg.sliding_window_labels(net, x, 8, 0.5, sw_batch_size=2, mode="gaussian", sigma_scale=0.2)
+    assert torch.equal(inferer(x, net), expected[:, None])
+    labels = inferer(with_meta(x), lambda y, *, scale: net(y) * scale, scale=2.0)
+    assert type(labels) is MetaTensor
+    assert labels.meta == {"name": "a.nii"}
+    assert torch.equal(labels.as_tensor(), expected[:, None])
+    regions = monai.SlidingWindowLabels(8, overlap=0.5, regions=True)(x, net)
+    assert (regions.shape, regions.dtype) == ((2, 3, 20, 14), torch.bool)
+    with pytest.raises(TypeError, match=r"monai\.SlidingWindowLabels: got an unexpected keyword .*'buffer_steps'"):
+        monai.SlidingWindowLabels(8, buffer_steps=2)
 
 
 @pytest.fixture

@@ -17,8 +17,11 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+from tests.integrations import nnunet_ddp
 from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
+from tests.integrations.real import framework, without_fusedseg
 
+TRAINERS = ("nnUNetTrainerFusedseg", "nnUNetTrainerFusedsegLeaky", "nnUNetTrainerFusedsegBudget")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -29,6 +32,10 @@ def test_the_folder_holds_trainers_alone(capsys):
     folder = Path(capsys.readouterr().out.strip())
     assert folder == nnunet.TRAINERS
     assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "nnUNetTrainerFusedseg.py"}
+    named = re.findall(r"^class (\w+)", (folder / "nnUNetTrainerFusedseg.py").read_text(), re.MULTILINE)
+    assert tuple(named) == TRAINERS
+    page = (ROOT / "docs" / "nnunet.md").read_text()
+    assert all(f"`{name}`" in page for name in TRAINERS)
 
 
 def test_another_loss_is_refused_by_name():
@@ -196,6 +203,38 @@ def test_trains_as_the_stock_trainer_and_predicts_with_it(folders, tmp_path):
     model = ("-m", str(trained), "-f", "0", "-device", "cpu", "--disable_tta")
     command(without, "nnUNetv2_predict_from_modelfolder", "-i", str(images), "-o", str(tmp_path), *model)
     assert len(list(tmp_path.glob("*.nii.gz"))) == 6
+
+
+PREDICT = """
+import torch
+from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+predictor = nnUNetPredictor(device=torch.device("cpu"))
+predictor.initialize_from_trained_model_folder(sys.argv[1], (0,))
+print(predictor.network.eval()(torch.linspace(-1, 1, 512).view(1, 1, 8, 8, 8)).double().abs().sum().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
+    """Every trainer that ``nnunet-trainers`` offers, with plans of ReLU; nnU-Net's predictor builds the network."""
+    framework("nnunetv2")
+    nnunet_ddp.folders(tmp_path)
+    trainer = nnunet_ddp.initialized(name, "InstanceNorm3d", "torch.nn.ReLU")
+    share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
+    trainer.network.train()
+    trainer.train_step(share)
+    # What nnU-Net writes into the folder of results.
+    home = tmp_path / "model"
+    (home / "fold_0").mkdir(parents=True)
+    (home / "plans.json").write_text(json.dumps(trainer.plans_manager.plans))
+    (home / "dataset.json").write_text(json.dumps(nnunet_ddp.DATASET))
+    trainer.save_checkpoint(str(home / "fold_0" / "checkpoint_final.pth"))
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, 512, dtype=torch.float64).view(1, 1, 8, 8, 8)
+        expected = trainer.network.eval()(x)[0].abs().sum().item()
+    # fp32 beside float64
+    assert float(without_fusedseg(PREDICT, home)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
