@@ -67,7 +67,7 @@ def trainer_class(name):
 
     from fusedseg.integrations.nnunet import TRAINERS
 
-    os.environ["nnUNet_extTrainer"] = str(TRAINERS)
+    os.environ |= {"nnUNet_extTrainer": str(TRAINERS)}
     base = recursive_find_trainer_class_by_name(name)
 
     class InFloat64(base):

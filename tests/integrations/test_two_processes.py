@@ -77,7 +77,7 @@ def test_hugging_face(tmp_path):
     ids=["leaky_relu", "a budget", "relu", "leaky_relu for relu"],
 )
 def test_the_real_trainer_of_nnunet(norm, name, nonlin, tmp_path):
-    """Two processes, and one with nnU-Net's own trainer; its loss adds in fp32, so that this one is compared loosely."""
+    """Two processes, and one with nnU-Net's own trainer, whose loss adds in fp32 and is compared loosely."""
     framework("nnunetv2")
     args = str(tmp_path), f"nnUNetTrainerFusedseg{name}", norm, f"torch.nn.{nonlin}"
     found = check(nnunet_ddp.train, *args)

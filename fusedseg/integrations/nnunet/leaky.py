@@ -2,20 +2,24 @@
 
 import copy
 import pydoc
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from .trainer import Fused
 
+# The default device of nnU-Net's trainer.
+GPU = torch.device("cuda")
+
 
 class Leaky(Fused):
     """``Fused`` for plans with ReLU: the network is built with LeakyReLU, which norms in place can invert.
 
     A norm before ReLU keeps its input, because ReLU has no inverse, and one before LeakyReLU keeps its output alone,
-    which the next convolution keeps anyway.  The plans of this trainer, which nnU-Net writes beside its checkpoints, name LeakyReLU, and so the stock trainer predicts from them.  The plans in the folder of the preprocessed dataset stay as they are, and so do plans that name another
-    activation: nnU-Net's own planners choose LeakyReLU.
+    which the next convolution keeps anyway.  The plans of this trainer, which nnU-Net writes beside its checkpoints,
+    name LeakyReLU, and so the stock trainer predicts from them.  The plans in the folder of the preprocessed dataset
+    stay as they are, and so do plans that name another activation: nnU-Net's own planners choose LeakyReLU.
 
     Attributes:
         slope: the negative slope, 0.01 as in nnU-Net's own plans.
@@ -25,7 +29,7 @@ class Leaky(Fused):
 
     # nnU-Net reads these names from the signature, and finds them among the local variables of its own trainer.
     def __init__(
-        self, plans: dict, configuration: str, fold: int, dataset_json: dict, device: Any = torch.device("cuda")
+        self, plans: dict, configuration: str, fold: int, dataset_json: dict, device: torch.device = GPU
     ) -> None:
         leaky = with_leaky_relu(plans, self.slope)
         super().__init__(leaky, configuration, fold, dataset_json, device)

@@ -78,7 +78,8 @@ class Fused(_Trainer):
         report = convert(network, example_inputs=example, **self.convert_options)
         if self.is_ddp:
             convert_sync(network)
-        self.print_to_log_file(f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}", add_timestamp=False)
+        text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
+        self.print_to_log_file(text, add_timestamp=False)
 
     def _build_loss(self) -> nn.Module:
         stock = super()._build_loss()
