@@ -21,7 +21,7 @@ from tests.integrations import nnunet_ddp
 from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
 from tests.integrations.real import framework, without_fusedseg
 
-TRAINERS = ("nnUNetTrainerFusedseg", "nnUNetTrainerFusedsegLeaky", "nnUNetTrainerFusedsegBudget")
+TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "Leaky", "Budget", "Bits8", "Bits4"))
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 

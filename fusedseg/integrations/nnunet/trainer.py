@@ -12,6 +12,7 @@ from torch import autocast, nn
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
+from ..common import of_this_process
 from .loss import UnknownLoss, fused_loss
 
 
@@ -75,7 +76,7 @@ class Fused(_Trainer):
         manager = self.configuration_manager
         dtype = next(network.parameters()).dtype
         example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=dtype)
-        report = convert(network, example_inputs=example, **self.convert_options)
+        report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
         if self.is_ddp:
             convert_sync(network)
         text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
