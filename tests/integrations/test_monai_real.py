@@ -165,9 +165,10 @@ def test_labels_of_an_evaluator(mode):
             assert torch.equal(one.as_tensor(), expected.as_tensor().to(one.dtype))
 
 
-def test_compiled_trainer():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_trainer(backend):
     """``SupervisedTrainer(compile=True)`` compiles the converted network."""
-    changes = CONVERTED | {"trainer": STOCK["trainer"] | {"compile": True, "compile_kwargs": {"backend": "aot_eager"}}}
+    changes = CONVERTED | {"trainer": STOCK["trainer"] | {"compile": True, "compile_kwargs": {"backend": backend}}}
     losses = trained(parsed(changes)), trained(parsed({}))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
