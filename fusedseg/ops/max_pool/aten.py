@@ -3,7 +3,8 @@
 Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
 at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
 second implementation, in ``planes.py``, compares whole rows, in chunks that fit the cache.  For the codes of large
-windows, chunks are copied to channels_last instead, and given to the first implementation.  Backward rebuilds the
+windows, chunks are copied to channels_last instead, and given to the first implementation; small tensors are given to
+it as they are.  Backward rebuilds the
 indices (the first position of the window plus the distance that the code stands for) and calls aten's backward, on a
 CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 """
@@ -28,6 +29,8 @@ ROWS_CHUNK_BYTES = 2**22
 FEW_POSITIONS = 4
 # The number of outputs whose codes are made or read at a time: their int16 numbers fit into the cache of a core.
 PIECE = 2**18
+# Up to this number of outputs of contiguous tensors, the number of calls costs more than aten's slow pooling.
+FEW = 2**12
 # A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
 
@@ -76,7 +79,9 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
     told_apart = rows_told_apart(tuple(x.shape[2:]), pool)
     planes = x.device.type == "cpu" and not rows
-    if planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
+    if planes and codes is not None and told_apart and z.numel() <= FEW:
+        _by_indices([(x, z, codes)], x, z, pool)
+    elif planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
         _by_indices(_as_rows(x, z, codes), x, z, pool)
     elif planes or (codes is not None and not told_apart):
         for of_x, of_z in _chunks(x, z, rows, pool):
@@ -110,7 +115,7 @@ def _by_indices(
 ) -> None:
     """Pools parts of x, each into its parts of z and codes (unless these are None), from the indices that aten returns.
 
-    On a CPU parts are channels_last.
+    On a CPU parts are channels_last, or small.
     """
     size, out_size, on_cpu = tuple(whole_x.shape[2:]), tuple(whole_z.shape[2:]), whole_x.device.type == "cpu"
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
