@@ -27,7 +27,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, forward, offer_output
+from .passes import again_in_place, backward, fits_over, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -92,12 +92,16 @@ class NormFunction(torch.autograd.Function):
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
-        tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
+        tensors, (spec, layout, kept, passed_on, reused) = list(ctx.saved_tensors), ctx.call
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
+        if into is None and fits_over(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+            into = dz
+        elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         # Only the list holds the output now, so the code that takes it off the list can free it.
         del output
