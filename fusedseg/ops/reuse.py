@@ -170,7 +170,7 @@ def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
     t = tensors[i]
     if t.nbytes < LEAST_BYTES or not (type(t) is Tensor or type(t) is FakeTensor) or torch.is_grad_enabled():
         return False
-    if _torch.storage_use_count is None:
+    if not _torch.counts_holders:
         return False
     del t
     with _torch.DisableTorchFunction():
