@@ -54,7 +54,8 @@ def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype
     This position may lie in the padding; with ``inside`` it is the first position inside x.  The caller must not change
     the result, because later calls may get the same tensor.
     """
-    if like.device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS:
+    few = like.device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS
+    if few and not torch.compiler.is_compiling():
         return _remembered(size, out_size, pool, dtype, inside)
     return _computed(size, out_size, pool, like.device, dtype, inside)
 
