@@ -60,7 +60,9 @@ def at_first_use(function: FirstUse) -> None:
 
 @functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton can be imported, whatever distribution has installed it; an empty folder of its name is none."""
+    spec = importlib.util.find_spec("triton")
+    return spec is not None and spec.origin is not None
 
 
 def _interpreted() -> bool:

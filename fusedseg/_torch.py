@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-# The missing names without which a scope of eager mode is off, and all other missing names.
+# All names that are looked up at import; the missing ones without which a scope of eager mode is off; and the other
+# missing ones.
+NAMES: list[str] = []
 MISSING_FOR_SCOPE: list[str] = []
 MISSING: list[str] = []
 _ABSENT = object()
@@ -41,6 +43,7 @@ def _find(path: str) -> Any:
 
 
 def _or(path: str, stand_in: Any) -> Any:
+    NAMES.append(path)
     found = _find(path)
     if found is _ABSENT:
         MISSING.append(path)
@@ -50,6 +53,7 @@ def _or(path: str, stand_in: Any) -> Any:
 
 def _for_scope(path: str, stand_in: Any = None) -> Any:
     """``stand_in`` serves the callers that run without a scope too."""
+    NAMES.append(path)
     found = _find(path)
     if found is _ABSENT:
         MISSING_FOR_SCOPE.append(path)
@@ -150,10 +154,19 @@ _BATCHES = "a gradient in batches (is_grads_batched, vmap)"
 maybe_get_level = _needed("torch._C._functorch.maybe_get_level", _BATCHES)
 maybe_get_bdim = _needed("torch._C._functorch.maybe_get_bdim", _BATCHES)
 functorch_add_batch_dim = _needed("torch._C._functorch._add_batch_dim", _BATCHES)
-vmapmode_increment_nesting = _needed("torch._C._vmapmode_increment_nesting", _BATCHES)
-vmapmode_decrement_nesting = _needed("torch._C._vmapmode_decrement_nesting", _BATCHES)
+_enter_vmap = _or("torch._C._vmapmode_increment_nesting", None)
+_leave_vmap = _or("torch._C._vmapmode_decrement_nesting", None)
 add_batch_dim = _needed("torch._add_batch_dim", _BATCHES)
 remove_batch_dim = _needed("torch._remove_batch_dim", _BATCHES)
+
+
+def legacy_vmap_level() -> int:
+    """The level of the innermost batch of the older kind."""
+    if _enter_vmap is None or _leave_vmap is None:
+        _raise("torch._C._vmapmode_increment_nesting and torch._C._vmapmode_decrement_nesting", _BATCHES)
+    level = _enter_vmap() - 1
+    _leave_vmap()
+    return level
 
 
 def temporarily_pop_interpreter_stack() -> Any:
@@ -163,8 +176,7 @@ def temporarily_pop_interpreter_stack() -> Any:
 
 # Forward-mode differentiation.  Its level is -1 outside of it; level 0 makes callers look at each tensor.
 forward_ad: Any = torch.autograd.forward_ad
-if not hasattr(forward_ad, "_current_level"):
-    MISSING.append("torch.autograd.forward_ad._current_level")
+if _or("torch.autograd.forward_ad._current_level", None) is None:
     forward_ad = SimpleNamespace(_current_level=0, unpack_dual=forward_ad.unpack_dual)
 
 # Ops that write over a tensor.  Without the first name, reuse_output cannot be set to True; without the others every
@@ -198,8 +210,18 @@ debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 # oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
 get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+
+
+class _Aten:
+    """The functions of torch.ops.aten, which do not take None for ``out``."""
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(torch.ops.aten, name)
+        return lambda *args, out=None, **kwargs: op(*args, **kwargs, **({} if out is None else {"out": out}))
+
+
 # Bindings that stock functions call, in place of torch.ops, which takes microseconds longer.
-nn: Any = _or("torch._C._nn", torch.ops.aten)
+nn: Any = _or("torch._C._nn", _Aten())
 prelu_kernel = _or("torch._prelu_kernel", lambda y, w: torch.where(y > 0, y, w * y))
 
 
@@ -207,8 +229,8 @@ def _prelu_gradients(dz: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tupl
     return torch.where(y > 0, dz, w * dz), torch.where(y > 0, 0, y * dz)
 
 
-_prelu_backward = getattr(torch.ops.aten, "_prelu_kernel_backward", None)
-prelu_kernel_backward = _prelu_gradients if _prelu_backward is None else _prelu_backward.default
+# A call of an overload is the shortest way to an op that has no binding.
+prelu_kernel_backward = _or("torch.ops.aten._prelu_kernel_backward.default", _prelu_gradients)
 # A device that sleeps while the host queues work: it makes measurements steadier.
 cuda_sleep = _or("torch.cuda._sleep", lambda cycles: None)
 

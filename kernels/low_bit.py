@@ -109,7 +109,8 @@ def grid_of(lowest, highest, BITS: tl.constexpr):
     # NaN reaches every value of the group.
     border = tl.maximum(lowest, 0.0) + tl.minimum(highest, 0.0) + (lowest - lowest)
     shortest = tl.maximum(tl.maximum(highest, -lowest) * FLAT, LEAST)
-    steps_above = tl.maximum(CODES - 1 + NEAR - below, NEAR)
+    # In the interpreter of Triton 3.8, a constant minus a tensor is no tensor.
+    steps_above = tl.maximum(-below + (CODES - 1 + NEAR), NEAR)
     steps_below = tl.maximum(below - 1 + NEAR, NEAR)
     step_above = divide(tl.maximum(highest - border, shortest) * SHORTER, steps_above)
     step_below = divide(tl.maximum(border - lowest, shortest) * SHORTER, steps_below)

@@ -92,6 +92,78 @@ def test_without_triton_kernels_are_not_tried(without_interpreter, monkeypatch, 
     assert out.splitlines()[-1].startswith("Nothing is wrong, but the kernels were not tried: triton is not installed")
 
 
+def test_tested_versions_bring_no_warning():
+    """So does a release of this package with the versions that its tests run with."""
+    assert list(doctor.untested()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "side"),
+    [("torch", "2.5.1+cu124", "older"), ("torch", "2.16.0", "newer"), ("torch", "3.0", "newer")],
+)
+def test_another_torch_brings_a_warning(monkeypatch, name, version, side):
+    monkeypatch.setattr(torch, "__version__", version)
+    (line,) = doctor.untested()
+    oldest, newest = doctor.TESTED[name]
+    expected = f"{name} {version} is {side} than the versions that fusedseg is tested with, {oldest} to {newest}"
+    assert line == f"WARNING: {expected}"
+
+
+def test_another_triton_and_missing_names_bring_warnings(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_version", lambda name: "3.99.1")
+    monkeypatch.setattr(doctor._torch, "MISSING_FOR_SCOPE", ["torch._C._a"])
+    monkeypatch.setattr(doctor._torch, "MISSING", ["torch._C._b"])
+    triton, scope, other = doctor.untested()
+    assert "triton 3.99.1 is newer than" in triton
+    assert "fusedseg.recompute() and a budget do nothing here" in scope
+    assert "torch._C._a" in scope
+    assert "torch._C._b" in other
+    assert main(["doctor"]) == 0
+    assert "WARNING: triton 3.99.1" in capsys.readouterr().out
+
+
+def test_triton_is_found_by_import(monkeypatch, tmp_path):
+    """The distribution may be triton-windows or pytorch-triton-rocm, and an empty folder ``triton`` is no Triton."""
+    for name, has in (("empty", False), ("windows", True)):
+        folder = tmp_path / name / "triton"
+        folder.mkdir(parents=True)
+        if has:
+            (folder / "__init__.py").write_text("__version__ = '3.5.1.post21'")
+        script = "from fusedseg import _backend; from fusedseg.doctor import report\n"
+        script += "print(_backend._has_triton(), report._version('triton'))"
+        # Only the folders of this test have a triton; the package itself is found in the checkout.
+        found = subprocess.run(
+            [sys.executable, "-c", f"import sys, torch; sys.path[:0] = [{str(folder.parent)!r}]\n{HIDE}{script}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
+        ).stdout.strip()
+        assert found == ("True 3.5.1.post21" if has else "False not installed (a folder of this name is empty)")
+
+
+# A finder that leaves out the triton that is installed.
+HIDE = """
+import importlib.machinery
+class Only(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return super().find_spec(name, sys.path[:1], target) if name == "triton" else None
+sys.meta_path.insert(0, Only)
+[sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "triton"]
+"""
+
+
+def test_without_triton_it_is_one_sentence():
+    """A process in which Triton cannot be imported: every op runs on aten, and the doctor says so."""
+    script = "import sys; sys.modules['triton'] = None\nfrom fusedseg.__main__ import main\nsys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert re.search(r"^triton +not installed", done.stdout, re.MULTILINE)
+    assert "  cpu: aten (triton is not installed)" in done.stdout
+    assert done.stdout.count("triton is not installed, so PyTorch computes every op") == 2
+    assert done.stdout.splitlines()[-1].startswith("Nothing is wrong, but the kernels were not tried")
+
+
 def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fusedseg
+from fusedseg.doctor.report import TESTED
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -39,6 +40,20 @@ def test_version_is_stated_in_one_place():
 
 def test_changelog_has_this_version():
     assert f"## [{fusedseg.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_versions_that_are_demanded_are_those_that_are_tested():
+    """The doctor's table has the tested versions; nothing newer is refused, and Triton comes with PyTorch."""
+    (oldest_python, newest_python), (oldest_torch, _), (oldest_triton, _) = (
+        TESTED[name] for name in ("python", "torch", "triton")
+    )
+    dependencies = re.search(r"^dependencies = \[(.*?)^\]", PYPROJECT, re.DOTALL | re.MULTILINE)
+    assert dependencies
+    assert re.findall(r'^    "(.*)",$', dependencies[1], re.MULTILINE) == [f"torch>={oldest_torch}", "numpy"]
+    assert f"triton>={oldest_triton}; " in PYPROJECT
+    assert f'requires-python = ">={oldest_python}"' in PYPROJECT
+    minors = range(int(oldest_python.split(".")[1]), int(newest_python.split(".")[1]) + 1)
+    assert re.findall(r"Python :: 3\.(\d+)", PYPROJECT) == list(map(str, minors))
 
 
 # These are copied to a folder where a release is built, because setuptools leaves folders behind.  Of the tests, one

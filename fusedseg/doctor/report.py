@@ -7,18 +7,22 @@ is also launched and compared with PyTorch in float64.  Without a GPU, every ker
 
 import importlib
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from .. import _backend
+from .. import _backend, _torch
 from ..ops.self_test import first_use
 from ..ops.self_test.checks import CHECKS, DTYPES, compare
 from ..progress import Progress
 
 TARGETS = ("sm_80", "sm_90")
+# The oldest and the newest version that the tests have passed with (``tests/versions.sh``).  ``pyproject.toml`` demands
+# the oldest ones, and no version is refused for being newer.
+TESTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.15"), "triton": ("3.2", "3.9")}
 
 
 def versions() -> Iterator[str]:
@@ -34,10 +38,35 @@ def versions() -> Iterator[str]:
 
 
 def _version(name: str) -> str:
+    """A version, found by importing the module: Triton is installed under several names."""
     try:
-        return importlib.import_module(name).__version__
+        return getattr(importlib.import_module(name), "__version__", "not installed (a folder of this name is empty)")
     except ImportError as error:
         return f"not installed ({error})"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"; () of a text that is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def untested() -> Iterator[str]:
+    """A line for each installed version that the tests have not run with, and for what this PyTorch lacks."""
+    installed = {"python": platform.python_version(), "torch": torch.__version__, "triton": _version("triton")}
+    for name, (oldest, newest) in TESTED.items():
+        minor = _minor(installed[name])
+        if minor and not _minor(oldest) <= minor <= _minor(newest):
+            side = "older" if minor < _minor(oldest) else "newer"
+            yield (
+                f"WARNING: {name} {installed[name]} is {side} than the versions that fusedseg is tested with, "
+                f"{oldest} to {newest}"
+            )
+    if _torch.scope_problem():
+        yield f"WARNING: fusedseg.recompute() and a budget do nothing here: {_torch.scope_problem()}"
+    if _torch.MISSING:
+        missing = ", ".join(_torch.MISSING)
+        yield f"WARNING: PyTorch {torch.__version__} does not have {missing}: some features raise errors"
 
 
 def devices() -> list[torch.device]:
@@ -122,7 +151,7 @@ def doctor(compiles: bool = False) -> int:
     ``compiles`` says whether to compile the kernels, and on a GPU to run them.
     """
     problems = 0
-    for line in versions():
+    for line in (*versions(), *untested()):
         print(line)
     print(f"\nbackend    fusedseg.backend is {_backend.get()!r}")
     served = set()

@@ -60,8 +60,7 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
     memory, have no rule for such batches.
     """
     if any(isinstance(arg, Tensor) and _is_legacy(arg) for arg in args):
-        level = _torch.vmapmode_increment_nesting() - 1
-        _torch.vmapmode_decrement_nesting()
+        level = _torch.legacy_vmap_level()
         split = [
             _torch.remove_batch_dim(arg, level, 0, 0) if isinstance(arg, Tensor) and _is_legacy(arg) else None
             for arg in args
