@@ -26,7 +26,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, forward, offer_output
+from .passes import again_in_place, backward, fits, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -97,7 +97,7 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and _fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+        if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
             into = dz
         elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
             into = tensors[0].detach()
@@ -127,12 +127,6 @@ def _recorded(call, x: Tensor, *others: Tensor | None) -> Tensor:
     if registry is None:
         return _apply(call, x, *others)
     return packed.recorded(registry, lambda: _apply(call, x, *others), x, call)
-
-
-def _fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
-    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
-    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
-    return alike and not TABLE[spec.act.name].identity
 
 
 def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:

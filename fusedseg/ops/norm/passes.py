@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...activation import TABLE
 from ..layout import Layout, dense, like
 from ..recompute import recipes
 from ..recompute.registry import Registry
@@ -108,6 +109,12 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, source))
     return backend_of(source, spec.act).backward(like(dz, source), _adjacent(saved), spec, layout, kept, wanted)
+
+
+def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
+    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
+    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
+    return alike and not TABLE[spec.act.name].identity
 
 
 def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
