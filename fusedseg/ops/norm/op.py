@@ -27,7 +27,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, fits_over, forward, offer_output
+from .passes import again_in_place, backward, fits, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -98,7 +98,7 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and fits_over(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+        if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
             into = dz
         elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
             into = tensors[0].detach()

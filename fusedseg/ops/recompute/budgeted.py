@@ -17,6 +17,7 @@ from .choice import Call
 from .graph import Graph, Node
 from .guide import Guide
 from .offers import Held, Input, Linked, Offer
+from .parts import in_parts
 from .plain import Place, is_trained_leaf
 from .registry import Registry
 from .saved import AsItIs, Autocast, Data, Handle, Hooks
@@ -144,7 +145,10 @@ class BudgetRegistry(Registry):
                 # If the call is not chosen, the overwritten tensor is kept; see ``called``.
                 offer.steps = 0
             overwrites, nbytes = offer.overwrite is not None, output.untyped_storage().nbytes()
-            offer.node = self.graph.add(Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs)))
+            parts = in_parts(offer.rebuild, at) and bool(inputs)
+            offer.node = self.graph.add(
+                Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs), in_parts=parts)
+            )
         return offer
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:

@@ -27,6 +27,7 @@ class Node(NamedTuple):
     overwrites: whether it may be rebuilt over the memory of its first input.
     alias: whether it lies in the memory of its first input, which forward has overwritten.  If that input is kept, so
         is this tensor, in its place.
+    in_parts: whether its inputs are made and freed one after the other (``parts.py``).
     """
 
     nbytes: int
@@ -34,6 +35,7 @@ class Node(NamedTuple):
     call: int = -1
     overwrites: bool = False
     alias: bool = False
+    in_parts: bool = False
 
 
 class Cost(NamedTuple):
@@ -178,12 +180,17 @@ class Replay:
         held, node = i in self._held, self._nodes[i]
         if not held:
             is_call = node.call >= 0
-            mine = [j for j in node.inputs if not self._data[j] and self._load(j, order, for_call or is_call)]
+            makes = [j for j in node.inputs if not self._data[j]]
+            if node.in_parts:
+                self._load_in_parts(node, makes, order, for_call)
+                mine = []
+            else:
+                mine = [j for j in makes if self._load(j, order, for_call or is_call)]
             if is_call:
                 self.flops += self._graph.calls[node.call].flops
             if node.overwrites and mine[:1] == list(node.inputs[:1]):
                 del mine[0]
-            else:
+            elif not node.in_parts:
                 self._live += node.nbytes
                 self._top = max(self._top, self._live)
             for j in mine:
@@ -195,6 +202,19 @@ class Replay:
         if held:
             self._held.remove(i)
         return True
+
+    def _load_in_parts(self, node: Node, makes: list[int], order: int, for_call: bool) -> None:
+        """Rebuilds the inputs one after the other; the memory of the result is there from the second one on."""
+        # If the first input is data, the result is allocated before all others.
+        allocated = makes[:1] != list(node.inputs[:1])
+        self._live += node.nbytes if allocated else 0
+        for j in makes or [-1]:
+            mine = j >= 0 and self._load(j, order, for_call)
+            if not allocated:
+                allocated = True
+                self._live += node.nbytes
+            self._top = max(self._top, self._live)
+            self._live -= self._nodes[j].nbytes if mine else 0
 
     def _peak_of_forward(self) -> int:
         """The most bytes in forward, where an output that is kept stays alive when forward no longer needs it."""

@@ -215,6 +215,9 @@ class PackingRegistry(Registry):
         offer = memory.offer_of(at, version)
         return offer is not None and offer.bits < EXACT
 
+    def packs(self, t: Tensor) -> bool:
+        return self.reading.bits is not None and self._takes(t)
+
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""
         reading = self.reading

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from .parts import in_parts
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
 # A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
@@ -206,7 +207,7 @@ class Recipe:
         self,
         at: Place,
         device: torch.device,
-        rebuild: Callable[..., Tensor],
+        rebuild: Any,
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: Sequence[tuple["Data | Recipe", Place]],
@@ -235,17 +236,16 @@ class Recipe:
         self.held = None
         return value, True
 
+    def _input(self, i: int, order: int, for_call: bool) -> tuple[Tensor, bool]:
+        source, at = self.inputs[i]
+        t, ours = source.load(order, for_call) if isinstance(source, Recipe) else (source.load_for_recipe(), False)
+        return seen_as(t, source.at, at), ours
+
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        inputs: list[Tensor] = []
-        first_is_ours = False
-        for source, at in self.inputs:
-            if isinstance(source, Recipe):
-                t, ours = source.load(order, for_call)
-                first_is_ours |= ours and not inputs
-            else:
-                t = source.load_for_recipe()
-            inputs.append(seen_as(t, source.at, at))
-        call = self.overwrite if self.overwrite is not None and first_is_ours else self.rebuild
+        if in_parts(self.rebuild, self.at):
+            return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
+        inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
+        call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
         with _torch.DisableTorchFunction():
