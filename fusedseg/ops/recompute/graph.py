@@ -9,6 +9,7 @@ tensor nearby asks for them.  So bytes, arithmetic and peak of a choice are know
 from bisect import bisect_left
 from collections.abc import Collection
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from .choice import Call
@@ -16,6 +17,9 @@ from .saved import NEAR
 
 # The longest chain of recipes that may rebuild one tensor.  Each of them needs two calls of Python inside each other.
 DEEPEST = 200
+# The number of values that ``Graph.cost`` tries to hold one by one, and how often a call may run on average without it.
+MOST_HELD = 6
+MOST_RUNS = 5
 
 
 class Node(NamedTuple):
@@ -39,12 +43,24 @@ class Node(NamedTuple):
 class Cost(NamedTuple):
     """The bytes that a choice keeps, the arithmetic that backward repeats for it, and the bytes at the peak.
 
-    The peak is that of the kept and rebuilt tensors, plus what ``Graph.others`` adds.
+    The peak is that of the kept and rebuilt tensors, plus what ``Graph.others`` adds.  ``hold`` has the calls whose
+    values are held from the first use in backward to the last one.
     """
 
     kept: int
     flops: int
     peak: int
+    hold: frozenset[int] = frozenset()
+
+
+class Moment(NamedTuple):
+    """A moment of the step in which no call runs twice: the bytes then, and the outputs of calls among them.
+
+    outputs: for each call whose output is kept at this moment and not read, the bytes of the output.
+    """
+
+    nbytes: int
+    outputs: dict[int, int]
 
 
 class Others(NamedTuple):
@@ -100,27 +116,85 @@ class Graph:
         return [i for i, node in enumerate(self.of_call) if node is not None]
 
     def cost(self, again: Collection[int]) -> Cost | None:
-        """The price of running these calls twice; None if a tensor would need too long a chain of recipes."""
-        replay = Replay(self, again)
+        """The price of running these calls twice; None if a tensor would need too long a chain of recipes.
+
+        A value that backward needs several times is held where that does not raise the peak, or where the calls would
+        run more than ``MOST_RUNS`` times otherwise.
+        """
+        most = MOST_RUNS * sum(self.calls[i].flops for i in again)
+        best = self._replayed(again, frozenset(), most)
+        if best is None:
+            best = self._replayed(again, frozenset(again), most)
+            return None if best is None else best.cost()
+        repeated = [i for i, count in best.runs.items() if count > 1]
+        if repeated:
+            # A run of a call may need runs of calls before it, so several values may save more than each by itself.
+            order = sorted(repeated, key=lambda i: self.calls[i].flops * (1 - best.runs[i]))
+            for hold in (frozenset(order), *(frozenset((i,)) for i in order[:MOST_HELD])):
+                found = self._replayed(again, best.hold | hold, most)
+                if found is not None and found.peak <= best.peak and found.flops < best.flops:
+                    best = found
+                    if len(hold) == len(order):
+                        break
+        return best.cost()
+
+    def _replayed(self, again: Collection[int], hold: frozenset[int], most: float = inf) -> "Replay | None":
+        """The replay, or None if a chain is too long or the repeated arithmetic is more than ``most``."""
+        replay = Replay(self, again, hold)
         if replay.depth > DEEPEST:
             return None
-        replay.run()
-        return Cost(replay.kept, replay.flops, replay.peak)
+        replay.most = most
+        try:
+            replay.run()
+        except _TooMuch:
+            return None
+        return replay
+
+    def moments(self) -> list[Moment]:
+        """Moments at which the peak of a choice may lie: it needs the bytes of each, less the outputs not kept then."""
+        replay = Replay(self, ())
+        sizes = {i: (node, self.nodes[node].nbytes) for i, node in enumerate(self.of_call) if node is not None}
+        found = []
+        for at, nbytes in enumerate(replay.tops()):
+            alive = {i: size for i, (_, size) in sizes.items() if self.dies.get(i, inf) < at}
+            found.append(Moment(nbytes, alive))
+        live, released = 0, replay.released
+        for number, node in enumerate(self.packs):
+            alive = {i: size for i, (own, size) in sizes.items() if 0 <= replay.first_use(own) < number}
+            live += sum(released.get(number, ()))
+            rebuilt = self.nodes[node].nbytes if not replay.is_data(node) else 0
+            others = self.others[number] if self.others else Others(0, 0)
+            found.append(Moment(live + max(others.before, rebuilt + others.after), alive))
+        return found
+
+
+class _TooMuch(Exception):
+    """The repeated arithmetic is above the limit."""
 
 
 class Replay:
     """Backward under one choice.
 
+    Args:
+        graph: the step.
+        again: the calls that run twice.
+        hold: those whose values are held from the first use in backward to the last one.
+
     Attributes:
         kept: bytes that are kept at the end of forward.
         flops: arithmetic of the calls that run again, each time that it runs.
         peak: the most bytes at once.
+        runs: for each call, how often it runs again.
         depth: the longest chain of recipes.
+        most: the arithmetic at which ``run`` ends with an exception.
         own: for each saved tensor, the bytes of kept and rebuilt tensors when it is asked for, and when it is returned.
     """
 
-    def __init__(self, graph: Graph, again: Collection[int]) -> None:
-        self._graph, self._nodes = graph, graph.nodes
+    most: float = inf
+
+    def __init__(self, graph: Graph, again: Collection[int], hold: frozenset[int] = frozenset()) -> None:
+        self._graph, self._nodes, self.hold = graph, graph.nodes, hold
+        self.runs: dict[int, int] = {}
         self._data: list[bool] = []
         for node in graph.nodes:
             kept = not node.inputs or (node.call >= 0 and node.call not in again)
@@ -166,12 +240,30 @@ class Replay:
                 depth[i] = 1 + max(depth[j] for j in node.inputs)
         self.depth = max(depth, default=0)
 
+    def cost(self) -> Cost:
+        return Cost(self.kept, self.flops, self.peak, self.hold)
+
+    def is_data(self, i: int) -> bool:
+        """Whether a node is kept and not rebuilt."""
+        return self._data[i]
+
+    def first_use(self, i: int) -> int:
+        """The number of the first saved tensor that needs this data; -1 for none."""
+        return self._last[i]
+
+    def _is_held(self, i: int) -> bool:
+        """Whether a node is the value of a call that is held, perhaps overwritten in forward."""
+        nodes = self._nodes
+        while nodes[i].alias:
+            i = nodes[i].inputs[0]
+        return nodes[i].call in self.hold
+
     def _near(self, i: int, order: int) -> bool:
         own = self._orders.get(i)
         if own is None:
             return False
         at = bisect_left(own, order)
-        return at > 0 and own[at - 1] >= order - NEAR
+        return at > 0 and (own[at - 1] >= order - NEAR or (bool(self.hold) and self._is_held(i)))
 
     def _load(self, i: int, order: int, for_call: bool = False) -> bool:
         """Rebuilds a tensor unless it is held; returns whether the caller alone has it."""
@@ -181,6 +273,9 @@ class Replay:
             mine = [j for j in node.inputs if not self._data[j] and self._load(j, order, for_call or is_call)]
             if is_call:
                 self.flops += self._graph.calls[node.call].flops
+                self.runs[node.call] = self.runs.get(node.call, 0) + 1
+                if self.flops > self.most:
+                    raise _TooMuch
             if node.overwrites and mine[:1] == list(node.inputs[:1]):
                 del mine[0]
             else:
@@ -188,7 +283,7 @@ class Replay:
                 self._top = max(self._top, self._live)
             for j in mine:
                 self._live -= self._nodes[j].nbytes
-        if self._near(i, order) and (held or not for_call or node.call >= 0):
+        if self._near(i, order) and (held or not for_call or node.call >= 0 or (self.hold and self._is_held(i))):
             if not held:
                 self._held.append(i)
             return False
@@ -196,23 +291,29 @@ class Replay:
             self._held.remove(i)
         return True
 
-    def _peak_of_forward(self) -> int:
-        """The most bytes in forward, where an output that is kept stays alive when forward no longer needs it."""
+    def tops(self) -> list[int]:
+        """``Graph.tops``, where an output that is kept stays alive when forward no longer needs it."""
         graph = self._graph
         stays = [0] * (len(graph.tops) + 1)
         for call, at in graph.dies.items():
             i = graph.of_call[call]
             if i is not None and self._data[i] and self._last[i] >= 0:
                 stays[at + 1] += self._nodes[i].nbytes
-        return max(map(sum, zip(graph.tops, accumulate(stays), strict=False)), default=0)
+        return list(map(sum, zip(graph.tops, accumulate(stays), strict=False)))
 
-    def run(self) -> None:
-        graph, nodes = self._graph, self._nodes
-        self.peak = self._peak_of_forward()
-        release: dict[int, int] = {}
+    @property
+    def released(self) -> dict[int, list[int]]:
+        """For each saved tensor, the sizes of the data that is freed after it."""
+        found: dict[int, list[int]] = {}
         for i, number in enumerate(self._last):
             if number >= 0 and self._data[i]:
-                release[number] = release.get(number, 0) + nodes[i].nbytes
+                found.setdefault(number, []).append(self._nodes[i].nbytes)
+        return found
+
+    def run(self) -> None:
+        """Goes through backward."""
+        graph, nodes = self._graph, self._nodes
+        self.peak, released = max(self.tops(), default=0), self.released
         self._live, group, returned = self.kept, -1, 0
         for number in reversed(range(len(graph.packs))):
             if graph.groups[number] != group:
@@ -227,7 +328,7 @@ class Replay:
                     self._live -= nodes[j].nbytes
                 if self._load(i, order):
                     returned += nodes[i].nbytes
-            returned += release.get(number, 0)
+            returned += sum(released.get(number, ()))
             self.own[number] = before, self._live
             others = graph.others[number] if graph.others else Others(0, 0)
             self.peak = max(self.peak, self._top + others.before, self._live + others.after)

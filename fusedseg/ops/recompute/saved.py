@@ -201,8 +201,8 @@ class Recipe:
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # As in ``Data``, and whether a call that runs twice makes the tensor.
-    node, is_call = -1, False
+    # As in ``Data``; whether a call that runs twice makes the tensor; whether its value is held to the last use.
+    node, is_call, is_held = -1, False, False
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Recipe:
         if self.own is not None and order - NEAR <= self.own < order:
             return True
         i = bisect_left(self.orders, order)
-        return i > 0 and self.orders[i - 1] >= order - NEAR
+        return i > 0 and (self.is_held or self.orders[i - 1] >= order - NEAR)
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
         """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
@@ -231,7 +231,8 @@ class Recipe:
             value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-        if (self.is_call or not for_call or self.held) and self.near(order) and (self.held is not None or _hold(self)):
+        stays = self.held is not None or self.is_call or self.is_held or not for_call
+        if stays and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
@@ -283,8 +284,7 @@ class Handle:
         held, recipe = _thread.held, self.recipe
         if held:
             _let_go(held, self.order)
-        value = recipe.load(self.order)[0] if recipe.data is None else recipe.data.load()
-        return seen_as(value, recipe.at, self.at)
+        return seen_as(recipe.load(self.order)[0] if recipe.data is None else recipe.data.load(), recipe.at, self.at)
 
 
 class _Thread(threading.local):
@@ -313,9 +313,9 @@ def _hold(source: Data | Recipe) -> bool:
     would drop it, and the result is False.
     """
     task = torch._C._current_graph_task_id()
+    held = _thread.held
     if task == -1:
         return False
-    held = _thread.held
     if task != _thread.task:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _let_go(held))
         _thread.task = task
