@@ -129,7 +129,8 @@ class Graph:
         repeated = [i for i, count in best.runs.items() if count > 1]
         if repeated:
             # A run of a call may need runs of calls before it, so several values may save more than each by itself.
-            order = sorted(repeated, key=lambda i: self.calls[i].flops * (1 - best.runs[i]))
+            runs = best.runs
+            order = sorted(repeated, key=lambda i: self.calls[i].flops * (1 - runs[i]))
             for hold in (frozenset(order), *(frozenset((i,)) for i in order[:MOST_HELD])):
                 found = self._replayed(again, best.hold | hold, most)
                 if found is not None and found.peak <= best.peak and found.flops < best.flops:
