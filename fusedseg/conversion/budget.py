@@ -15,7 +15,7 @@ from .._sizes import text_of
 from ..memory import Footprint, LiveBytes
 from ..memory.meter import mean_of
 from ..ops.recompute.choice import Budget, Choice
-from ..ops.recompute.guide import Follow, Learn, Observe, Weigh, choose
+from ..ops.recompute.guide import Learn, Observe, Sizes, Weigh, choose
 from .flow import paths_of
 from .observe import on_fake_tensors, set_training
 from .wiring import Wiring
@@ -123,7 +123,7 @@ def apply_budget(
     observed = _observed(wiring, inputs)
     assert observed.graph is not None
     choice = wiring.choice = choose(observed.graph, budget, before.saved, after.saved)
-    wiring.make_guide = partial(Follow, choice)
+    wiring.make_guide = Sizes(budget, choice, before.saved, observed.graph.eager).guide
     paths = tuple((observed.paths[i], choice.calls[i].function) for i in sorted(choice.again))
     twice = Twice(budget, budget.bytes_of(before.saved), choice, paths)
     if twice.missed:

@@ -200,8 +200,8 @@ class Recipe:
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # As in ``Data``; the fewest bits of its sources; its calls; and whether a call that runs twice makes the tensor.
-    node, bits, steps, is_call = -1, EXACT, 1, False
+    # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
+    node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Recipe:
         if self.own is not None and order - NEAR <= self.own < order:
             return True
         i = bisect_left(self.orders, order)
-        return i > 0 and self.orders[i - 1] >= order - NEAR
+        return i > 0 and (self.is_held or self.orders[i - 1] >= order - NEAR)
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
         """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
@@ -230,7 +230,8 @@ class Recipe:
             value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-        if (self.is_call or not for_call or self.held) and self.near(order) and (self.held is not None or _hold(self)):
+        stays = self.held is not None or self.is_call or self.is_held or not for_call
+        if stays and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
@@ -281,8 +282,7 @@ class Handle:
         held, recipe = _thread.held, self.recipe
         if held:
             _let_go(held, self.order)
-        value = recipe.load(self.order)[0] if recipe.data is None else recipe.data.load()
-        return seen_as(value, recipe.at, self.at)
+        return seen_as(recipe.load(self.order)[0] if recipe.data is None else recipe.data.load(), recipe.at, self.at)
 
 
 class _Thread(threading.local):
