@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..memory import plan
@@ -92,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
                     args.budget,
                     batch=batch,
                     convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+                    budgets=spec.budgets,
                     converted=FUSED,
+                    code=spec.code,
                     dtype=DTYPES[args.dtype],
                     autocast=DTYPES[args.amp_dtype],
                     optimizer=OPTIMIZERS[args.optimizer],
@@ -109,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     except (Refused, OSError) as refusal:
         print(f"fusedseg plan: {refusal}", file=sys.stderr)
         return 2
-    print(found)
-    print(f"fusedseg stands for {spec.how}.")
+    remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
     if batch is not None and args.batch is None:
-        print(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
+        remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
+    print(replace(found, remarks=tuple(remarks)))
     return 0

@@ -7,8 +7,9 @@
 from .compare import Comparison, compare
 from .fake import estimate
 from .meter import Footprint, LiveBytes, SavedBytes, allocator_peak, measure
-from .plan import Plan, plan
+from .plan import Plan
 from .report import MemoryReport
+from .search import plan
 from .step import profile
 from .strategy import checkpoint_blocks
 

@@ -27,7 +27,7 @@ PHASE_KINDS = {
     "backward": "backward temporaries",
     "optimizer": "optimizer step",
 }
-# The kind of storages that a checkpoint makes when it runs forward again: module hooks run during backward.
+# The kind of storages that a checkpoint makes when it runs forward again: hooks run in backward.
 RECOMPUTED = "recomputed"
 # The kinds of storages that exist before the step and stay.
 RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constants")
@@ -237,10 +237,12 @@ class Trace(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         count = self._flops_of.get(func.overloadpacket)
         if count is not None:
-            where = RECOMPUTED if self._recomputes else self.phase
+            convolution = func.overloadpacket is torch.ops.aten.convolution
+            # The gradients of a convolution have an op of their own.
+            where = RECOMPUTED if self._recomputes or (convolution and self.phase == "backward") else self.phase
             self.flops[where] += count(*args, **(kwargs or {}), out_val=out)
-            if func.overloadpacket is torch.ops.aten.convolution and where in self.convolutions:
-                self.convolutions[where] += 1
+            if where in self.convolutions:
+                self.convolutions[where] += convolution
         return out
 
     # -- modules ------------------------------------------------------------------------------------------------------

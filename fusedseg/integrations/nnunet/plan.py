@@ -13,7 +13,8 @@ from torch import nn
 
 from ...conversion import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.plan import gib, largest, parse_budget
+from ...memory.plan import gib, parse_budget
+from ...memory.search import largest
 from ...memory.tables import table, wrapped
 from .loss import fused_loss
 

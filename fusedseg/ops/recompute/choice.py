@@ -123,12 +123,14 @@ class Choice:
         again: the indices in ``calls`` of those that do, so that their output is not kept.
         kept: the bytes that the step keeps then; None if they are not known.
         flops: the arithmetic that backward repeats; a call may have to run more than once more.
+        peak: the most bytes at once, as ``graph.Cost`` counts them; None if they are not known.
     """
 
     calls: tuple[Call, ...]
     again: frozenset[int]
     kept: int | None = None
     flops: int = 0
+    peak: int | None = None
 
     def has(self, index: int, call: Call) -> bool:
         """Whether the call with this number is the one that was planned, for the same size or another one."""

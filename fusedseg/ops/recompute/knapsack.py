@@ -11,7 +11,7 @@ arithmetic among those whose peak is not above the lowest peak so far.  So a sma
 for ``SAME``, the share by which the peak may rise for small tensors such as copies of biases.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -187,17 +187,22 @@ class Knapsack:
             most_bytes: the bytes that may be kept; -inf for as few as possible.
             most_flops: the arithmetic that may be repeated.
         """
+        for best in self.steps(eager, most_flops):
+            if best.cost.kept <= most_bytes:
+                break
+        return best
+
+    def steps(self, eager: int, most_flops: float) -> Iterator[Found]:
+        """The sets on the way down, in order; the first one is empty.  Arguments as in ``descend``."""
         best = Found(frozenset(), self.nothing, exact=True)
+        yield best
         height = max(1, eager // STEPS)
         level, peak = float(self.nothing.kept), self.nothing.peak
-        while best.cost.kept > most_bytes:
-            level -= height
-            if level < 0:
-                break
+        while (level := level - height) >= 0:
             if best.cost.kept <= level:
                 continue
             found = self.solve(Limits(level, most_flops, peak * (1 + SAME)), best.again)
             if found is None:
-                break
+                return
             best, peak = found, min(peak, found.cost.peak)
-        return best
+            yield best
