@@ -81,6 +81,8 @@ class Ladder:
         """Lets the model follow this budget from now on."""
         wiring = self.model.__dict__[WIRING]
         wiring.choice = None if rung.budget is None else rung.choice
+        # torch.compile can read this tuple once it is cached, but not compute it.
+        assert rung.choice.again_in_order is not None
         wiring.make_guide = None if rung.budget is None else partial(Follow, rung.choice)
 
     def _find_next(self) -> bool:

@@ -189,7 +189,7 @@ class _Search:
             task = self._task
             assert task.budgets is not None
             net = fake_model(task.model, self._mode, task.dtype)
-            self._ladder = task.budgets(net, fake_inputs(_batched(task.input_shape, task.batch or EXAMPLE), task.dtype))
+            self._ladder = task.budgets(net, fake_inputs(batched(task.input_shape, task.batch or EXAMPLE), task.dtype))
         return self._ladder
 
     def _net(self, strategy: Strategy) -> nn.Module:
@@ -207,7 +207,7 @@ class _Search:
     def _report(self, net: nn.Module, strategy: Strategy, said: str, n: int) -> MemoryReport:
         task = self._task
         self._say(f"{said}, batch {n}")
-        inputs = fake_inputs(_batched(task.input_shape, n), task.dtype)
+        inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
         return profile_fake(
             net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
         )
@@ -244,7 +244,7 @@ class _Search:
 
     def _example(self) -> str:
         task = self._task
-        shapes = _batched(task.input_shape, task.batch or EXAMPLE)
+        shapes = batched(task.input_shape, task.batch or EXAMPLE)
         dtype = "" if task.dtype == torch.float32 else f", dtype={task.dtype}"
         inputs = [f"torch.empty({', '.join(map(str, shape))}{dtype})" for shape in shapes]
         return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
@@ -317,7 +317,8 @@ def largest(total: Callable[[int], int], usable: int) -> int:
     return fits
 
 
-def _batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
+def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
+    """The shapes of all inputs with their batch."""
     if not isinstance(input_shape, Sequence) or not input_shape:
         raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
     shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape

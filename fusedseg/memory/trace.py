@@ -137,13 +137,11 @@ class Trace(LiveBytes):
         self.times: list[int] = []
         self.marks: dict[str, int] = {}
         self.rows: list[Row] = []
-        self.resident = 0
-        self.peak_event = -1
+        self.resident, self.peak_event = 0, -1
         self.flops = dict.fromkeys((*PHASES, RECOMPUTED), 0)
         self.convolutions = {"forward": 0, RECOMPUTED: 0}
         self.phase = PHASES[0]
-        self._closed = False
-        self._highest = 0
+        self._closed, self._highest = False, 0
         self._index: dict[int, int] = {}
         self._calls: list[_Call] = []
         self._layers: dict[nn.Module, tuple[int, str]] = {}
