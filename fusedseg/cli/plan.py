@@ -168,5 +168,4 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
 def _curve(
     spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
 ) -> Curve:
-    more = {} if batch is None else {"batch": batch}
-    return curve(spec.build, samples, spec.budgets, dtype=DTYPES[args.dtype], progress=say, **more)
+    return curve(spec.build, samples, spec.budgets, batch=batch or 2, dtype=DTYPES[args.dtype], progress=say)

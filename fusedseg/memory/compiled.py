@@ -22,10 +22,12 @@ class Partition(NamedTuple):
     Attributes:
         kept: bytes that forward keeps for backward, without parameters and buffers.
         repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
+        flops: this arithmetic of forward, as far as ops of PyTorch do it.
     """
 
     kept: int
     repeated: float
+    flops: int
 
 
 def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
@@ -46,8 +48,8 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
     # module of lowerings without importing it.
     import torch._dynamo
     import torch._inductor.lowering
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
 
     found: dict[float, Partition] = {}
@@ -59,8 +61,8 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
                 # Copying a graph warns of a class of PyTorch that its own copy uses.
                 warnings.simplefilter("ignore", FutureWarning)
                 twin = copy.deepcopy(joint)
-            parts = _divided(twin, joint_inputs, budget, options)
-            found[budget] = _partition(joint, *parts, owned, options["num_fwd_outputs"])
+            forward, backward = _divided(twin, joint_inputs, budget, options)
+            found[budget] = _partition(joint, forward, backward, owned, options["num_fwd_outputs"])
         return _divided(joint, joint_inputs, 1.0, options)
 
     def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
@@ -105,7 +107,7 @@ def _partition(
             kept[key_of(value)] = value.untyped_storage().nbytes()
     first = _flops(forward)
     again = first + _flops(backward) - _flops(joint)
-    return Partition(sum(kept.values()), again / max(first, 1))
+    return Partition(sum(kept.values()), again / max(first, 1), first)
 
 
 def _flops(module: fx.GraphModule) -> int:

@@ -1,17 +1,21 @@
 """``plan`` and its strategies."""
 
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
+from fusedseg.conversion import Ladder
 from fusedseg.memory import checkpoint_blocks, plan, profile
 from fusedseg.memory.plan import Option, Plan, parse_budget
-from fusedseg.memory.search import largest
+from fusedseg.memory.search import fitting, largest, within
 from fusedseg.memory.strategy import Strategy
 from fusedseg.unet import UNet
+from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 
 SHAPE = (3, 64, 64)
@@ -178,6 +182,85 @@ def test_the_cheapest_way_to_a_batch():
         step_alone(PLAIN, SHAPE, least - 1, batch=8, convert=convert, reserve=0.0)
 
 
+class Rung(NamedTuple):
+    budget: float | None
+    kept: int
+    peak: int
+    repeated: float
+
+
+def rungs(peaks):
+    return [Rung(1.0 - i / 100 if i else None, 0, peak, i / 100) for i, peak in enumerate(peaks)]
+
+
+def test_the_rung_that_fits_is_found_with_few_steps():
+    """Totals are 50 above the peaks of the rungs, or fall half as much, as under autocast."""
+    peaks = list(range(1000, 0, -10))
+    for total, first in ((lambda rung: rung.peak + 50, 46), (lambda rung: rung.peak // 2 + 400, 60)):
+        measured = []
+
+        def measure(rung, total=total, measured=measured):
+            measured.append(rung)
+            return total(rung)
+
+        found = fitting(rungs(peaks), measure, 600 if first == 60 else 590)
+        assert found.repeated == pytest.approx(first / 100)
+        assert len(set(measured)) < 10
+    # Nothing fits: the last rung.  The first one fits: no other rung is searched.
+    assert fitting(rungs(peaks), lambda rung: rung.peak, 5).peak == 10
+    assert fitting(iter(rungs(peaks[:1])), lambda rung: rung.peak, 1000).budget is None
+
+
+def test_the_rungs_within_shares_of_arithmetic():
+    walked = []
+    ladder = (walked.append(rung) or rung for rung in rungs(range(100, 0, -1)))
+    assert [rung.repeated for rung in within(ladder, (0.02, 0.1, 0.3))] == [0.02, 0.1, 0.3]
+    assert len(walked) == 32
+    assert [rung.repeated for rung in within(rungs([9, 8]), (0.005, 0.02, 0.1))] == [0.0, 0.01]
+
+
+def test_a_budget_costs_less_arithmetic_than_checkpoints(monkeypatch):
+    """A wanted batch that conversion alone cannot hold: the code of the plan gives a model that keeps these bytes."""
+    ways = [Strategy(), Strategy(checkpoint=True), Strategy(converted=True)]
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: ways)
+    make, shape = partial(PlainConvUNet, widths=(8, 16, 32)), (1, 16, 16, 16)
+
+    def convert(model):
+        fusedseg.convert(model, example_inputs=torch.empty(2, *shape))
+        return model
+
+    task = partial(step_alone, make, shape, batch=2, convert=convert, budgets=Ladder, reserve=0.0)
+    needs = {option.label: option.total for option in task("1GiB").options}
+    # Without need for a budget none is tried.
+    assert not any("budget" in label for label in needs)
+    found = task(int(0.95 * needs["fusedseg"]))
+    best = found.exact
+    assert best is not None
+    assert best.label == f"fusedseg+budget={best.strategy.budget:g}"
+    assert 0.0 < best.repeated < 0.5 < {option.label: option for option in found.options}["checkpoint"].repeated
+    assert str(found).endswith(f"\n\n{best.label}:\n    {best.code}")
+    with FakeTensorMode():
+        model = make()
+        report = eval(best.code, {"fusedseg": fusedseg, "torch": torch, "model": model})
+    assert report.after.saved == best.kept
+
+
+def test_budgets_buy_larger_batches(monkeypatch):
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy(), Strategy(converted)])
+    monkeypatch.setattr("fusedseg.memory.search.SHARES", (0.1, 0.3))
+    make, shape = partial(PlainConvUNet, widths=(4, 8)), (1, 8, 8, 8)
+    found = step_alone(
+        make, shape, "4MiB", convert=lambda model: Ladder(model, torch.empty(2, *shape)).model, budgets=Ladder
+    )
+    exact = [option for option in found.options if not option.strategy.amp]
+    assert [option.label for option in exact][:2] == ["eager", "fusedseg"]
+    batches, budgets = [option.batch for option in exact], [option.strategy.budget for option in exact[2:]]
+    assert batches == sorted(set(batches))
+    assert len(budgets) == 2
+    assert budgets[0] > budgets[1]
+    assert [option.repeated <= share for option, share in zip(exact[2:], (0.1, 0.3), strict=True)] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -225,8 +308,8 @@ def test_a_scope_within_the_checkpoints():
     nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     reports, grads = [], []
-    for net, within in zip(nets, (None, fusedseg.recompute()), strict=True):
-        checkpoint_blocks(net, within=within)
+    for net, scope in zip(nets, (None, fusedseg.recompute()), strict=True):
+        checkpoint_blocks(net, within=scope)
         reports.append(profile(net, x))
         net(x).square().mean().backward()
         grads.append([p.grad for p in net.parameters()])
@@ -238,7 +321,7 @@ def test_a_scope_within_the_checkpoints():
 
 
 def test_labels_are_read_back():
-    for label in ("eager", "amp", "fusedseg+amp+checkpoint"):
+    for label in ("eager", "amp", "fusedseg+amp+checkpoint", "fusedseg+amp+budget=0.3"):
         assert Strategy.parse(label, "fusedseg").label("fusedseg") == label
     for label in ("fast", "amp+amp", "eager+amp", ""):
         with pytest.raises(ValueError, match="expected eager, or fusedseg, amp, checkpoint joined by"):
