@@ -43,7 +43,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     try:
         out = func(*args, **kwargs)
     finally:
-        registry.claim, registry.vectors = before, None
+        registry.claim, registry.vectors, registry.collected = before, None, vectors
     again = _again(x, named.get("weight"), named.get("bias"), vectors, instance) if own else None
     if again is not None:
         registry.offer(out, again, [x])
