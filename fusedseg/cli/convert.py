@@ -13,7 +13,7 @@ from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.
-OPTIONS = ("mode", "slope", "inplace", "budget", "extra_flops")
+OPTIONS = ("mode", "slope", "inplace", "budget", "extra_flops", "bits")
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
@@ -62,6 +62,13 @@ def add_convert(commands) -> None:
         metavar="SHARE",
         help="the arithmetic that may run twice, as a share of the forward's (0.02); without --budget it buys as few "
         "bytes as it can (default with --budget: 1.0)",
+    )
+    command.add_argument(
+        "--bits",
+        type=int,
+        choices=(8, 4),
+        metavar="N",
+        help="keep activations in 8 or 4 bits a value: forward stays exact, the gradient gets noise; not with a budget",
     )
     command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"

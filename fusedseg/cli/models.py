@@ -50,10 +50,10 @@ class Spec:
     how: str
     code: str | None = None
 
-    def meaning(self, budgets: bool) -> str:
-        """What "fusedseg" stands for; with ``budgets`` also what it stands for beside a budget."""
-        more = ", with a budget for fusedseg.convert(model, budget=...) of its stock modules"
-        return f"fusedseg stands for {self.how}{more if budgets and self.code else ''}."
+    def meaning(self, options: bool) -> str:
+        """What "fusedseg" stands for; with ``options`` also what it stands for beside a budget or bits."""
+        more = ", with a budget or bits for fusedseg.convert of its stock modules"
+        return f"fusedseg stands for {self.how}{more if options and self.code else ''}."
 
     @property
     def budgets(self) -> Budgets:

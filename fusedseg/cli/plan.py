@@ -155,6 +155,7 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         batch=batch,
         convert=spec.convert([(batch or 2, *shape) for shape in samples]),
         budgets=spec.budgets,
+        bits=(8, 4),
         converted=FUSED,
         code=spec.code,
         dtype=DTYPES[args.dtype],

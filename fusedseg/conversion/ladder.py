@@ -112,8 +112,8 @@ class Ladder:
 
 
 def _shortest(least: float, below: float) -> float:
-    """The number with the fewest decimals from ``least`` up to but not including ``below``."""
-    for decimals in range(1, DECIMALS):
+    """The number with the fewest decimals, but at least two, from ``least`` up to but not including ``below``."""
+    for decimals in range(2, DECIMALS):
         number = math.ceil(least * 10**decimals) / 10**decimals
         if number < below:
             return number

@@ -9,6 +9,7 @@ from .tables import table, wrapped
 from .units import MEBIBYTE
 
 OP = "fusedseg.memory.plan"
+NOISE = "With noise in the gradient"
 
 
 def parse_budget(budget: int | str) -> int:
@@ -50,6 +51,11 @@ class Option:
     repeated: float
     code: str = ""
 
+    @property
+    def noisy(self) -> bool:
+        """Whether activations are kept in fewer bits, which adds noise to the gradient."""
+        return self.strategy.bits is not None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -75,7 +81,7 @@ class Plan:
 
     @property
     def cheapest(self) -> Option:
-        """The combination that fits with the least repeated arithmetic.
+        """The combination that fits with the least repeated arithmetic; noisy ones come after all others.
 
         Ties are decided by the largest batch, then the fewest measures, then the fewest bytes.
         """
@@ -86,16 +92,15 @@ class Plan:
         """The cheapest combination, and each further one whose repeated arithmetic buys a larger batch."""
         chosen: list[Option] = []
         for option in sorted((option for option in self.options if option.fits), key=_cost):
-            if not chosen or option.batch > chosen[-1].batch:
+            if not chosen or (option.batch > chosen[-1].batch and option.noisy == chosen[0].noisy):
                 chosen.append(option)
         return chosen
 
     @property
     def exact(self) -> Option | None:
-        """The cheapest combination without autocast, which rounds; None if none fits."""
-        return min(
-            (option for option in self.options if option.fits and not option.strategy.amp), key=_cost, default=None
-        )
+        """The cheapest combination without autocast, which rounds, and without noise; None if none fits."""
+        exact = [option for option in self.options if option.fits and not option.strategy.amp and not option.noisy]
+        return min(exact, key=_cost, default=None)
 
     def table(self) -> str:
         """A line for each combination: its batch, its bytes, and the arithmetic that it repeats."""
@@ -105,15 +110,15 @@ class Plan:
             found = str(option.batch) if option.fits else "none"
             if self.batch is not None:
                 found = "yes" if option.fits else "no"
-            useless = self._useless(option)
-            lines.append((option.label, found, gib(option.kept), gib(option.total), _share(option), useless))
+            remarks = [remark for remark in ("noise" if option.noisy else "", self._useless(option)) if remark]
+            lines.append((option.label, found, gib(option.kept), gib(option.total), _share(option), ", ".join(remarks)))
         lines += [(label, "left out", "", "", "", "") for label in self.left_out]
         return table(("", head, "kept", "peak", "repeated", ""), lines)
 
     def _useless(self, option: Option) -> str:
         """A remark if another combination with fewer measures and no more arithmetic is as good; otherwise ""."""
         for other in sorted(self.options, key=lambda other: other.strategy.measures):
-            simpler = other.strategy.is_part_of(option.strategy) and _rounded(other) <= _rounded(option)
+            simpler = other.strategy.is_part_of(option.strategy) and _cost(other)[:2] <= _cost(option)[:2]
             no_gain = other.total <= option.total if self.batch is not None else other.batch >= option.batch
             if simpler and no_gain and other.fits:
                 return f"no gain over {other.label}"
@@ -130,6 +135,7 @@ class Plan:
                 "fits": option.fits,
                 "repeated": option.repeated,
                 "budget": option.strategy.budget,
+                "bits": option.strategy.bits,
                 "code": option.code,
             }
             for option in self.options
@@ -168,13 +174,15 @@ class Plan:
     def _wanted(self) -> tuple[list[Option], list[str]]:
         """The options to name, and sentences about them."""
         best, exact = self.cheapest, self.exact
-        lines = [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {_price(best)}."]
-        if exact is None or exact is best:
-            return [best], lines
-        lines.append(
-            f"Without autocast, which rounds to half precision: {exact.label}, {gib(exact.total)}, {_price(exact)}."
-        )
-        return [best, exact], lines
+        named, lines = [best], [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {_price(best)}."]
+        if exact is not None and exact is not best:
+            named.append(exact)
+            text = f"{exact.label}, {gib(exact.total)}, {_price(exact)}"
+            lines.append(f"Without autocast, which rounds to half precision: {text}.")
+        if not best.noisy and named[-1].repeated:
+            noisy = [option for option in self._noisy() if option.strategy.amp == named[-1].strategy.amp][:1]
+            lines += [f"{NOISE}: {option.label}, {gib(option.total)}, {_price(option)}." for option in noisy]
+        return named, lines
 
     def _largest(self) -> tuple[list[Option], list[str]]:
         first, *more = self.choices
@@ -182,19 +190,24 @@ class Plan:
         lines = [f"Largest batch {_price(first)}: {first.batch}, with {first.label}."]
         if first.strategy.amp:
             exact = [option for option in self.options if option.fits and not option.strategy.amp]
-            same = [option for option in exact if _rounded(option) <= _rounded(first)]
+            same = [option for option in exact if option.noisy == first.noisy and _rounded(option) <= _rounded(first)]
             if same:
                 best = min(same, key=_cost)
                 named.append(best)
                 lines.append(f"Without autocast, which rounds to half precision: {best.batch}, with {best.label}.")
         for option in more:
-            gain = option.batch / first.batch - 1
-            lines.append(
-                f"{_share(option)} of repeated arithmetic buys {option.batch} ({gain:+.1%}), with {option.label}."
-            )
+            gain = f"{option.batch / first.batch - 1:+.1%}"
+            lines.append(f"{_share(option)} of repeated arithmetic buys {option.batch} ({gain}), with {option.label}.")
         if not more and any(option.repeated for option in self.options):
             lines.append("More arithmetic buys no larger batch.")
+        if not first.noisy:
+            noisy = [option for option in self._noisy() if option.strategy.amp == first.strategy.amp]
+            lines += [f"{NOISE}: {option.batch}, with {option.label}." for option in noisy]
         return [*named, *more], lines
+
+    def _noisy(self) -> list[Option]:
+        """The noisy options that fit, those with the least noise first."""
+        return sorted((option for option in self.options if option.fits and option.noisy), key=_cost)
 
 
 def _rounded(option: Option) -> float:
@@ -202,8 +215,10 @@ def _rounded(option: Option) -> float:
     return round(option.repeated, 3)
 
 
-def _cost(option: Option) -> tuple[float, int, int, int]:
-    return _rounded(option), -option.batch, option.strategy.measures, option.total
+def _cost(option: Option) -> tuple[int, float, int, int, int]:
+    # Fewer bits are noisier.
+    noise = 0 if option.strategy.bits is None else 64 - option.strategy.bits
+    return noise, _rounded(option), -option.batch, option.strategy.measures, option.total
 
 
 def _share(option: Option) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ class Task:
     batch: int | None
     convert: Convert | None
     budgets: Budgets | None
+    bits: Sequence[int]
     converted: str
     code: str | None
     dtype: torch.dtype
@@ -51,6 +52,7 @@ def plan(
     batch: int | None = None,
     convert: Convert | None = None,
     budgets: Budgets | None = None,
+    bits: Sequence[int] = (),
     converted: str = "fusedseg",
     code: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -80,6 +82,8 @@ def plan(
             combinations with conversion.
         budgets: a function that is called with a copy of the model and its inputs, and returns the ladder of its
             budgets: ``fusedseg.conversion.Ladder``.  None leaves out byte budgets.
+        bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
+            with the keyword ``bits`` then.  They add noise to the gradient, so they come after all other combinations.
         converted: the name of the converted model in labels.
         code: the line of Python that makes the converted model; the default is a call of ``fusedseg.convert``.
         dtype: the dtype of the model.
@@ -105,8 +109,9 @@ def plan(
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
     task = Task(
-        model, input_shape, usable, batch, convert, budgets, converted,
-        code=code, dtype=dtype, autocast=autocast, optimizer=optimizer, loss=loss, progress=progress,
+        model, input_shape, usable, batch, convert, budgets,
+        bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast, optimizer=optimizer, loss=loss,
+        progress=progress,
     )  # fmt: skip
     with fake_mode() as mode:
         search = _Search(task, mode)
@@ -129,18 +134,18 @@ class _Search:
         self.options: list[Option] = []
         self.left_out: dict[str, str] = {}
         self.name = ""
-        # Models are shared by the strategies with and without autocast: (converted, with checkpoints) -> model.
-        self._nets: dict[tuple[bool, bool], nn.Module] = {}
+        # Models are shared by the strategies with and without autocast; the keys are those without.
+        self._nets: dict[Strategy, nn.Module] = {}
         self._ladder: Ladder | None = None
 
     def run(self) -> None:
         strategies = combinations(self._task.convert is not None)
         budgets = [Strategy(converted=True, amp=amp) for amp in (False, True)] if self._task.budgets else []
-        count = len(strategies) + len(budgets)
-        for number, strategy in enumerate(strategies, 1):
-            self._try(strategy, f"({number} of {count})")
-        for number, strategy in enumerate(budgets, len(strategies) + 1):
-            self._try_budgets(strategy, f"({number} of {count})")
+        noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
+        tries = [*((self._try, s) for s in strategies), *((self._try_budgets, s) for s in budgets)]
+        tries += [(self._try, strategy) for strategy in noisy]
+        for number, (run, strategy) in enumerate(tries, 1):
+            run(strategy, f"({number} of {len(tries)})")
 
     def _try(self, strategy: Strategy, place: str) -> None:
         label = strategy.label(self._task.converted)
@@ -193,7 +198,7 @@ class _Search:
         return self._ladder
 
     def _net(self, strategy: Strategy) -> nn.Module:
-        key = strategy.converted, strategy.checkpoint
+        key = replace(strategy, amp=False)
         if key not in self._nets:
             net = fake_model(self._task.model, self._mode, self._task.dtype)
             self.name = self.name or type(net).__name__

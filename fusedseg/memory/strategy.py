@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
-EAGER, AMP, CHECKPOINT, BUDGET = "eager", "amp", "checkpoint", "budget"
+EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
 # A function that is called with a model of its own and the keywords of ``Strategy.options``, and returns the converted
 # model.
 Convert = Callable[..., nn.Module]
@@ -109,12 +109,14 @@ class Strategy:
         amp: whether the step runs under autocast.
         checkpoint: whether ``checkpoint_blocks`` is applied.
         budget: the share of the stock model's bytes that the converted model may keep; None for no budget.
+        bits: the bits of a value in which the converted model keeps activations; None keeps them as they are.
     """
 
     converted: bool = False
     amp: bool = False
     checkpoint: bool = False
     budget: float | None = None
+    bits: int | None = None
 
     def label(self, converted: str) -> str:
         parts = [(self.converted, converted), (self.amp, AMP), (self.checkpoint, CHECKPOINT)]
@@ -124,7 +126,7 @@ class Strategy:
     @property
     def options(self) -> dict[str, float]:
         """The keywords for the function that converts the model."""
-        return {} if self.budget is None else {BUDGET: self.budget}
+        return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
 
     @property
     def measures(self) -> int:
@@ -149,10 +151,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager", "fusedseg+amp" or "fusedseg+budget=0.3".
+        """The strategy of a label such as "eager", "fusedseg+amp", "fusedseg+budget=0.3" or "fusedseg+bits=4".
 
         Raises:
-            ValueError: the label has an unknown word, or a word twice, or a budget that is no share.
+            ValueError: the label has an unknown word, or a word twice, or a budget or bits that are out of range.
         """
         words = label.split("+")
         known = (converted, AMP, CHECKPOINT)
@@ -160,14 +162,13 @@ class Strategy:
         options = dict(word.split("=", 1) for word in words if "=" in word)
         if plain != [EAGER] and (not set(plain) <= set(known) or len(set(plain)) < len(plain)):
             raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        if options and (set(options) != {BUDGET} or len(plain) + 1 < len(words) or converted not in plain):
-            raise ValueError(
-                f"expected {BUDGET}=SHARE beside {converted}, such as {converted}+budget=0.3, got {label!r}"
-            )
-        budget = None
-        if options:
-            budget = _share(options[BUDGET], label)
-        return cls(converted in words, AMP in words, CHECKPOINT in words, budget)
+        if options and (not set(options) <= {BUDGET, BITS} or len(plain) + 1 < len(words) or converted not in plain):
+            raise ValueError(f"expected {BUDGET}=SHARE or {BITS}=8 or 4 beside {converted}, got {label!r}")
+        budget, bits = options.get(BUDGET), options.get(BITS)
+        if bits not in (None, "8", "4"):
+            raise ValueError(f"bits must be 8 or 4, got {label!r}")
+        share = None if budget is None else _share(budget, label)
+        return cls(converted in words, AMP in words, CHECKPOINT in words, share, None if bits is None else int(bits))
 
 
 def _share(text: str, label: str) -> float:

@@ -28,6 +28,25 @@ def test_convert_with_a_budget(capsys):
     assert "For extra_flops 0.02, " in capsys.readouterr().out
 
 
+def test_convert_with_bits(capsys):
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["after"]["saved"] <= 0.12 * report["before"]["saved"]
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--budget", "0.3"]) == 2
+    assert "bits and a budget cannot be given together" in capsys.readouterr().err
+
+
+def test_profile_names_packed_bytes(capsys, tmp_path):
+    figures = tmp_path / "found.json"
+    assert main(["profile", NETWORK, *VOLUME, "--compare", "fusedseg+bits=4,eager", "--json", str(figures)]) == 0
+    packed, eager = json.loads(figures.read_text())["reports"]
+    # What is not packed is the image and a few vectors.
+    assert packed["saved_by"]["kind"]["packed"] > 0.7 * packed["saved_bytes"]
+    assert packed["saved_bytes"] < 0.12 * eager["saved_bytes"]
+    assert main(["profile", NETWORK, *VOLUME, "--compare", "fusedseg+bits=5"]) == 2
+    assert "--compare: bits must be 8 or 4, got 'fusedseg+bits=5'" in capsys.readouterr().err
+
+
 def test_profile_compares_budgets(capsys, tmp_path):
     figures = tmp_path / "found.json"
     labels = ["eager", "fusedseg", "fusedseg+budget=0.4"]

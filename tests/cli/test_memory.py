@@ -201,7 +201,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         (PLAN, "--budget is needed, or --curve with a model; see fusedseg plan --help"),
         ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=3"], "--compare: a budget must be a share above 0"),
-        ([*PROFILE, *IMAGE, "--compare", "eager+budget=0.3"], "--compare: expected budget=SHARE beside fusedseg"),
+        ([*PROFILE, *IMAGE, "--compare", "eager+budget=0.3"], "--compare: expected budget=SHARE or bits=8 or 4 beside"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
     ],

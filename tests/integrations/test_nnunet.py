@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from torch import nn
 import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
-from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+from fusedseg.integrations.nnunet import UnknownLoss, fused_loss, plan
+from tests.nnunet import PlainConvUNet
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -48,6 +50,24 @@ def test_another_loss_is_refused_by_name():
 def test_refusals_of_plan(argv, said, capsys):
     assert main(["plan", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_plan_has_a_row_for_each_trainer(monkeypatch):
+    """A budget fits a larger batch than conversion alone, without nnU-Net's own code."""
+    monkeypatch.setattr(plan, "fused_loss", lambda loss: loss)
+    monkeypatch.setattr(plan, "_largest_patch", lambda planned, total, usable: None)
+
+    class Squares(nn.Module):
+        def forward(self, out, targets):
+            return out.square().mean()
+
+    build = partial(PlainConvUNet, widths=(8, 16))
+    planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
+    fits = {way: plan._fit(planned, way, 16 * 2**20, print) for way in plan.WAYS}
+    stock, ours, budget = (fits[way].batch for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))
+    assert stock < ours < budget
+    text = str(plan.NnunetPlan(planned, 2**24, 2**24, fits))
+    assert "fusedseg, budget 0.3 " in text
 
 
 class StandIn:

@@ -149,6 +149,47 @@ def test_what_gains_nothing_is_marked():
     assert "no gain over eager" in Plan("Net", needs, 10, 10, 8).table()
 
 
+def test_noisy_ways_come_last():
+    """8 and 4 bits are named after all exact ways, and never marked as better than one."""
+    options = (
+        option("fusedseg", 100), option("fusedseg+budget=0.3", 150, 0.1), option("fusedseg+bits=8", 300),
+        option("fusedseg+bits=4", 500),
+    )  # fmt: skip
+    found = Plan("Net", options, 10, 10, None)
+    assert found.cheapest is found.exact is options[0]
+    assert found.choices == list(options[:2])
+    text = str(found)
+    assert text.index("buys 150") < text.index("With noise in the gradient: 300, with fusedseg+bits=8.")
+    assert text.index("fusedseg+bits=8.") < text.index("With noise in the gradient: 500, with fusedseg+bits=4.")
+    lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}
+    assert lines["fusedseg+bits=8"].endswith(" noise")
+    assert not any("no gain" in line for line in lines.values())
+    # A wanted batch: an exact way comes first, however much arithmetic it repeats.
+    found = Plan("Net", options[1:], 10, 10, 8)
+    assert found.cheapest is options[1]
+    assert "With noise in the gradient: fusedseg+bits=8, " in str(found)
+    assert Plan("Net", options[2:], 10, 10, 8).cheapest is options[2]
+
+
+def test_bits_are_planned_after_exact_ways():
+    def converted(model, **options):
+        fusedseg.convert(model, example_inputs=torch.empty(2, *SHAPE), **options)
+        return model
+
+    found = step_alone(PLAIN, SHAPE, "1GiB", batch=2, convert=converted, bits=(8, 4))
+    noisy = [option for option in found.options if option.noisy]
+    assert [option.label for option in noisy] == [
+        "fusedseg+bits=8", "fusedseg+amp+bits=8", "fusedseg+bits=4", "fusedseg+amp+bits=4",
+    ]  # fmt: skip
+    by_label = {option.label: option for option in found.options}
+    # The image is kept as it is.
+    image = 4 * 2 * 3 * 64 * 64
+    assert noisy[2].kept - image < 0.6 * (noisy[0].kept - image)
+    assert noisy[0].kept < 0.6 * by_label["fusedseg"].kept
+    assert noisy[2].code.endswith(", bits=4)")
+    assert found.cheapest.label == "eager"
+
+
 def test_a_model_without_blocks_is_planned_without_checkpoints():
     """``checkpoint_blocks`` raised an error, so no strategy was planned."""
     layers = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))]
@@ -247,18 +288,16 @@ def test_a_budget_costs_less_arithmetic_than_checkpoints(monkeypatch):
 
 def test_budgets_buy_larger_batches(monkeypatch):
     monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy(), Strategy(converted)])
-    monkeypatch.setattr("fusedseg.memory.search.SHARES", (0.1, 0.3))
+    monkeypatch.setattr("fusedseg.memory.search.SHARES", (0.3,))
     make, shape = partial(PlainConvUNet, widths=(4, 8)), (1, 8, 8, 8)
     found = step_alone(
         make, shape, "4MiB", convert=lambda model: Ladder(model, torch.empty(2, *shape)).model, budgets=Ladder
     )
     exact = [option for option in found.options if not option.strategy.amp]
     assert [option.label for option in exact][:2] == ["eager", "fusedseg"]
-    batches, budgets = [option.batch for option in exact], [option.strategy.budget for option in exact[2:]]
-    assert batches == sorted(set(batches))
-    assert len(budgets) == 2
-    assert budgets[0] > budgets[1]
-    assert [option.repeated <= share for option, share in zip(exact[2:], (0.1, 0.3), strict=True)] == [True, True]
+    assert len(exact) == 3
+    assert exact[0].batch < exact[1].batch < exact[2].batch
+    assert 0.0 < exact[2].repeated <= 0.3
 
 
 @pytest.mark.parametrize(
@@ -321,7 +360,7 @@ def test_a_scope_within_the_checkpoints():
 
 
 def test_labels_are_read_back():
-    for label in ("eager", "amp", "fusedseg+amp+checkpoint", "fusedseg+amp+budget=0.3"):
+    for label in ("eager", "amp", "fusedseg+amp+checkpoint", "fusedseg+amp+budget=0.3", "fusedseg+bits=4"):
         assert Strategy.parse(label, "fusedseg").label("fusedseg") == label
     for label in ("fast", "amp+amp", "eager+amp", ""):
         with pytest.raises(ValueError, match="expected eager, or fusedseg, amp, checkpoint joined by"):
