@@ -53,8 +53,9 @@ def test_refusals_of_plan(argv, said, capsys):
 
 
 def test_plan_has_a_row_for_each_trainer(monkeypatch):
-    """A budget fits a larger batch than conversion alone, without nnU-Net's own code."""
+    """A budget needs fewer bytes than conversion alone; without nnU-Net's own code."""
     monkeypatch.setattr(plan, "fused_loss", lambda loss: loss)
+    monkeypatch.setattr(plan, "largest", lambda total, usable: 2)
     monkeypatch.setattr(plan, "_largest_patch", lambda planned, total, usable: None)
 
     class Squares(nn.Module):
@@ -63,9 +64,9 @@ def test_plan_has_a_row_for_each_trainer(monkeypatch):
 
     build = partial(PlainConvUNet, widths=(8, 16))
     planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
-    fits = {way: plan._fit(planned, way, 16 * 2**20, print) for way in plan.WAYS}
-    stock, ours, budget = (fits[way].batch for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))
-    assert stock < ours < budget
+    fits = {way: plan._fit(planned, way, 2**24, print) for way in plan.WAYS}
+    stock, ours, budget = (fits[way].total for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))
+    assert stock > ours > budget
     text = str(plan.NnunetPlan(planned, 2**24, 2**24, fits))
     assert "fusedseg, budget 0.3 " in text
 
