@@ -146,9 +146,10 @@ def draw_plan(theme: Theme) -> Figure:
         ax.text(option["batch"] + 0.15, row, f"{option['batch']}{again}", va="center", color=theme.text, fontsize=12)
     ax.set_yticks(range(len(options)), [option["label"].replace("+", " + ") for option in options], fontsize=12)
     ax.invert_yaxis()
-    ax.margins(x=0.6)
+    ax.set_xlim(0, 1.75 * max(option["batch"] for option in options))
     ax.set_xlabel("samples of 1×320×150×26 in a batch", fontsize=11)
-    ax.set_title("Largest batch within 16 GiB: 3D U-Net, 14 M parameters, fp16, AdamW", fontsize=12)
+    title = "Largest batch within 16 GiB: 3D U-Net, 14 M parameters, fp16, AdamW"
+    figure.suptitle(title, fontsize=12, color=theme.text)
     return figure
 
 
