@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
+from .._torch import partitioner
 from .meter import key_of, mean_of
 
 OP = "fusedseg.memory.partitions"
@@ -44,14 +46,7 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
     Raises:
         RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
     """
-    # These modules take seconds to import, and `import fusedseg` must stay fast.  The table of decompositions uses the
-    # module of lowerings without importing it.
-    import torch._dynamo
-    import torch._inductor.lowering
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._inductor.decomposition import select_decomp_table
-
+    parts = partitioner()
     found: dict[float, Partition] = {}
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -61,17 +56,17 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
                 # Copying a graph warns of a class of PyTorch that its own copy uses.
                 warnings.simplefilter("ignore", FutureWarning)
                 twin = copy.deepcopy(joint)
-            forward, backward = _divided(twin, joint_inputs, budget, options)
+            forward, backward = _divided(parts, twin, joint_inputs, budget, options)
             found[budget] = _partition(joint, forward, backward, owned, options["num_fwd_outputs"])
-        return _divided(joint, joint_inputs, 1.0, options)
+        return _divided(parts, joint, joint_inputs, 1.0, options)
 
     def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
-        return make_boxed_func(graph.forward)
+        return parts.make_boxed_func(graph.forward)
 
-    backend = aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=select_decomp_table
+    backend = parts.aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=parts.decompositions
     )
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         mean_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs))
     # The compiler may raise any error.
@@ -80,18 +75,15 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
         first = next(iter(str(cause).strip().splitlines()), "")
         raise RuntimeError(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {first}") from error
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     if not found:
         raise RuntimeError(f"{OP}: no part of the model needs a gradient")
     return found
 
 
-def _divided(joint: fx.GraphModule, inputs: Any, budget: float, options: dict[str, Any]) -> Any:
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    with config.patch(activation_memory_budget=budget):
-        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, options: dict[str, Any]) -> Any:
+    with parts.config.patch(activation_memory_budget=budget):
+        return parts.min_cut(joint, inputs, compiler="inductor", **options)
 
 
 def _partition(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .._torch import FakeTensorMode
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import OP, Option, Plan, gib, parse_budget
 from .report import MemoryReport
