@@ -21,9 +21,15 @@ from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
-# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last one is that of
-# nnUNetTrainerFusedsegBudget.
-WAYS: dict[str, dict[str, Any] | None] = {STOCK: None, FUSED: {}, "fusedseg, budget 0.3": {"budget": 0.3}}
+# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last three are those
+# of the trainers whose names end with Budget, Bits8 and Bits4.
+WAYS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    FUSED: {},
+    "fusedseg, budget 0.3": {"budget": 0.3},
+    "fusedseg, 8 bits (noise)": {"bits": 8},
+    "fusedseg, 4 bits (noise)": {"bits": 4},
+}
 # The search for a patch enlarges all axes by sixteenths of the planned patch.
 PARTS = 16
 
@@ -107,7 +113,7 @@ def plan(
 ) -> NnunetPlan:
     """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with the trainers of this package.
 
-    These are ``nnUNetTrainerFusedseg`` and ``nnUNetTrainerFusedsegBudget``.
+    These are ``nnUNetTrainerFusedseg``, and those with a byte budget, 8 bits and 4 bits.
 
     Args:
         plans: the path of a plans file, such as ``nnUNetPlans.json`` in the folder of a preprocessed dataset.
