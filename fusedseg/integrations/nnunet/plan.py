@@ -21,8 +21,8 @@ from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
-# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last three are those
-# of the trainers whose names end with Budget, Bits8 and Bits4.
+# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last three are
+# those of the trainers whose names end with Budget, Bits8 and Bits4.
 WAYS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
     FUSED: {},
