@@ -309,6 +309,23 @@ def has_fake_mode() -> bool:
     return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+# What the memory planner needs to divide a graph as ``torch.compile`` does.
+_PARTITIONER = {
+    # The table of decompositions uses this module without importing it.
+    "lowerings": "torch._inductor.lowering",
+    "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
+    "config": "torch._functorch.config",
+    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+}
+
+
+def partitioner() -> SimpleNamespace:
+    """The parts of the compiler that divide a graph in forward and backward; importing them takes seconds."""
+    return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
+
+
 def is_optimized_module(module: Any) -> bool:
     """Whether ``torch.compile`` has made a module of another one."""
     compiled = _find("torch._dynamo.OptimizedModule")

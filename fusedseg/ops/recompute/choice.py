@@ -124,6 +124,7 @@ class Choice:
         kept: the bytes that the step keeps then; None if they are not known.
         flops: the arithmetic that backward repeats; a call may have to run more than once more.
         hold: the calls whose values backward holds from the first use to the last one, so that they run only once more.
+        peak: the most bytes at once, as ``graph.Cost`` counts them; None if they are not known.
     """
 
     calls: tuple[Call, ...]
@@ -131,6 +132,7 @@ class Choice:
     kept: int | None = None
     flops: int = 0
     hold: frozenset[int] = frozenset()
+    peak: int | None = None
 
     def has(self, index: int, call: Call) -> bool:
         """Whether the call with this number is the one that was planned, for the same size or another one."""

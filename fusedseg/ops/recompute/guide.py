@@ -7,7 +7,7 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 
 import threading
 import weakref
-from math import inf
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -262,17 +262,30 @@ def forget() -> None:
 
 
 def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) -> Choice:
-    """The cheapest choice for a budget.
+    """The cheapest choice for a budget: the first one of ``choices`` that keeps no more, or else the last one.
 
     Args:
         graph: the step.
         eager: bytes that the step keeps without fusedseg.
         kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
     """
+    most = budget.bytes_of(eager)
+    for choice in choices(graph, eager, kept, budget.most_flops):
+        assert choice.kept is not None
+        if most is not None and choice.kept <= most:
+            break
+    return choice
+
+
+def choices(graph: Graph, eager: int, kept: int | None = None, most_flops: float = Budget.MOST) -> Iterator[Choice]:
+    """All choices that budgets lead to, by falling bytes; the first one lets no call run twice.
+
+    The next choice is searched only when it is asked for.  ``most_flops`` is the largest share of the arithmetic that
+    may run twice; the other arguments are those of ``choose``.
+    """
     knapsack = Knapsack(graph)
     unknown = 0 if kept is None else kept - knapsack.nothing.kept
-    total, most = sum(call.flops for call in graph.calls), budget.bytes_of(eager)
-    most_bytes = -inf if most is None else most - unknown
-    found = knapsack.descend(eager, most_bytes, budget.most_flops * total, unknown)
-    cost = found.cost
-    return Choice(tuple(graph.calls), found.again, cost.kept + unknown, cost.flops, cost.hold)
+    total = sum(call.flops for call in graph.calls)
+    for found in knapsack.steps(eager, most_flops * total, unknown):
+        cost = found.cost
+        yield Choice(tuple(graph.calls), found.again, cost.kept + unknown, cost.flops, cost.hold, cost.peak)

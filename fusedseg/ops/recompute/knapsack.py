@@ -13,6 +13,7 @@ for ``SAME``, the share by which the peak may rise for small tensors such as cop
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -222,15 +223,23 @@ class Knapsack:
             most_flops: the arithmetic that may be repeated.
             unknown: bytes that are kept but not priced.
         """
+        for best in self.steps(eager, most_flops, unknown):
+            if best.cost.kept <= most_bytes:
+                break
+        return best
+
+    def steps(self, eager: int, most_flops: float, unknown: int = 0) -> Iterator[Found]:
+        """The sets on the way down, in order; the first one is empty.  Arguments as in ``descend``."""
         best, peak = Found(frozenset(), self.nothing), self.nothing.peak
+        yield best
         for step in reversed(range(STEPS)):
             level = step * eager / STEPS - unknown
-            if best.cost.kept <= most_bytes or level < 0:
-                break
+            if level < 0:
+                return
             if best.cost.kept <= level:
                 continue
             found = self.solve(Limits(level, most_flops, peak * (1 + SAME)), best.again)
             if found is None:
-                break
+                return
             best, peak = found, min(peak, found.cost.peak)
-        return best
+            yield best

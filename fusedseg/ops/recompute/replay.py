@@ -1,7 +1,7 @@
 """Backward under one choice of calls that run twice, as plain numbers.
 
-It goes through the saved tensors as the scope does (``saved.py``): in the reverse order, with rebuilt values held while a
-saved tensor nearby asks for them.
+It goes through the saved tensors as the scope does (``saved.py``): in the reverse order, with rebuilt values held while
+a saved tensor nearby asks for them.
 """
 
 from bisect import bisect_left
