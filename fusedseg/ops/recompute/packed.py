@@ -161,6 +161,8 @@ class PackedData(Recipe):
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
+    rounds = True
+
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
         self.rounding, self._step, self._places = rounding, rounding.key(), itertools.count()
