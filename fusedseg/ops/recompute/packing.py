@@ -22,7 +22,7 @@ from ..norm.kink import kink_of, of_channels
 from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
-from .stock import CONVOLUTIONS, RULES, Function, Rule
+from .stock import CONVOLUTIONS, RULES, Function
 from .stock_norm import NAMES, by_statistics, statistics_of
 
 LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
@@ -79,14 +79,13 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
     return Reading(0, bits, defers=func in NORMS, spared=spared)
 
 
-def _rule(registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Rule, kind: str) -> Any:
+def _rule(
+    registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Callable[..., Any], kind: str
+) -> Any:
     with torch._C.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
-    before, registry.reading = registry.reading, reading
-    try:
+    with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
-    finally:
-        registry.reading = before
     if registry.pending and func in NAMES:
         with torch._C.DisableTorchFunction():
             after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))

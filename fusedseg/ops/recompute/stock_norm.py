@@ -83,7 +83,10 @@ def _is_certain(x: Tensor, vectors: list[Tensor], count: int, instance: bool) ->
 def by_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function that rebuilds the output of a norm of ``x``, with the statistics of each channel, or of each sample."""
+    """A function that rebuilds the output of a norm of ``x``.
+
+    mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
+    """
     samples, channels = x.shape[:2]
     instance, count = mean.numel() != channels, mean.numel()
     scale = rstd
