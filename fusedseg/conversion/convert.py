@@ -191,6 +191,7 @@ def convert(
         guarantee=guarantee,
         branches=plan.branches,
         twice=twice,
+        bits=bits,
     )
 
 
