@@ -28,6 +28,8 @@ LEAST: tl.constexpr = tl.constexpr(2.0**-100)
 SHORTER: tl.constexpr = tl.constexpr(1.0 - 2.0**-21)
 MARGIN: tl.constexpr = tl.constexpr(2.0**-20)
 SMALLEST_HALF: tl.constexpr = tl.constexpr(2.0**-24)
+FRACTION_BITS: tl.constexpr = tl.constexpr(7)
+UNIT: tl.constexpr = tl.constexpr(128.0)
 GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B1)
 MULTIPLIER: tl.constexpr = tl.constexpr(0x846CA68B)
 
@@ -43,12 +45,20 @@ def divide(a, b):
 
 
 @triton.jit
-def random_byte(offs, key):
-    """The random number of the value at an offset, 0 to 255.  Four adjacent values share a hash."""
-    h = (offs >> 2).to(tl.uint32) * GOLDEN + key.to(tl.uint32, bitcast=True)
+def hashes(index, key):
+    """The hash of each index: 32 random bits."""
+    h = index.to(tl.uint32) * GOLDEN + key.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * MULTIPLIER
-    h = h ^ (h >> 15)
-    return (h >> ((offs.to(tl.uint32) & 3) * 8)) & 255
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def noise_of(group, place, key):
+    """The random numbers of the values at these places of groups with these numbers."""
+    h = hashes(group, key)
+    # The highest FRACTION_BITS of the lowest 16 bits, with their sign.
+    v = (hashes(-1 - place, key) * (h | 1) + (h >> 16)) << 16
+    return v.to(tl.int32, bitcast=True) >> (32 - FRACTION_BITS)
 
 
 @triton.jit
@@ -107,17 +117,18 @@ def grid_of(lowest, highest, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantise(v, lowest, highest, byte, BITS: tl.constexpr):
-    """The codes of a tile as int32, from random bytes; the range must be the one that is stored."""
+def quantise(v, lowest, highest, noise, BITS: tl.constexpr):
+    """The codes of a tile as int32, from random numbers; the range must be the one that is stored."""
     below, border, step_above, step_below = grid_of(lowest, highest, BITS)
     # A positive number that is not 0, and a number that no value reaches.
     threshold = tl.where(below == 1, 1e-45, tl.where(below == 2**BITS, float("inf"), 0.0)).to(v.dtype)
     ratio = tl.where(step_below > 0, divide(step_above, tl.where(step_below > 0, step_below, 1.0)), 0.0)
-    scale = divide(tl.full(step_above.shape, 1.0, v.dtype), step_above)
+    scale = divide(tl.full(step_above.shape, UNIT, v.dtype), step_above)
     v = v - border
     p = tl.where(v > 0, v, v * ratio) * scale
-    p = (p + byte.to(v.dtype) * 0.00390625) + (below - (1.0 - NEAR - 0.001953125))
-    return (p + tl.where(v >= threshold, 1.0 - 2 * NEAR, 0.0)).to(tl.int32)
+    p = p + ((below - (0.5 - NEAR)) * UNIT + 0.5)
+    p = p + tl.where(v >= threshold, (1.0 - 2 * NEAR) * UNIT, 0.0)
+    return (p.to(tl.int32) + noise) >> FRACTION_BITS
 
 
 @triton.jit
@@ -230,7 +241,11 @@ def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key
         v = tl.minimum(tl.maximum(v, lowest), highest)
     tl.store(lowest_ptr + group, lowest.to(DTYPE), mask=group_mask)
     tl.store(highest_ptr + group, highest.to(DTYPE), mask=group_mask)
-    code = quantise(v, lowest, highest, random_byte(offs, key), BITS)
+    if ROWS:
+        place = tl.arange(0, BLOCK_R)[:, None]
+    else:
+        place = tl.arange(0, BLOCK_L)[None, :]
+    code = quantise(v, lowest, highest, noise_of(group, place, key), BITS)
     # Codes of values that do not exist are 0, as on aten.
     code = tl.where(mask, code, 0)
     tl.store(codes_ptr + byte_offs, squeeze(code, BITS), mask=byte_mask)

@@ -71,6 +71,21 @@ def test_without_bias(bits):
     assert abs(total.sum().item()) / n <= 3 * (one / n) ** 0.5
 
 
+def test_errors_of_different_values_are_independent():
+    """Neighbours, equal positions of neighbouring groups, and the same value with adjacent seeds do not correlate."""
+    t, n = torch.randn(8, 4, 32, 32), 24
+    errors = torch.stack([again(t, 4, mixed(seed, 3)) - t for seed in range(n)]).flatten()
+    # The unit is the standard deviation of the mean of independent products.
+    unit = errors.square().mean() / errors.numel() ** 0.5
+    for lag in (1, 2, 3, 4, 16, 128, 255, 256, 512, 1024, 4096, t.numel()):
+        assert abs((errors * errors.roll(lag)).mean()) <= 4 * unit, lag
+    # A sum over some positions of all groups: over the seeds, the spread is that of a sum of independent errors.
+    sums = errors.view(n, -1, 256)[:, :, :50].sum((1, 2))
+    ratio = sums.square().sum() / errors.view(n, -1, 256)[:, :, :50].square().sum()
+    # The relative standard deviation of a variance of 24 numbers is 0.29.
+    assert 0.2 <= ratio <= 2
+
+
 @DTYPES
 @FORMATS
 def test_the_side_of_the_kink_is_exact(rows, dtype, backend, device):

@@ -1,4 +1,4 @@
-"""Packing and unpacking on aten ops, chunk by chunk: a chunk and its few copies stay in the cache.
+"""Packing and unpacking on aten ops, chunk by chunk: memory beside the tensor and its codes stays small.
 
 A piece of a chunk is some groups of equal length.  Its axes are (samples, groups, positions), and for channels_last
 (samples, groups, positions, channels).  Numbers of groups have the axes (samples, groups, channels); they are computed
@@ -10,19 +10,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .grid import bounds_of, decoding_of, encoding_of, grid_of, outward
-from .spec import GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
+from .grid import JUMP, bounds_of, decoding_of, encoding_of, grid_of, outward
+from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
 
-# The numbers of values of a chunk and of a block, for each thread.
-CHUNK, BLOCK = 1 << 18, 1 << 22
+# The numbers of values of a chunk and of a block, for each thread.  With smaller chunks, the calls of ops take most of
+# the time.
+CHUNK, BLOCK = 1 << 18, 1 << 21
 # On a GPU, where each op is one launch.
 DEVICE_CHUNK = 1 << 24
 # aten's loops over fewer adjacent values than this are slow.
 ADJACENT = 256
 # This many steps are more than any value.  The product moves a bound that does not apply out of the way.
 FAR = 2.0**126
-# Integers with the bytes of as many codes as fit into a byte.
-INTEGERS = {2: torch.int32, 4: torch.int16}
+# Integers with as many int16, and with as many bytes, as codes fit into a byte.
+INTEGERS = {2: torch.int64, 4: torch.int32}
+SHORT_INTEGERS = {2: torch.int32, 4: torch.int16}
 
 Part = tuple[slice, slice]
 
@@ -72,10 +74,12 @@ class Piece:
             return view.squeeze(3)
         return view if self.times == 1 else view.unflatten(2, (-1, self.times)).flatten(3)
 
-    def spread(self, of_groups: Tensor) -> Tensor:
-        """Numbers of the groups of the part, shaped to broadcast against the piece."""
-        of_groups = of_groups[:, self.groups]
-        return of_groups if self.C == 1 else of_groups.repeat(1, 1, self.times).unsqueeze(2)
+    def spread(self, of_groups: Tensor) -> tuple[Tensor, ...]:
+        """Kinds of numbers of the groups of the part, (kinds, samples, groups, channels), shaped to broadcast."""
+        of_groups = of_groups[:, :, self.groups]
+        if self.C > 1:
+            of_groups = of_groups.repeat(1, 1, 1, self.times).unsqueeze(3)
+        return of_groups.unbind(0)
 
     def range(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and the highest value of each group."""
@@ -97,15 +101,36 @@ def _pieces(part: Tensor) -> Iterator[Piece]:
         yield Piece(slice(whole, S), C)
 
 
-def random_bytes(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """The bytes of ``count`` adjacent values, of which ``first`` is the place in memory.  Four values share a hash."""
-    begin, end = first // 4, (first + count - 1) // 4 + 1
-    h = torch.arange(end - begin, dtype=torch.int32, device=device)
-    h.mul_(signed(GOLDEN)).add_(signed(begin * GOLDEN + key))
+def hashes(indices: Tensor, key: int) -> Tensor:
+    """The hash of each int32 index: int32 with 32 random bits."""
+    h = (indices * signed(GOLDEN)).add_(signed(key))
     # Integers of aten are signed, so that a shift would bring copies of the sign.
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(signed(MULTIPLIER))
-    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
-    return h.view(torch.uint8)[first - 4 * begin :][:count]
+    return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
+
+
+class Noise:
+    """The random numbers of a tensor; ``spec.py`` has the formula."""
+
+    def __init__(self, lines: Lines, key: int, device: torch.device) -> None:
+        places = torch.arange(GROUP, dtype=torch.int32, device=device)
+        self.of_places = hashes(-1 - places, key).to(torch.int16)
+        groups = torch.arange(lines.I * lines.groups * lines.C, dtype=torch.int64, device=device).to(torch.int32)
+        h = hashes(groups, key)
+        factors, summands = (h | 1).to(torch.int16), (h >> 16).to(torch.int16)
+        self.of_groups = torch.stack([factors, summands]).view(2, lines.I, lines.groups, lines.C)
+        self.found: dict[tuple[int, int, int], Tensor] = {}
+
+    def along(self, piece: "Piece", length: int) -> Tensor:
+        """The numbers of positions, shaped to broadcast against the piece, whose groups have this length."""
+        kind = length, piece.times, piece.C
+        if kind not in self.found:
+            numbers = self.of_places[:length]
+            if piece.C > 1:
+                # In rows the numbers of a position are those of all its channels.
+                numbers = numbers.view(-1, piece.times, 1).expand(-1, -1, piece.C).reshape(-1, piece.times * piece.C)
+            self.found[kind] = numbers
+        return self.found[kind]
 
 
 def _by_group(lines: Lines, ends: Sequence[Tensor], kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -122,28 +147,31 @@ def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -
     codes = flat.new_empty(lines.code_bytes(bits), dtype=torch.uint8)
     ends = flat.new_empty(count), flat.new_empty(count)
     lowest, highest, kinks = _by_group(lines, ends, kink)
-    x = flat.view(lines)
+    x, noise = flat.view(lines), Noise(lines, key, flat.device)
     block, chunk = _sizes(flat.device)
     for i, s in _parts(lines, block):
         here = i, _groups(s)
-        encoder = Encoder(x[i, s], lowest[here], highest[here], None if kinks is None else kinks[here], bits)
-        for j, t in _parts((i.stop - i.start, s.stop - s.start, lines.C), chunk):
-            first = ((i.start + j.start) * lines.S + s.start + t.start) * lines.C
-            found = encoder.codes((j, t), first, key)
-            into = _rows(codes, lines, bits, _within((i, s), (j, t)))
-            into.copy_(_squeezed(found, lines, bits))
+        parts = list(_parts((i.stop - i.start, s.stop - s.start, lines.C), chunk))
+        encoder = Encoder(x[i, s], parts, None if kinks is None else kinks[here], bits)
+        lowest[here], highest[here] = encoder.range
+        for part in parts:
+            at = part[0], _groups(part[1])
+            found = encoder.codes(part, noise, noise.of_groups[:, here[0], here[1]][:, at[0], at[1]])
+            _rows(codes, lines, bits, _within((i, s), part)).copy_(_squeezed(found, lines, bits))
     return codes, *ends
 
 
 class Encoder:
-    """Computes the range of the groups of a block, which it writes into ``lowest`` and ``highest``, and codes."""
+    """Computes the range of the groups of a block, chunk by chunk, and codes.  ``parts`` are the chunks."""
 
-    def __init__(self, x: Tensor, lowest: Tensor, highest: Tensor, kink: Tensor | None, bits: int) -> None:
-        self.x, self.wide, self.kink = x, wide_dtype(x.dtype), kink
-        for piece in _pieces(x):
-            found = piece.range(x)
-            lowest[:, piece.groups], highest[:, piece.groups] = found
-        low, high = lowest.to(self.wide), highest.to(self.wide)
+    def __init__(self, x: Tensor, parts: Sequence[Part], kink: Tensor | None, bits: int) -> None:
+        self.x, self.wide, self.has_kink = x, wide_dtype(x.dtype), kink is not None
+        low, high = x.new_empty((2, x.shape[0], -(-x.shape[1] // GROUP), x.shape[2]))
+        for i, s in parts:
+            part, here = x[i, s], (i, _groups(s))
+            for piece in _pieces(part):
+                low[here][:, piece.groups], high[here][:, piece.groups] = piece.range(part)
+        low, high = low.to(self.wide), high.to(self.wide)
         if kink is not None:
             # Rounding is monotonic, so this is the range of the differences.
             low, high = low - kink, high - kink
@@ -152,38 +180,39 @@ class Encoder:
         self.clamped = kink is not None and x.dtype != self.wide
         if self.clamped:
             low, high = outward(low, high, x.dtype)
-        lowest.copy_(low)
-        highest.copy_(high)
         self.range = low, high
         grid = grid_of(low, high, bits)
-        self.border = grid.border if bool(grid.border.any()) else None
-        self.encoding = encoding_of(grid)
+        self.has_border = bool(grid.border.any())
+        # They are one tensor, because views of each of them would take as long as an op on a chunk.
+        self.numbers = torch.stack([low if kink is None else kink, low, high, grid.border, *encoding_of(grid)])
 
-    def codes(self, part: Part, first: int, key: int) -> Tensor:
-        """The codes of a chunk, one a byte.  ``first`` is the place of its first value in memory."""
+    def codes(self, part: Part, noise: Noise, of_groups: Tensor) -> Tensor:
+        """The codes of a chunk as int16.  ``of_groups`` are the factors and summands of its groups."""
         i, s = part
-        x, groups = self.x[i, s], _groups(s)
-        noise = random_bytes(first, x.numel(), key, x.device).view(x.shape)
-        out = torch.empty_like(noise)
+        x, numbers = self.x[i, s], self.numbers[:, i, _groups(s)]
+        out = torch.empty(x.shape, dtype=torch.int16, device=x.device)
         for piece in _pieces(x):
-            self._encode(piece, (i, groups), piece.of(x), piece.of(noise), piece.of(out))
-        return out
+            view = piece.of(out)
+            self._scaled(piece.of(x), piece.spread(numbers), view)
+            factor, summand = piece.spread(of_groups)
+            length = min(GROUP, piece.positions.stop - piece.positions.start)
+            view.add_((noise.along(piece, length) * factor).add_(summand).bitwise_right_shift_(16 - FRACTION_BITS))
+        return out.bitwise_right_shift_(FRACTION_BITS)
 
-    def _encode(self, piece: Piece, at: Part, x: Tensor, noise: Tensor, out: Tensor) -> None:
+    def _scaled(self, x: Tensor, numbers: tuple[Tensor, ...], out: Tensor) -> None:
+        """Writes the codes that values lie at, in units of 2**-FRACTION_BITS, before they are rounded to a code."""
+        kink, lowest, highest, border, threshold, ratio, scale, offset = numbers
         v = x.to(self.wide)
-        if self.kink is not None:
-            v = v - piece.spread(self.kink[at])
+        if self.has_kink:
+            v = v - kink
         if self.clamped:
             # In fp16 the range may be smaller than the differences.
-            lowest, highest = (piece.spread(end[at]) for end in self.range)
-            v = torch.minimum(torch.maximum(v, lowest), highest)
-        if self.border is not None:
-            v = v - piece.spread(self.border[at])
-        threshold, ratio, scale, offset = (piece.spread(of[at]) for of in self.encoding)
+            v = torch.minimum(torch.maximum(v, lowest, out=v), highest, out=v)
+        if self.has_border:
+            v = v - border
         above = torch.ge(v, threshold, out=torch.empty_like(v))
         v = torch._prelu_kernel(v, ratio).mul_(scale)
-        v.add_(noise.to(self.wide), alpha=1 / 256).add_(offset).add_(above, alpha=1 - 2 * NEAR)
-        out.copy_(v.to(torch.int32))
+        out.copy_(v.add_(offset).add_(above, alpha=JUMP))
 
 
 def unpack(packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: Lines, bits: int, flat: Tensor) -> None:
@@ -207,27 +236,33 @@ class Decoder:
     def __init__(self, lowest: Tensor, highest: Tensor, kink: Tensor | None, bits: int) -> None:
         self.wide = wide_dtype(lowest.dtype)
         grid = grid_of(lowest.to(self.wide), highest.to(self.wide), bits)
-        self.bounds = bounds_of(kink, grid, lowest.dtype)
-        self.base = grid.border if kink is None else grid.border + kink
+        bounds = bounds_of(kink, grid, lowest.dtype)
+        base = grid.border if kink is None else grid.border + kink
         # Most groups lie on both sides of 0.
-        self.has_base = bool(self.base.any())
-        self.decoding = decoding_of(grid)
+        self.has_base = bool(base.any())
+        self.numbers = torch.stack([base, *decoding_of(grid), *(bounds or ())])
 
     def values(self, codes: Tensor, part: Part, out: Tensor) -> None:
         """Writes the values of a chunk."""
-        at = part[0], _groups(part[1])
+        numbers = self.numbers[:, part[0], _groups(part[1])]
         for piece in _pieces(out):
-            offset, ratio, scale = (piece.spread(of[at]) for of in self.decoding)
+            base, offset, ratio, scale, *bounds = piece.spread(numbers)
+            into = piece.of(out)
             d = piece.of(codes).to(self.wide).sub_(offset)
-            d = torch.nn.functional.softshrink(d, 0.5 - NEAR)
-            v = torch._prelu_kernel(d, ratio).mul_(scale).add_(piece.spread(self.base[at]))
-            if self.bounds is not None:
-                least, most = (piece.spread(of[at]) for of in self.bounds)
+            d = torch.ops.aten.softshrink.out(d, 0.5 - NEAR, out=d)
+            direct = into.dtype == self.wide
+            v = torch._prelu_kernel(d, ratio)
+            v = torch.mul(v, scale, out=into if direct and not self.has_base else v)
+            if self.has_base:
+                v = torch.add(v, base, out=into if direct and not bounds else v)
+            if bounds:
+                least, most = bounds
                 # A bound of the other side is moved beyond all values.  aten's ``where`` takes four times as long.
                 d.mul_(FAR)
                 v = torch.minimum(v, d.clamp(min=0).add_(most), out=v)
                 v = torch.maximum(v, d.clamp_(max=0).add_(least), out=v)
-            piece.of(out).copy_(v)
+            if v is not into:
+                into.copy_(v)
 
 
 def _within(block: Part, chunk: Part) -> Part:
@@ -246,7 +281,7 @@ def _rows(codes: Tensor, lines: Lines, bits: int, part: Part) -> Tensor:
 
 
 def _squeezed(codes: Tensor, lines: Lines, bits: int) -> Tensor:
-    """Codes (samples, positions, channels), one a byte, in the shape of the rows of ``_rows``."""
+    """Codes (samples, positions, channels) as int16, in the shape of the rows of ``_rows``, in the lowest bytes."""
     codes = codes.view(codes.shape[0], 1, -1) if lines.C == 1 else codes
     per = 8 // bits
     if per == 1:
@@ -254,20 +289,20 @@ def _squeezed(codes: Tensor, lines: Lines, bits: int) -> Tensor:
     if codes.shape[2] % per:
         codes = torch.nn.functional.pad(codes, (0, per - codes.shape[2] % per))
     word = codes.view(INTEGERS[bits])
-    # The codes are the bytes of a word.  Together they move to its lowest byte.
-    found = word | word >> (8 - bits)
+    # The codes are the int16 of a word.  Together they move to its lowest byte.
+    found = word | word >> (16 - bits)
     for j in range(2, per):
-        found.bitwise_or_(word >> (8 - bits) * j)
-    return found.to(torch.uint8)
+        found.bitwise_or_(word >> (16 - bits) * j)
+    return found
 
 
 def _stretched(rows: Tensor, shape: torch.Size, bits: int) -> Tensor:
-    """The reverse of ``_squeezed``."""
+    """The reverse of ``_squeezed``, but the codes are bytes."""
     per = 8 // bits
     if per > 1:
-        word = rows.to(INTEGERS[bits])
+        word = rows.to(SHORT_INTEGERS[bits])
         if per == 2:
-            word = (word | word << 4).bitwise_and_(0x0F0F)
+            word = (word << 4).bitwise_or_(word).bitwise_and_(0x0F0F)
         else:
             word = (word | word << 6 | word << 12 | word << 18).bitwise_and_(0x03030303)
         rows = word.view(torch.uint8)

@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import FLAT, LEAST, MARGIN, NEAR, SHORTER
+from .spec import FLAT, FRACTION_BITS, LEAST, MARGIN, NEAR, SHORTER
 
 # The smallest value of fp16 that is not 0.  Those of the other dtypes are far below what the grid can reach.
 SMALLEST_HALF = 2.0**-24
+# The distance of the two codes beside the border, beyond the distance of their values.  The unit is 2**-FRACTION_BITS.
+JUMP = (1.0 - 2 * NEAR) * 2**FRACTION_BITS
 
 
 class Grid(NamedTuple):
@@ -50,8 +52,9 @@ def grid_of(lowest: Tensor, highest: Tensor, bits: int) -> Grid:
 
 
 class Encoding(NamedTuple):
-    """A value v is code floor(scale p + offset + (byte / 256) + (1 - 2 NEAR if v - border >= threshold)), where
-    p = v - border, times ``ratio`` if that is negative."""
+    """A value v lies at floor(scale p + offset + (JUMP if v - border >= threshold)), in units of 2**-FRACTION_BITS of a
+    code, where p = v - border, times ``ratio`` if that is negative.  Then a random number is added, whose mean the
+    offset holds, and these bits are dropped."""
 
     threshold: Tensor
     ratio: Tensor
@@ -60,12 +63,12 @@ class Encoding(NamedTuple):
 
 
 def encoding_of(grid: Grid) -> Encoding:
-    below = grid.below
+    below, unit = grid.below, 2.0**FRACTION_BITS
     # A positive number that is not 0, and a number that no value reaches.
     threshold = torch.where(below == 1, 1e-45, torch.where(below == 2.0**grid.bits, torch.inf, 0.0)).to(below.dtype)
     ratio = torch.where(grid.step_below > 0, grid.step_above / grid.step_below, 0.0)
-    # Random bytes stand for the middle of their intervals.
-    return Encoding(threshold, ratio, 1.0 / grid.step_above, below - (1.0 - NEAR - 1 / 512))
+    # Random numbers reach from -unit / 2 to unit / 2 - 1.  With a half more, floor rounds to the nearest.
+    return Encoding(threshold, ratio, unit / grid.step_above, (below - (0.5 - NEAR)) * unit + 0.5)
 
 
 class Decoding(NamedTuple):
