@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from .._torch import tree_map_only
 from ..conversion import ConversionReport, convert
 from ..conversion.scope import is_converted
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import nn as fused
+from .._torch import tree_leaves, tree_map_only
 from ..activation import is_invertible, parse_activation
 from .common import converted_once, needed
 

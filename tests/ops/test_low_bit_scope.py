@@ -16,10 +16,9 @@ from fusedseg.memory import SavedBytes
 from fusedseg.unet import UNet
 
 IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-BATCH, RELU = nn.BatchNorm2d, nn.ReLU
 
 
-def network(norm=BATCH, act=RELU):
+def network(norm=nn.BatchNorm2d, act=nn.ReLU):
     """Three convolutions with 16,384 values each; the pool's output has 4,096."""
     torch.manual_seed(0)
     layers, channels = [], 3
@@ -115,10 +114,8 @@ def test_the_gradient_is_right_on_average(name, converted):
     assert error_squared > 0
     # The mean of independent errors has 1 / times of their variance.
     bias_squared = (mean - expected).square().sum() - noise / times
-    share = bias_squared / error_squared
-    print(
-        f"\n{name}, {'converted' if converted else 'stock'}: error {(error_squared.sqrt() / expected.norm()):.4f}, bias² / error² {share:.4f}"
-    )
+    share, size = bias_squared / error_squared, error_squared.sqrt() / expected.norm()
+    print(f"\n{name}, {'converted' if converted else 'stock'}: error {size:.4f}, bias² / error² {share:.4f}")
     assert share < 0.05
 
 

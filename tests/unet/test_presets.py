@@ -14,10 +14,10 @@ IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
 # (kept, peak) in MiB: an upper bound for our network, and the plain twin's figures within 1 %, as in the table "Bytes
 # that a network needs" in docs/design.md.
 FOOTPRINTS = {
-    "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 2260), (4081, 4709)),
-    "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2350), (4620, 5249)),
-    "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1404), (3220, 3471)),
-    "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2810), (6200, 6702)),
+    "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 1930), (4081, 4709)),
+    "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2015), (4620, 5249)),
+    "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1270), (3220, 3471)),
+    "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2540), (6200, 6702)),
 }
 # In fp32, every tensor has twice the bytes that it has in fp16.
 IMPLIED = ("two encoders, fp32",)

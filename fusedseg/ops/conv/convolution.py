@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ... import _torch
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
 
@@ -148,7 +150,7 @@ def looped(x: Tensor) -> bool:
         and 0 < x[0, ..., 0].numel() <= LOOPED
         and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.is_available()
-        and torch._C._get_mkldnn_enabled()
+        and _torch.get_mkldnn_enabled()
     )
 
 
@@ -175,10 +177,44 @@ def convolve_backward(
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
     # Memory trackers use a dispatch mode, which cannot look into a tensor in oneDNN's layout.
-    if not looped(x) or torch._C._len_torch_dispatch_stack():
+    if not looped(x) or _torch.len_torch_dispatch_stack():
         return aten.convolution_backward(dy, x, w, *rest)
     # With a copy of the input in oneDNN's own layout, torch has to call oneDNN.
     dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)
     if dx is not None:
         dx = dx.to_dense().contiguous(memory_format=output_format(x, w))
+    return dx, dw, dbias
+
+
+def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
+    """A tensor with the shape and strides of ``x`` that stands for ``x`` where only the gradient of ``x`` is asked for.
+
+    aten reads no value of ``x`` then.  The result lies in memory that is there anyway, usually that of ``dy``.  It is
+    None if no such tensor is safe, or if aten would copy it.
+    """
+    if looped(x) or dy.dtype != x.dtype:
+        return None
+    if dy.numel() >= x.numel() and dy.is_contiguous(memory_format=output_format(dy, dy)):
+        return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
+    # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
+    if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):
+        return x.new_empty(1).expand(x.shape) if x.is_cuda or isinstance(x, FakeTensor) else None
+    return None
+
+
+def convolve_backward_in_turn(
+    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Does what ``convolve_backward`` does, but frees x before the gradient of x is allocated.
+
+    ``inputs`` is a list with x, the only reference to it; x is taken off the list.  The gradients have the same bits.
+    """
+    x = inputs.pop()
+    need_x, need_w, need_bias = wanted
+    instead = shape_only(dy, x, w) if need_x and (need_w or need_bias) else None
+    if instead is None:
+        return convolve_backward(dy, x, w, geometry, wanted)
+    _, dw, dbias = convolve_backward(dy, x, w, geometry, (False, need_w, need_bias))
+    del x
+    dx, _, _ = convolve_backward(dy, instead, w, geometry, (True, False, False))
     return dx, dw, dbias

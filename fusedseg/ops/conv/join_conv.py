@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import unfused
 from ..cast import cast, uncast
 from ..check import check_tangents
-from ..double_backward import differentiated_once
+from ..double_backward import batched, differentiated_once
 from ..recompute import recipes
 from .convolution import RawGeometry, check_convolution
 from .sources import (
@@ -56,9 +56,15 @@ class ConvolutionFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         w, *tensors = ctx.saved_tensors
         need_w, need_bias, *needs = ctx.needs_input_grad[4:]
-        sources, wanted = sources_of(tensors, ctx.enlarges), (need_w, need_bias and not ctx.centred, *needs)
-        args = dy, sources, w.to(ctx.dtype), ctx.geometry, wanted
-        dw, dbias, *dtensors = differentiated_once(ctx.op, convolve_sources_backward, *args)
+        sources, wanted = list(sources_of(tensors, ctx.enlarges)), (need_w, need_bias and not ctx.centred, *needs)
+        del tensors
+        rest = w.to(ctx.dtype), ctx.geometry, wanted
+        if torch.is_grad_enabled() or batched((dy,)):
+            grads = differentiated_once(ctx.op, convolve_sources_backward, dy, tuple(sources), *rest)
+        else:
+            # The list is the only reference to the sources, so that each of them can be freed.
+            grads = convolve_sources_backward(dy, sources, *rest)
+        dw, dbias, *dtensors = grads
         if need_bias and ctx.centred:
             dbias = dy.new_zeros(w.shape[0])
         return *(None,) * 4, dw, dbias, *dtensors

@@ -15,8 +15,15 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import unfused
-from .convolution import Geometry, RawGeometry, convolve, convolve_backward, parse_geometry
+from .. import reuse, unfused
+from .convolution import (
+    Geometry,
+    RawGeometry,
+    convolve,
+    convolve_backward,
+    convolve_backward_in_turn,
+    parse_geometry,
+)
 
 MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
@@ -271,33 +278,70 @@ def convolve_sources_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of w, of the bias and of the tensors of the sources.
 
-    ``wanted`` says in this order which gradients are needed; all other gradients are None.
+    ``wanted`` says in this order which gradients are needed; all other gradients are None.  If ``sources`` is a list,
+    each source is taken off it when it is no longer needed, and is freed if nobody else has it.
     """
     need_w, need_bias, *needs = wanted
-    if not _apart(sources, geometry):
-        dx, dw, dbias = convolve_backward(dy, concatenated(sources), w, geometry, (any(needs), need_w, need_bias))
+    given = sources if isinstance(sources, list) else list(sources)
+    ours = [_is_ours(given, i, given is sources) for i in range(len(given))]
+    if not _apart(given, geometry):
+        small = [_Small.of(source) for source in given]
+        inputs, one = [concatenated(given)], len(given) == 1
+        given.clear()
+        backward = convolve_backward_in_turn if ours[0] or not one else _at_once
+        dx, dw, dbias = backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
         if dx is None:
-            return dw, dbias, *(None for _ in sources)
-        parts = dx.split([source.shape[1] for source in sources], dim=1) if len(sources) > 1 else (dx,)
-        pairs = zip(sources, parts, needs, strict=True)
-        return dw, dbias, *(_gradient(source, part) if need else None for source, part, need in pairs)
+            return dw, dbias, *(None for _ in small)
+        parts = (dx,) if one else dx.split([source.channels for source in small], dim=1)
+        pairs = zip(small, parts, needs, strict=True)
+        return dw, dbias, *(source.gradient(part) if need else None for source, part, need in pairs)
     # The gradients of each source, in the order of its channels.
-    dsources: list[list[Tensor | None]] = [[] for _ in sources]
-    dws: list[list[Tensor | None]] = [[] for _ in sources]
+    dsources: list[list[Tensor | None]] = [[] for _ in given]
+    dws: list[list[Tensor | None]] = [[] for _ in given]
     dbias = None
-    for i, source, part in _parts(sources, w):
+    todo = _parts(given, w)
+    given.clear()
+    todo.reverse()
+    while todo:
+        i, source, part = todo.pop()
         # The first part computes the gradient of the bias.
         asked = (needs[i], need_w, need_bias and dbias is None)
-        dx, dw, db = convolve_backward(dy, formed(source), part, geometry, asked)
-        dsources[i].append(None if dx is None else _gradient(source, dx))
+        of, inputs = _Small.of(source), [formed(source)]
+        del source
+        dx, dw, db = (convolve_backward_in_turn if ours[i] else _at_once)(dy, inputs, part, geometry, asked)
+        dsources[i].append(None if dx is None else of.gradient(dx))
         dws[i].append(dw)
         dbias = db if dbias is None else dbias
+        # The next part needs the memory.
+        del dx
     return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
 
 
-def _gradient(source: Source, d: Tensor) -> Tensor:
-    """The gradient of a source's tensor, from the gradient of the source."""
-    return source.enlarge.backward(d, source.x) if isinstance(source, Interpolated) else d
+def _is_ours(sources: list[Source], i: int, only: bool) -> bool:
+    """Whether nobody else has the tensor that is convolved for a source.  ``only`` says that only the list has it."""
+    # An interpolated tensor is made for the convolution.
+    return isinstance(sources[i], Interpolated) or (only and reuse.alone(sources, i))  # type: ignore[arg-type]
+
+
+def _at_once(
+    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return convolve_backward(dy, inputs.pop(), w, geometry, wanted)
+
+
+class _Small(NamedTuple):
+    """What is left of a source for the gradient of its tensor: the tensor before interpolation, and no large tensor."""
+
+    channels: int
+    interpolated: Interpolated | None
+
+    @classmethod
+    def of(cls, source: Source) -> "_Small":
+        return cls(source.shape[1], source if isinstance(source, Interpolated) else None)
+
+    def gradient(self, d: Tensor) -> Tensor:
+        """The gradient of the source's tensor, from the gradient of the source."""
+        return d if self.interpolated is None else self.interpolated.enlarge.backward(d, self.interpolated.x)
 
 
 def _cat(gradients: list[Tensor | None]) -> Tensor | None:

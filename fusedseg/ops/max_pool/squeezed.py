@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ..low_bit.spec import is_dense
 from ..recompute import recipes
 from ..recompute.plain import Place
@@ -63,6 +64,6 @@ def recorded(registry: Any, run: Callable[[], Tensor], pick: Callable[..., Tenso
         z = run()
     if saved:
         rows = z.grad_fn.rows  # type: ignore[union-attr]
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             registry.offer(z, lambda x, codes: pick(x, codes, rows, pool), [x, saved[0]])
     return z

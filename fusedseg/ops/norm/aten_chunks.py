@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._torch import FakeTensor
 from ..layout import Layout
 from .spec import stats_dtype
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
@@ -286,7 +286,9 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
     x, residual, slope, mean = saved.source, saved.residual, saved.slope, saved.mean
     assert mean is not None
     shape = x.shape if spec.kind == "batch" else (1, -1, *x.shape[2:])
-    wide: dict[str, Any] = {"x": x, "dz": dz, "residual": residual, "dx": torch.empty_like(x)}
+    # Each part of dx is written after that part of dz was read.
+    dx = torch.empty_like(x) if wanted.into is None else wanted.into
+    wide: dict[str, Any] = {"x": x, "dz": dz, "residual": residual, "dx": dx}
     if residual is not None:
         wide["dresidual"] = torch.empty_like(x)
     wide = {name: None if t is None else t.view(shape) for name, t in wide.items()}

@@ -18,8 +18,8 @@ computed from sums.  ``aten_samples.py`` serves samples with statistics of their
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._torch import FakeTensor
 from ...activation import TABLE, Activation, Inverse
 from ..activation_aten import activate
 from ..layout import Layout, channel_view, per_channel

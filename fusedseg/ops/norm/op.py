@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE, Activation
 from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
@@ -26,7 +27,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, forward, offer_output
+from .passes import again_in_place, backward, fits_over, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -91,12 +92,16 @@ class NormFunction(torch.autograd.Function):
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
-        tensors, (spec, layout, kept, passed_on, reused) = ctx.saved_tensors, ctx.call
+        tensors, (spec, layout, kept, passed_on, reused) = list(ctx.saved_tensors), ctx.call
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
+        if into is None and fits_over(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+            into = dz
+        elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         # Only the list holds the output now, so the code that takes it off the list can free it.
         del output
@@ -295,7 +300,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     registry = layout = None
     again: Any = None
     if spec.keep == "output":
-        if torch._C._len_torch_function_stack():
+        if _torch.len_torch_function_stack():
             # A rebuild must not wait for other processes.
             if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
                 again = again_in_place(passed, spec)
@@ -311,7 +316,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     more = () if residual is None and slope is None else (residual, slope)
     if again is not None:
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
-        with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
+        with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
     z = _recorded(call, x, weight, bias, *more)
     if saved:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...activation import TABLE
 from ..layout import Layout, dense, like
 from ..recompute import recipes
 from ..recompute.registry import Registry
@@ -128,3 +129,9 @@ def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, r
         node.reader = reader = recipes.Reader()
     inputs = (saved.source,) if residual is None else (saved.source, residual)
     recipes.offer(z, again, *inputs, reader=reader, registry=registry)
+
+
+def fits_over(dz: Tensor, source: Tensor, spec: Spec) -> bool:
+    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
+    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
+    return alike and not TABLE[spec.act.name].identity

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ... import _torch
 from ..low_bit.op import pack, unpack
 from ..low_bit.spec import Packed, mixed
 from .memory import Memory
@@ -130,7 +131,7 @@ class PackedData(Recipe):
         t = self._dense
         if t is None or t._version != self.version:
             return
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             packed = pack(t, bits, self._key, kink)
             self._parts, self._form = packed[:4], packed[4:]
             if self.outer is not None:
@@ -156,7 +157,7 @@ class PackedData(Recipe):
         self.settle(self.bits)
         if self._dense is not None:
             raise modified(self._dense, self.version)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
             return unpack(Packed._make([*parts, *self._form]))
 

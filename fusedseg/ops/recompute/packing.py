@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from ..norm.kink import kink_of, of_channels
 from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
@@ -82,12 +83,12 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
 def _rule(
     registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Callable[..., Any], kind: str
 ) -> Any:
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
     with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
     if registry.pending and func in NAMES:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))
     return out
 

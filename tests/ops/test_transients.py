@@ -1,0 +1,250 @@
+"""Backward writes over gradients that nobody else sees, and frees rebuilt inputs early; the bits stay the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+import fusedseg
+from fusedseg.functional import Interpolated
+from fusedseg.memory import LiveBytes, measure
+from fusedseg.ops import reuse
+from fusedseg.ops.norm import aten_chunks, aten_input
+
+NEVER = 2**60
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    """Small tensors are treated as large ones."""
+    monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
+    monkeypatch.setattr(aten_chunks, "WHOLE", 0)
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
+
+
+@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def memory_format(request):
+    return request.param
+
+
+NORMS = {
+    "in place": fusedseg.InPlaceABN,
+    "in place, elu": lambda channels: fusedseg.InPlaceABN(channels, activation="elu"),
+    "in place, identity": lambda channels: fusedseg.InPlaceABN(channels, activation="identity"),
+    "in place, instance": fusedseg.InPlaceInstanceNormAct,
+    "in place, group": lambda channels: fusedseg.InPlaceGroupNormAct(2, channels),
+    "exact": lambda channels: fusedseg.BatchNormAct(channels, activation="relu"),
+    "exact, silu": lambda channels: fusedseg.BatchNormAct(channels, activation="silu"),
+    "exact, instance": lambda channels: fusedseg.InstanceNormAct(channels, activation="relu"),
+}
+
+
+def gradients(norm, x, monkeypatch, least):
+    monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+    z = norm(x * 1)
+    return torch.autograd.grad((z * 3).square().sum(), [x, *norm.parameters()])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("name", NORMS)
+def test_dx_over_dz_has_the_same_bits(name, training, backend, memory_format, monkeypatch):
+    norm = NORMS[name](4).train(training)
+    x = torch.randn(2, 4, 9, 8).to(memory_format=memory_format).requires_grad_()
+    ours, plain = (gradients(norm, x, monkeypatch, least) for least in (1, NEVER))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def addresses(norm, x, loss=torch.sum):
+    """The addresses of dz and dx."""
+    seen: list[int] = []
+    y = x * 1
+    y.register_hook(lambda dy: seen.append(dy.data_ptr()))
+    z = norm(y)
+    z.register_hook(lambda dz: seen.append(dz.data_ptr()))
+    loss(z * 2).backward()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["in place", "in place, instance", "exact"])
+def test_dx_lies_in_the_memory_of_dz(name, backend, monkeypatch):
+    x = torch.randn(2, 4, 9, 8, requires_grad=True)
+    dz, dx = addresses(NORMS[name](4), x)
+    assert dz == dx
+    monkeypatch.setattr(reuse, "LEAST_BYTES", NEVER)
+    dz, dx = addresses(NORMS[name](4), x)
+    assert dz != dx
+
+
+def hooked(z, held):
+    z.register_hook(held.append)
+    return (z * 2).sum()
+
+
+def shared(z, held):
+    """A sum gives the same gradient to both of its terms."""
+    other = torch.randn_like(z, requires_grad=True) * 1
+    other.register_hook(held.append)
+    return ((z + other) * 2).sum()
+
+
+def viewed(z, held):
+    z.register_hook(lambda dz: held.append(dz[:, 1:]))
+    return (z * 2).sum()
+
+
+@pytest.mark.parametrize("hold", [hooked, shared, viewed])
+def test_a_gradient_that_is_held_is_left_alone(hold):
+    held: list[torch.Tensor] = []
+    z = fusedseg.InPlaceABN(4)(torch.randn(2, 4, 9, 8, requires_grad=True) * 1)
+    hold(z, held).backward()
+    assert torch.equal(held[0], torch.full_like(held[0], 2.0))
+
+
+def test_a_gradient_of_the_caller_is_left_alone():
+    x = torch.randn(2, 4, 9, 8, requires_grad=True)
+    z = fusedseg.InPlaceABN(4)(x * 1)
+    given = torch.full_like(z, 2.0)
+    (z * 1).backward(given, retain_graph=True)
+    z.backward(given, retain_graph=True)
+    assert torch.equal(given, torch.full_like(z, 2.0))
+    dz, dx = torch.autograd.grad((z * 2).sum(), [z, x], retain_graph=True)
+    assert torch.equal(dz, given)
+    assert not torch.equal(dx, dz)
+
+
+def test_a_gradient_that_a_function_keeps_is_left_alone():
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z, gradient):
+            ctx.save_for_backward(gradient)
+            return z.sum()
+
+        @staticmethod
+        def backward(ctx, dsum):
+            return ctx.saved_tensors[0], None
+
+    x = torch.randn(2, 4, 9, 8, requires_grad=True)
+    total = Keeps.apply(fusedseg.InPlaceABN(4)(x * 1), torch.randn(2, 4, 9, 8))
+    first, second = (torch.autograd.grad(total, x, retain_graph=True) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+
+
+def test_a_second_backward_gives_the_same():
+    net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3), fusedseg.ConvABN2d(8, 8, 3), nn.Conv2d(8, 2, 1))
+    total = net(torch.randn(2, 3, 12, 12)).square().sum()
+    first, second = (torch.autograd.grad(total, [*net.parameters()], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_dx_is_written_over_an_unpacked_output_if_dz_is_held(monkeypatch):
+    """The hooks around the op keep the output elsewhere, so that the output that backward gets is its own."""
+    norm = fusedseg.InPlaceABN(4)
+    x = torch.randn(2, 4, 9, 8, requires_grad=True)
+    results = []
+    for least in (1, NEVER):
+        monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+        taken, unpacked, seen, held = [], [], [], []
+
+        def unpack(t, unpacked=unpacked):
+            copy = t.clone()
+            unpacked.append(copy.data_ptr())
+            return copy
+
+        y = x * 1
+        y.register_hook(lambda dx, seen=seen: seen.append(dx.data_ptr()))
+        with saved_tensors_hooks(torch.clone, unpack):
+            z = norm(y)
+        z.register_hook(held.append)
+        results.append(torch.autograd.grad((z * 2).sum(), [x, *norm.parameters()]))
+        taken.append(seen[0] in unpacked)
+        assert torch.equal(held[0], torch.full_like(z, 2.0))
+        assert taken == [least == 1]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- the input of a convolution ---------------------------------------------------------------------------------------
+
+
+def joined(dtype=torch.float32, memory_format=torch.contiguous_format):
+    conv = fusedseg.JoinConv2d(12, 6, 3, padding=1).to(dtype=dtype, memory_format=memory_format)
+    small, skip = torch.randn(2, 8, 5, 5, dtype=dtype), torch.randn(2, 4, 10, 10, dtype=dtype)
+    inputs = [t.to(memory_format=memory_format).requires_grad_() for t in (small, skip)]
+
+    def run(small, skip):
+        return conv([Interpolated(small * 1, (10, 10), "bilinear"), skip * 1])
+
+    return conv, inputs, run
+
+
+@pytest.mark.parametrize("formed", [2**22, 0], ids=["formed", "apart"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_inputs_freed_early_give_the_same_bits(dtype, formed, memory_format, monkeypatch):
+    monkeypatch.setattr("fusedseg.ops.conv.sources.FORMED_BYTES", formed)
+    conv, inputs, run = joined(dtype, memory_format)
+    results = []
+    for least in (1, NEVER):
+        monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+        # Hooks that copy make every saved tensor one that nobody else has.
+        with saved_tensors_hooks(torch.clone, torch.clone):
+            out = run(*inputs)
+        results.append(torch.autograd.grad(out.square().sum(), [*inputs, *conv.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("formed", [2**62, 0], ids=["one tensor", "apart"])
+def test_an_unpacked_input_is_freed_before_dx(formed, monkeypatch):
+    """The input, the gradient of the output and the gradient of the input are never there together.
+
+    Hooks keep no data at all here, and make the tensors when backward asks for them.
+    """
+    monkeypatch.setattr("fusedseg.ops.conv.sources.FORMED_BYTES", formed)
+    with FakeTensorMode():
+        conv = fusedseg.JoinConv2d(8, 8, 3, padding=1)
+        x = torch.empty(4, 8, 64, 64, requires_grad=True)
+        peaks = []
+        for least in (1, NEVER):
+            monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+            with LiveBytes() as live:
+                with saved_tensors_hooks(lambda t: t.shape, torch.empty):
+                    out = conv(x * 1) * 1
+                total = out.sum()
+                del out
+                live.peak = live.current
+                total.backward()
+            peaks.append(live.peak / x.nbytes)
+    # The weight and its gradient are small.  sum() expands its gradient, which the product makes a tensor.
+    assert peaks[1] >= 3
+    assert peaks[0] <= 2.1
+
+
+def test_a_gradient_of_a_gradient_still_raises():
+    _, inputs, run = joined()
+    (dx, _) = torch.autograd.grad(run(*inputs).square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dx.sum().backward()
+
+
+def test_a_batch_of_gradients():
+    _, inputs, run = joined()
+    out = run(*inputs)
+    vectors = torch.randn(3, *out.shape)
+    together = torch.autograd.grad(out, inputs, vectors, is_grads_batched=True, retain_graph=True)
+    for i, vector in enumerate(vectors):
+        alone = torch.autograd.grad(out, inputs, vector, retain_graph=True)
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_the_peak_of_a_network_of_two_blocks():
+    """At the peak of backward, beside what is kept, there is one tensor of the largest size: dz, or the dx over it.
+
+    Without that, both are there.
+    """
+    with FakeTensorMode():
+        net = nn.Sequential(fusedseg.ConvABN2d(3, 16, 3, padding=1), fusedseg.ConvABN2d(16, 16, 3, padding=1))
+        x = torch.empty(8, 3, 128, 128)
+        found = measure(net, x, loss=lambda out: (out * 1).sum())
+    largest = 8 * 16 * 128 * 128 * 4
+    assert found.saved == pytest.approx(2 * largest + x.nbytes, rel=0.01)
+    assert found.peak - found.saved <= 1.1 * largest
