@@ -21,7 +21,7 @@ from ..double_backward import batched, one_by_one
 from ..layout import FORMATS, dense
 from ..recompute import recipes
 from . import aten, squeezed
-from .aten import Pool
+from .windows import Pool
 
 OP = "fusedseg.max_pool"
 MAX_POSITIONS = 256

@@ -17,7 +17,7 @@ from ..low_bit.spec import is_dense
 from ..recompute import recipes
 from ..recompute.plain import Place
 from ..recompute.saved import OFF, Handle, Recipe
-from .aten import Pool
+from .windows import Pool
 
 
 def squeeze(codes: Tensor, bits: int) -> Tensor:
