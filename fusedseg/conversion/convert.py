@@ -1,6 +1,7 @@
 """``fusedseg.convert`` makes a stock model lean, in place."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import nn
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
 from ..ops.recompute.choice import Budget
+from ..ops.recompute.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .budget import apply_budget
 from .flow import Flow, listed
-from .inputs import parse_inputs
+from .inputs import named, parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
@@ -36,6 +38,9 @@ def convert(
     inplace: bool = True,
     budget: float | str | None = None,
     extra_flops: float | None = None,
+    bits: int | None = None,
+    seed: int | None = None,
+    unrounded: str | Sequence[str] = (),
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -92,12 +97,18 @@ def convert(
             bytes grow with the size.  None lets no call run twice.
         extra_flops: the arithmetic that may run twice, as a share of the forward's convolution and matrix arithmetic
             (0.02).  Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
+        bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
+            the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
+        seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
+            rounds anew; equal seeds give equal bits.
+        unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``budget`` or ``extra_flops`` has another type.
+            bool; ``budget``, ``extra_flops``, ``bits``, ``seed`` or ``unrounded`` has another type.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``budget`` or ``extra_flops`` is out of range.
+            ``budget``, ``extra_flops`` or ``bits`` is out of range; both ``bits`` and a budget are given; a name in
+            ``unrounded`` matches no module.
 
     Warns:
         UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept.
@@ -133,6 +144,11 @@ def convert(
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     wanted = Budget.parse(OP, budget, extra_flops)
+    rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
+    if rounding is not None:
+        rounding.seed = seed or 0
+        if wanted is not None:
+            raise ValueError(f"{OP}: bits and a budget cannot be given together")
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
@@ -152,11 +168,15 @@ def convert(
         _apply(plan)
         fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
         wiring = Wiring(model, fused, plan.paths)
+        wiring.rounding = rounding
         scope.install(model, wiring)
         after = None if inputs is None else _footprint(model, inputs)
         twice = None if wanted is None else apply_budget(wiring, wanted, inputs, before, after)
         if wiring.choice is not None and inputs is not None:
             after = _footprint(model, inputs)
+        if rounding is not None:
+            # The steps on the example do not count.
+            rounding.steps = 0
     count = Counter(fusion.inplace for fusion in plan.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(

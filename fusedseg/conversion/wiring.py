@@ -14,6 +14,7 @@ from torch import nn
 
 from ..ops.recompute.choice import Choice
 from ..ops.recompute.guide import Guide
+from ..ops.recompute.packed import Rounding
 from ..ops.recompute.scope import recompute
 from .applied import Applied
 from .flow import CONVS
@@ -48,10 +49,14 @@ class Wiring:
         self.choice: Choice | None = None
         # Makes the guide of each scope; None without a budget.
         self.make_guide: Callable[[], Guide] | None = None
+        # What is kept in fewer bits; None if nothing is.
+        self.rounding: Rounding | None = None
 
     def scope(self) -> recompute:
         """A scope for one call of the model."""
-        return recompute.guided(self.make_guide, None if self.choice is None else self.choice.again_in_order)
+        # A gradient in eval mode explains a model or tests it, and stays exact.
+        rounding = self.rounding if self.root.training else None
+        return recompute.guided(self.make_guide, None if self.choice is None else self.choice.again_in_order, rounding)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

@@ -254,7 +254,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
 
         # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
         # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
-        z = join_conv.ConvolutionFunction.apply(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
+        z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
         if not recipes.BUDGETED:
             return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
         again, given = _again(step), (uncast(w), *tensors_of(sources))

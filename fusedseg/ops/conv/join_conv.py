@@ -1,6 +1,7 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -63,6 +64,13 @@ class ConvolutionFunction(torch.autograd.Function):
         return *(None,) * 4, dw, dbias, *dtensors
 
 
+def recorded(op: str, call: Convolution, convolve: Callable[[], Tensor], centred: bool, w: Tensor, *tensors) -> Tensor:
+    """The node of the convolution.  A scope with ``bits`` packs the sources, not a computed weight."""
+    registry = recipes.packing() if recipes.PACKING else None
+    with nullcontext() if registry is None else registry.linear(spared=w):
+        return ConvolutionFunction.apply(op, call, convolve, centred, w, *tensors)
+
+
 def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
     """The call of a convolution with a stock convolution's arguments.  Sources are padded and cast if necessary."""
     sources, geometry = padded(op, sources, raw)
@@ -120,7 +128,7 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
         return convolve_sources(sources, w, bias, geometry)
     given = sources if formed is None else (formed.detach(),)
     convolve = partial(convolve_sources, given, w, bias, geometry)
-    y = ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))
+    y = recorded(OP, call, convolve, False, w, bias, *tensors_of(sources))
     if not recipes.BUDGETED:
         return y
     own, enlarges = uncast(w), enlarges_of(sources)

@@ -254,7 +254,12 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
     if not coded:
         return forward(x, pool, False)[0]
     z = MaxPoolFunction.apply(x, pool)
-    recipes.offer(z, lambda x: forward(x, pool, False)[0], x)
+    if recipes.PACKING and recipes.packing() is not None:
+        # The maximum of rounded values is too large on average, and may lie elsewhere.
+        (codes,), rows = z.grad_fn.saved_tensors, z.grad_fn.rows
+        recipes.offer(z, lambda x, codes: pick(x, codes, rows, pool), x, codes)
+    else:
+        recipes.offer(z, lambda x: forward(x, pool, False)[0], x)
     return z
 
 

@@ -24,6 +24,7 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
+from . import packed
 from .kept import Kept
 from .passes import again_in_place, backward, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
@@ -114,6 +115,14 @@ class NormFunction(torch.autograd.Function):
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors.  The checks refuse both, so this
 # shorter way is enough.
 _apply = super(torch.autograd.Function, NormFunction).apply
+
+
+def _recorded(call, x: Tensor, *others: Tensor | None) -> Tensor:
+    """The node of the op.  A scope with ``bits`` packs what it saves."""
+    registry = recipes.packing() if recipes.PACKING else None
+    if registry is None:
+        return _apply(call, x, *others)
+    return packed.recorded(registry, lambda: _apply(call, x, *others), x, call)
 
 
 def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:
@@ -304,7 +313,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
         with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
-    z = _apply(call, x, weight, bias, *more)
+    z = _recorded(call, x, weight, bias, *more)
     if saved:
         offer_output(z, saved[0], residual, spec, registry)
     return z
@@ -333,4 +342,4 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    return _apply((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+    return _recorded((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)

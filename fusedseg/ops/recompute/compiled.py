@@ -120,6 +120,16 @@ def warn_of_budget() -> bool:
     return True
 
 
+@assume_constant_result
+def warn_of_bits() -> bool:
+    """Warns that ``bits`` has no effect in compiled code.  It runs while the compiler traces."""
+    warnings.warn(
+        "fusedseg.recompute: bits has no effect in compiled code, where what is kept is kept as it is",
+        stacklevel=2,
+    )
+    return True
+
+
 def _warn_of_backend() -> None:
     warnings.warn(
         "fusedseg.recompute: a scope inside a compiled function has no effect with this backend, which runs the graph "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .plain import Place
-from .saved import Autocast, Data, Recipe, latest
+from .saved import EXACT, Autocast, Data, Recipe, latest
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -20,11 +20,13 @@ class Held:
     It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that no saved tensor keeps.
     """
 
-    __slots__ = ("_kept", "extra", "tensor", "version")
+    __slots__ = ("_kept", "bits", "extra", "tensor", "version")
     steps: int = 0
 
     def __init__(self, t: Tensor, extra: int) -> None:
         self.tensor, self.version, self.extra = t, t._version, extra
+        # A large one may be packed when it is asked for.
+        self.bits = 0 if extra else EXACT
         self._kept: Callable[[], Data | None] = lambda: None
 
     def source(self, registry: "Registry") -> Data | None:
@@ -32,7 +34,7 @@ class Held:
             return None
         kept = self._kept()
         if kept is None:
-            kept = registry.keep(self.tensor)
+            kept = registry.keep(self.tensor, computed=True)
             kept.in_graph = False
             self._kept = weakref.ref(kept)
         return kept
@@ -41,12 +43,12 @@ class Held:
 class Linked:
     """An input that the graph keeps or rebuilds for another reason.  It is held weakly."""
 
-    __slots__ = ("_source", "steps")
+    __slots__ = ("_source", "bits", "steps")
     extra: int = 0
 
     def __init__(self, source: Data | Recipe) -> None:
         self._source = weakref.ref(source)
-        self.steps = int(isinstance(source, Recipe))
+        self.steps, self.bits = source.steps, source.bits
 
     def source(self, registry: "Registry") -> Data | Recipe | None:
         source = self._source()
@@ -109,20 +111,27 @@ class Offer:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.device, self.inputs = device, inputs
         # The number of calls that rebuild the tensor, and the number of bytes that are kept only for this offer.
+        # The fewest bits of its sources; 0 if they are not known yet.
+        self.bits = EXACT
         self.steps, self.extra = 1, 0
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
+            self.bits = min(self.bits, source.bits)
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""
         return None if self._recipe is None else self._recipe()
 
     def source(self, registry: "Registry") -> Recipe | None:
-        """Returns the recipe, the same object to every caller; None if an input is gone or has changed."""
-        recipe = self.recipe()
-        if recipe is not None:
-            return recipe
+        """Returns the recipe, the same object to every caller.
+
+        The result is None if an input is gone or has changed, or has fewer bits than the present call needs.
+        """
+        recipe = self.recipe() or self._made(registry)
+        return None if recipe is None or recipe.bits < registry.needs else recipe
+
+    def _made(self, registry: "Registry") -> Recipe | None:
         inputs: list[tuple[Data | Recipe, Place]] = []
         for link, at in self.inputs:
             source = link.source(registry)
@@ -133,6 +142,7 @@ class Offer:
             inputs.append((source, at))
         recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         recipe.node, recipe.is_call = self.node, self.is_call
+        recipe.bits = min((source.bits for source, _ in inputs), default=EXACT)
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:
             self.reader.reads(recipe)

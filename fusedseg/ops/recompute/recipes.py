@@ -45,8 +45,9 @@ from .saved import Data, Handle
 
 # The classes of registries, by which the hooks of a scope are recognised; ``budgeted.py`` adds one.
 REGISTRIES: set[type] = {Registry}
-# The registries of all open scopes with a budget, in any thread.
+# The registries of all open scopes with a budget, and of those with ``bits``, in any thread.
 BUDGETED: list[Registry] = []
+PACKING: list[Registry] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -104,7 +105,7 @@ def changing(x: Tensor) -> None:
 def _budgeted() -> Any:
     """The active registry if its scope has a budget, otherwise None."""
     registry = active()
-    return None if type(registry) is Registry else registry
+    return registry if hasattr(registry, "guide") else None
 
 
 def called(
@@ -118,6 +119,12 @@ def called(
     if registry is not None and output.requires_grad:
         with torch._C.DisableTorchFunction():
             registry.called_ours(name, options, output, again, tensors, flops)
+
+
+def packing() -> Any:
+    """The active registry if its scope has ``bits``, otherwise None."""
+    registry = active()
+    return registry if hasattr(registry, "rounding") else None
 
 
 def has_recipe(x: Tensor) -> bool:

@@ -26,23 +26,22 @@ LARGER = 4
 SMALL = 16
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
-_unwatched = torch._C.DisableTorchFunction
 
 
 class Registry:
-    """The registry of one scope.
+    """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
-    Args:
-        outer: the saved-tensor hooks around the scope, which get the data that is kept; None if there are none.
-    """
+    # The fewest bits of a recipe that the present call may save, and whether tensors are rounded (``packed.py``).
+    needs, rounds = 0, False
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Data | Handle | None] | None = None
-        # Set during a call of a norm: it collects the parameters and statistics that the call saves.
+        # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
+        self.collected: list[Tensor] = []
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
@@ -60,7 +59,7 @@ class Registry:
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
-        with _unwatched():
+        with torch._C.DisableTorchFunction():
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
                 saved = as_it_is(t, self.outer)
@@ -90,7 +89,7 @@ class Registry:
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor) -> Data:
+    def keep(self, t: Tensor, computed: bool = False) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:

@@ -24,6 +24,8 @@ from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+# The bits of values that are not rounded.
+EXACT = 64
 
 
 def recomputing() -> bool:
@@ -41,7 +43,7 @@ def _version_of(packed: Any) -> int:
     return packed._version if isinstance(packed, Tensor) and not packed.is_inference() else 0
 
 
-def _modified(t: Tensor, version: int) -> RuntimeError:
+def modified(t: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {version} instead.  It was "
@@ -72,16 +74,15 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    node: the node in the graph of a scope with a budget (``graph.py``), or -1.
+    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps: as in ``Recipe``.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
-    # Most objects never change these defaults, so they are attributes of the class.
     in_recipe = copied = exposed = False
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    node = -1
+    node, bits, steps = -1, EXACT, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
@@ -127,13 +128,13 @@ class Data:
             return self.recipes_copy.load()
         if self.outer is not None and _version_of(self.packed) != self.version_packed:
             # The hooks around the scope have not copied the tensor.
-            raise _modified(self.packed, self.version)
+            raise modified(self.packed, self.version)
         return self.load()
 
     def load(self) -> Tensor:
         if self.outer is None:
             if self.packed._version != self.version:
-                raise _modified(self.packed, self.version)
+                raise modified(self.packed, self.version)
             return self.packed
         if self.held is None:
             t = self.outer[1](self.packed)
@@ -143,8 +144,7 @@ class Data:
         return self.held
 
     def near(self, order: float) -> bool:
-        """Always True: what hooks have returned is held until the backward pass ends."""
-        return True
+        return True  # What hooks have returned is held until the backward pass ends.
 
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -201,8 +201,8 @@ class Recipe:
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # As in ``Data``, and whether a call that runs twice makes the tensor.
-    node, is_call = -1, False
+    # As in ``Data``; the fewest bits of its sources; its calls; and whether a call that runs twice makes the tensor.
+    node, bits, steps, is_call = -1, EXACT, 1, False
 
     def __init__(
         self,
@@ -346,5 +346,5 @@ def unpack(packed: AsItIs | Data | Handle) -> Tensor:
         return packed.load()  # type: ignore[union-attr]
     t, version = packed
     if version >= 0 and t._version != version:
-        raise _modified(t, version)
+        raise modified(t, version)
     return t

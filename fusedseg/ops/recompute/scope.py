@@ -1,6 +1,6 @@
 """The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator, ExitStack
 from functools import partial
 
@@ -12,11 +12,15 @@ from . import compiled
 from .budgeted import BUDGET_RULES, BudgetRegistry
 from .choice import Budget
 from .guide import Guide, Learn
-from .recipes import BUDGETED, innermost
+from .packed import PackingRegistry, Rounding
+from .packing import PACKING_RULES
+from .recipes import BUDGETED, PACKING, REGISTRIES, innermost
 from .registry import Registry
 from .saved import unpack
 from .stock import RULES
 from .watch import Watch
+
+REGISTRIES.add(PackingRegistry)
 
 
 class recompute(ContextDecorator):
@@ -49,6 +53,11 @@ class recompute(ContextDecorator):
             lets no call run twice unless ``extra_flops`` is given.
         extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
             Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
+        bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
+            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
+        seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
+            entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
+        unrounded: with ``bits``, modules whose calls keep everything as it is.
 
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
@@ -72,7 +81,26 @@ class recompute(ContextDecorator):
     # The products that run again in compiled code (``compiled.begin``); None if they are not known there.
     _again: tuple[int, ...] | None = None
 
-    def __init__(self, budget: float | str | None = None, *, extra_flops: float | None = None) -> None:
+    # What is kept in fewer bits; None if nothing is.
+    _rounding: Rounding | None = None
+
+    def __init__(
+        self,
+        budget: float | str | None = None,
+        *,
+        extra_flops: float | None = None,
+        bits: int | None = None,
+        seed: int | None = None,
+        unrounded: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        for module in unrounded:
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    f"fusedseg.recompute: unrounded must be a sequence of modules, got {type(module).__name__}"
+                )
+        self._rounding = Rounding.parse("fusedseg.recompute", bits, seed, unrounded)
+        if bits is not None and (budget is not None or extra_flops is not None):
+            raise ValueError("fusedseg.recompute: bits and a budget cannot be given together")
         self._make_guide: Callable[[], Guide] | None = None
         if budget is not None or extra_flops is not None:
             parsed = Budget.parse("fusedseg.recompute", budget, extra_flops)
@@ -81,19 +109,24 @@ class recompute(ContextDecorator):
         self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
 
     @classmethod
-    def guided(cls, make_guide: Callable[[], Guide] | None, again: tuple[int, ...] | None = None) -> "recompute":
+    def guided(
+        cls,
+        make_guide: Callable[[], Guide] | None,
+        again: tuple[int, ...] | None = None,
+        rounding: Rounding | None = None,
+    ) -> "recompute":
         """A scope whose registry asks a new guide, the result of ``make_guide()``, each time that it is entered.
 
         ``again`` has the calls that run twice, for compiled code, which asks no guide.
         """
         made = cls()
-        made._make_guide, made._again = make_guide, again
+        made._make_guide, made._again, made._rounding = make_guide, again, rounding
         return made
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
         scope = type(self)()
-        scope._make_guide, scope._again = self._make_guide, self._again
+        scope._make_guide, scope._again, scope._rounding = self._make_guide, self._again, self._rounding
         return scope
 
     @compiled.as_python
@@ -103,15 +136,25 @@ class recompute(ContextDecorator):
                 compiled.prepare()
                 if self._make_guide is not None and self._again is None:
                     compiled.warn_of_budget()
+                if self._rounding is not None:
+                    compiled.warn_of_bits()
                 compiled.begin(self._again or ())
             return
         stack, guided = ExitStack(), None
         # Inside another scope there is nothing left to do.
         if innermost() is None:
             outer, rules, back = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES, unpack
-            if self._make_guide is None:
+            registry: Registry
+            if self._make_guide is None and self._rounding is None:
                 registry = Registry(outer)
+            elif self._rounding is not None:
+                registry, rules = PackingRegistry(outer, self._rounding), PACKING_RULES
+                PACKING.append(registry)
+                stack.callback(PACKING.remove, registry)
+                if self._rounding.unrounded:
+                    stack.enter_context(registry.watching())
             else:
+                assert self._make_guide is not None
                 registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
                 guided, back = registry, registry.guide.unpack
                 BUDGETED.append(registry)

@@ -125,7 +125,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, registry: Registry, rules: dict[Function, Any] = RULES) -> None:
         super().__init__()
         self.registry, self.rules = registry, rules
-        self._has_budget = rules is not RULES
+        self._has_budget, self._has_bits = hasattr(registry, "guide"), hasattr(registry, "rounding")
         _watch_scripted()
 
     @compiled.as_python
@@ -136,6 +136,8 @@ class Watch(TorchFunctionMode):
             compiled.prepare()
             if self._has_budget:
                 compiled.warn_of_budget()
+            if self._has_bits:
+                compiled.warn_of_bits()
             compiled.called()
             return out
         registry, rule = self.registry, self.rules.get(func)

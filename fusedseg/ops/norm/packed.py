@@ -1,0 +1,60 @@
+"""What the norm op saves in a recompute scope with ``bits``: its output, or its input with the kink of the norm.
+
+An activation that is linear on each side of 0 needs the exact sign of its argument and nothing else, so any number of
+bits leaves the gradient right on average.  For others, which bend smoothly, at least 8 bits are kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...activation import TABLE
+from ..recompute.packed import SMOOTH_BITS, PackingRegistry, Reading
+from ..recompute.packing import after_norm
+from .kink import kink_of, of_channels
+from .spec import Passed, Saved, Spec
+
+# The activations that are linear on each side of 0.
+PIECEWISE_LINEAR = ("leaky_relu", "relu", "prelu", "identity")
+
+
+def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, call: Any) -> Tensor:
+    """Runs the op, ``run()``, on ``x``; ``call`` is that of ``NormFunction``."""
+    passed, _, spec, _, _, for_others = call
+    bits = registry.rounding.bits
+    bends = not TABLE[spec.act.name].identity
+    # A sum of two rounded tensors has no exact sign.
+    if spec.act.name not in PIECEWISE_LINEAR or (bends and spec.keep == "input" and passed.residual is not None):
+        bits = max(bits, SMOOTH_BITS)
+    registry.settle()
+    defers = spec.keep == "input" and passed.residual is None
+    with registry.allowing(Reading(0, bits, own=True, defers=defers, sides=defers and bends)):
+        z = run()
+    if not registry.pending:
+        return z
+    found: Saved | None = for_others[0] if for_others else None
+
+    def kink() -> Tensor | None:
+        return None if found is None else _kink(found, passed, spec)
+
+    with torch._C.DisableTorchFunction():
+        if bends:
+            pending, registry.pending = registry.pending, []
+            for data in pending:
+                data.settle(bits, kink())
+        else:
+            # A function that bends may follow.
+            after_norm(registry, z, kink)
+    return z
+
+
+def _kink(saved: Saved, passed: Passed, spec: Spec) -> Tensor | None:
+    if saved.mean is None:
+        return None
+    mean, shape = saved.mean, passed.x.shape
+    rstd = torch.rsqrt(saved.second + spec.eps) if spec.keeps_variance else saved.second
+    if spec.kind == "group":
+        mean, rstd = of_channels(mean, shape), of_channels(rstd, shape)
+    return kink_of(mean, rstd, passed.weight, passed.bias, shape)

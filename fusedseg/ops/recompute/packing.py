@@ -1,0 +1,132 @@
+"""The rules of a scope with ``bits``: how each known function may read and save rounded values.
+
+    linear     saves tensors that enter the gradient linearly: rounded values are right on average
+    bending    has a derivative that jumps at 0: the sign of what it saves must be exact
+    smooth     has a derivative that varies: rounding biases the gradient, so at least 8 bits are kept for it
+
+A norm is linear, but what reads its output decides how its input is packed: with the kink of the norm for an
+activation, and in 8 bits for a smooth one.  So its input is packed just before the next call of a known function, when
+the network has usually let go of it.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..norm.kink import kink_of, of_channels
+from .packed import SMOOTH_BITS, PackingRegistry, Reading
+from .plain import plain
+from .saved import EXACT
+from .stock import CONVOLUTIONS, RULES, Function
+from .stock_norm import NAMES, by_statistics, statistics_of
+
+LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
+NORMS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+_ROW = {
+    BENDING: (
+        F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.leaky_relu, F.prelu, torch.prelu, Tensor.prelu,
+    ),
+    LINEAR: (
+        *CONVOLUTIONS, *NORMS, F.max_pool2d, torch.max_pool2d, F.max_pool3d, torch.max_pool3d, F.dropout, F.dropout1d,
+        F.dropout2d, F.dropout3d, torch.cat, torch.concat, torch.stack, F.interpolate, F.pad, F.pixel_shuffle,
+        F.pixel_unshuffle, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
+        F.adaptive_avg_pool3d, torch.flatten, torch.reshape, torch.clone, Tensor.flatten, Tensor.reshape, Tensor.clone,
+        Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double,
+        *(getattr(home, name) for home in (torch, Tensor) for name in ("add", "sub", "mul")),
+        *(getattr(Tensor, name) for name in ("add_", "sub_", "mul_")),
+    ),
+}  # fmt: skip
+KINDS: dict[Function, str] = dict.fromkeys(RULES, SMOOTH) | {func: kind for kind, of in _ROW.items() for func in of}
+
+
+def _first(args: Any, kwargs: Any) -> Tensor | None:
+    x = args[0] if args else kwargs.get("input")
+    return x if isinstance(x, Tensor) else None
+
+
+def _settle(registry: PackingRegistry, kind: str, x: Tensor | None) -> bool:
+    """Packs what is pending before a call of a function that reads ``x``.
+
+    Returns whether the function reads the output of a norm whose input is packed with the kink now.
+    """
+    pending, registry.pending = registry.pending, []
+    exact = False
+    for data in pending:
+        reads = x is not None and plain(x) and data.output is not None and data.output() is x.untyped_storage()
+        kink = data.kink_of_norm() if reads and kind != LINEAR and data.kink_of_norm is not None else None
+        exact |= kink is not None
+        data.settle(max(data.bits, SMOOTH_BITS) if reads and kind == SMOOTH else data.bits, kink)
+    return exact
+
+
+def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kwargs: Any) -> Reading:
+    x = _first(args, kwargs)
+    exact = _settle(registry, kind, x) if registry.pending else False
+    bits = registry.rounding.bits
+    if kind == SMOOTH:
+        return Reading(SMOOTH_BITS, SMOOTH_BITS)
+    if kind == BENDING and not exact and x is not None and registry.has_rounded_recipe(x):
+        return Reading(EXACT, bits, sides=True)
+    spared = None
+    if func in CONVOLUTIONS:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        spared = weight if isinstance(weight, Tensor) and plain(weight) else None
+    return Reading(0, bits, defers=func in NORMS, spared=spared)
+
+
+def _rule(
+    registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Callable[..., Any], kind: str
+) -> Any:
+    with torch._C.DisableTorchFunction():
+        reading = _reading(registry, func, kind, args, kwargs)
+    with registry.allowing(reading):
+        out = stock(registry, func, args, kwargs)
+    if registry.pending and func in NAMES:
+        with torch._C.DisableTorchFunction():
+            after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))
+    return out
+
+
+def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor | None]) -> None:
+    """Notes what a norm has returned, for the tensors that it has saved."""
+    for data in registry.pending:
+        data.output, data.kink_of_norm = weakref.ref(out.untyped_storage()), kink
+
+
+def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: Any) -> Tensor | None:
+    """The kink of ``F.batch_norm`` or ``F.instance_norm``; None if its statistics are not at hand."""
+    names, default = NAMES[func]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    x = named["input"]
+    if named.get(names[5], default):
+        found = statistics_of(collected, x.shape[1] * (x.shape[0] if func is F.instance_norm else 1))
+    else:
+        found = named["running_mean"], (named["running_var"] + named.get("eps", 1e-5)).rsqrt()
+    return None if found is None else kink_of(*found, named.get("weight"), named.get("bias"), x.shape)
+
+
+def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:
+    """The rule of ``F.group_norm``: it is rebuilt from its statistics.
+
+    Those of rounded values would move its kink, and many rounded values lie next to the kink.
+    """
+    out = func(*args, **kwargs)
+    named = dict(zip(("input", "num_groups", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = named["input"], named.get("weight"), named.get("bias")
+    node = out.grad_fn
+    if node is None or node.name() != "NativeGroupNormBackward0":
+        return out
+    mean, rstd = (of_channels(v, x.shape) for v in (node._saved_result1, node._saved_result2))
+    registry.offer(out, by_statistics(x, weight, bias, mean, rstd), [x])
+    after_norm(registry, out, partial(kink_of, mean, rstd, weight, bias, x.shape))
+    return out
+
+
+PACKING_RULES: dict[Function, Any] = {
+    func: partial(_rule, stock=stock, kind=KINDS[func]) for func, stock in (RULES | {F.group_norm: _group_norm}).items()
+}
