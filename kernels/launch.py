@@ -113,26 +113,25 @@ def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
 
 
 def split_blocks(
-    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: str = ""
+    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: bool = False
 ) -> Blocks:
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
-    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py`` ("writes"), so that tiles of rows must hold
-    whole groups, or reads them ("reads"), so that such a tile must lie in one group of each channel.
+    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py``, so that tiles of rows must hold whole groups.
     """
     tile_bytes = STATS_TILE_BYTES if stats else TILE_BYTES
     programs_per_sm = ROWS_PER_SM if layout.rows and not stats else PROGRAMS_PER_SM
     tile = tile_bytes // dtype.itemsize
     if layout.rows:
-        block_l = row_lanes(layout.C, (PACKED_ROW_BYTES if packs == "writes" else ROW_BYTES) // dtype.itemsize)
+        block_l = row_lanes(layout.C, (PACKED_ROW_BYTES if packs else ROW_BYTES) // dtype.itemsize)
         groups = layout.I * triton.cdiv(layout.C, block_l)
     else:
         block_l = min(triton.next_power_of_2(layout.S), tile)
         groups = layout.I * layout.C
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
     if packs and layout.rows:
-        block_n = min(triton.next_power_of_2(layout.N) if packs == "writes" else block_n, GROUP)
+        block_n = min(triton.next_power_of_2(layout.N), GROUP)
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
     splits = min(tiles, max(1, programs_per_sm * multiprocessors(device) // groups))
     if reduces:

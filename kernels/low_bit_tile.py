@@ -1,8 +1,7 @@
 """Packing and unpacking of the tiles of the norm kernels.  ``kernels/low_bit.py`` has the arithmetic.
 
 The groups of a tile (BLOCK_N, BLOCK_L) of planes are its rows, in pieces of 256 positions; ``as_groups`` makes it a
-block (groups, positions).  A tile of rows (channels_last) holds whole groups of its channels, or a part of one group of
-each.  ``line`` is the number of each plane of a tile, and ``s0`` its first position; a plane that does not exist has a
+block (groups, positions).  A tile of rows (channels_last) holds one whole group of each of its channels.  ``line`` is the number of each plane of a tile, and ``s0`` its first position; a plane that does not exist has a
 number of at least I N C.
 """
 
@@ -47,10 +46,10 @@ class Codes(NamedTuple):
 
 
 def fits(layout, lines, dtype: torch.dtype) -> bool:
-    """Whether the kernels can write and read codes whose groups lie as ``lines`` (``Lines`` of the storage op) says.
+    """Whether the kernels can write codes whose groups lie as ``lines`` (``Lines`` of the storage op) says.
 
     They cannot if a group has values of several planes, as in small planes without a kink, or of several samples with
-    statistics of their own; nor if rows are shorter than 16 bytes.
+    statistics of their own; nor if rows are shorter than 16 bytes.  They can also read the codes of planes.
     """
     if not layout.rows:
         return lines.C == 1 and lines.S == layout.S and layout.S >= SHORTEST
@@ -151,19 +150,15 @@ def pack_tile(v, mask, j, i, group, line, s0, has_kink: tl.constexpr, codes_ptr,
 
 
 @triton.jit
-def unpack_tile(j, i, group, line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes,
-                ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_L: tl.constexpr):  # fmt: skip
-    """The values of a tile, the same bits as in the unpacked tensor.  ``kink`` is None or has one for each channel."""
-    if ROWS:
-        byte_offs, byte_mask, number, group_mask, _ = places_of_rows(j, i, group, N, C, row_bytes, BITS, BLOCK_N,
-                                                                     BLOCK_L)  # fmt: skip
-        v = decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, number, group_mask, kink, ACC, BITS)
-    else:
-        byte_offs, byte_mask, number, group_mask, _ = places_of_planes(line, s0, I, N, C, S, row_bytes, BITS, BLOCK_N,
-                                                                       BLOCK_L)  # fmt: skip
-        if kink is not None:
-            kink = over_groups(kink + tl.zeros((BLOCK_N, 1), ACC), BLOCK_N, BLOCK_L)
-        v = decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, number, group_mask, kink, ACC, BITS)
-        v = tl.reshape(v, (BLOCK_N, BLOCK_L))
-    return v.to(ACC)
+def unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes, BITS: tl.constexpr,
+                ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """The values of a tile of planes, the same bits as in the unpacked tensor.
+
+    ``kink`` is None or has one for each channel.
+    """
+    byte_offs, byte_mask, number, group_mask, _ = places_of_planes(line, s0, I, N, C, S, row_bytes, BITS, BLOCK_N,
+                                                                   BLOCK_L)  # fmt: skip
+    if kink is not None:
+        kink = over_groups(kink + tl.zeros((BLOCK_N, 1), ACC), BLOCK_N, BLOCK_L)
+    v = decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, number, group_mask, kink, ACC, BITS)
+    return tl.reshape(v, (BLOCK_N, BLOCK_L)).to(ACC)

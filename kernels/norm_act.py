@@ -261,7 +261,7 @@ def onchip_plan(source, layout, dtype, eps, act, K, packing):
 @plan
 def apply_plan(source, layout, dtype, device, eps, act, K, partials, packing):
     """The launcher that applies given statistics, either merged or in ``partials`` parts."""
-    blocks = split_blocks(layout, dtype, device, packs="writes" if packing.bits else "")
+    blocks = split_blocks(layout, dtype, device, packs=bool(packing.bits))
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, packing.row_bytes)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)

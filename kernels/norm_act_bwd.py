@@ -5,7 +5,8 @@ Beside rstd, weight, bias and the residual (if there is one), one tensor of the 
     "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
     "input"    x, which gives xhat and y; and mean
 
-This tensor may be packed (``kernels/low_bit.py``).  Then the kernels read its codes; it never exists as a whole.
+Planes of this tensor may be packed (``kernels/low_bit.py``).  Then the kernels read the codes, and the tensor never
+exists as a whole.  In rows, a thread would hold the numbers of the grids of 8 channels, for which it has no registers.
 
 With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
 
@@ -51,13 +52,13 @@ from .tile import (
 
 
 @triton.jit
-def load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, j, i, group, I, N, C, S,
-               row_bytes, BITS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-               BLOCK_L: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+def load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
+               BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+               EVICT: tl.constexpr):  # fmt: skip
     """One tile of the kept tensor, or of the tensor that its codes stand for."""
     if BITS > 0:
-        saved = unpack_tile(j, i, group, line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes,
-                            ROWS, BITS, ACC, BLOCK_N, BLOCK_L)  # fmt: skip
+        saved = unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes, BITS, ACC,
+                            BLOCK_N, BLOCK_L)  # fmt: skip
     else:
         saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     return saved
@@ -151,8 +152,8 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     for j in tl.range(first, last, num_stages=STAGES):
         offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
-        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, j, i, group, I, N,
-                           C, S, row_bytes, BITS, ACC, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
+        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
+                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 EVICT)  # fmt: skip
@@ -201,8 +202,8 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
         j = last - 1 - k
         offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
-        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, j, i, group, I, N,
-                           C, S, row_bytes, BITS, ACC, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
+        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
+                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 "")  # fmt: skip
@@ -229,7 +230,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     if BITS > 0:
         line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
     saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, load_kink(kink_ptr, u, valid), offs, mask, line,
-                       0, 0, i, c, I, N, C, S, row_bytes, BITS, ACC, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
+                       0, I, N, C, S, row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
     g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
                             N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
@@ -284,24 +285,19 @@ def constants_of(tensor, layout, act):
 
 @plan
 def onchip_plan(tensor, layout, act, K):
-    """The launcher that reads whole statistics groups; None if a slab is too large, or consists of packed rows."""
+    """The launcher that reads whole statistics groups; None if a slab is too large."""
     blocks = onchip_blocks(layout, tensor.dtype, ONCHIP_BWD)
-    if blocks is None or (tensor.bits and layout.rows):
+    if blocks is None:
         return None
     sizes = (layout.I, layout.N, layout.C, layout.S, K, tensor.row_bytes)
     constants = constants_of(tensor, layout, act) | blocks.meta
     return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes, constants)
 
 
-def blocks_of(tensor, layout, device, reduces):
-    packs = "reads" if tensor.bits else ""
-    return split_blocks(layout, tensor.dtype, device, reduces=reduces, packs=packs)
-
-
 @plan
 def reduce_plan(tensor, layout, device, act, K):
     """The launcher that leaves sums, and the number of their parts."""
-    blocks = blocks_of(tensor, layout, device, reduces=True)
+    blocks = split_blocks(layout, tensor.dtype, device, reduces=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits, tensor.row_bytes)
     constants = constants_of(tensor, layout, act) | blocks.meta
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
@@ -310,7 +306,7 @@ def reduce_plan(tensor, layout, device, act, K):
 @plan
 def apply_plan(tensor, layout, device, act, K, partials):
     """The launcher that applies sums in ``partials`` parts."""
-    blocks = blocks_of(tensor, layout, device, reduces=False)
+    blocks = split_blocks(layout, tensor.dtype, device)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, tensor.row_bytes)
     constants = constants_of(tensor, layout, act) | blocks.meta
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
@@ -335,7 +331,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                  mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
-    ``saved`` is the input if ``mean`` is given, and otherwise the output, or ``Codes`` of either.  ``dz``,
+    ``saved`` is the input if ``mean`` is given, and otherwise the output, or ``Codes`` of either (planes).  ``dz``,
     ``residual``, ``dx`` and ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given;
     ``dx`` may be ``saved``.  The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the
     result of ``norm_act_bwd_sums`` if it is known already.
