@@ -1,8 +1,9 @@
 """Packing and unpacking of the tiles of the norm kernels.  ``kernels/low_bit.py`` has the arithmetic.
 
 The groups of a tile (BLOCK_N, BLOCK_L) of planes are its rows, in pieces of 256 positions; ``as_groups`` makes it a
-block (groups, positions).  A tile of rows (channels_last) holds one whole group of each of its channels.  ``line`` is the number of each plane of a tile, and ``s0`` its first position; a plane that does not exist has a
-number of at least I N C.
+block (groups, positions).  A tile of rows (channels_last) holds one whole group of each of its channels.  ``line`` is
+the number of each plane of a tile, and ``s0`` its first position; a plane that does not exist has a number of at least
+I N C.
 """
 
 from typing import NamedTuple
@@ -139,14 +140,12 @@ def pack_tile(v, mask, j, i, group, line, s0, has_kink: tl.constexpr, codes_ptr,
     if ROWS:
         byte_offs, byte_mask, number, group_mask, place = places_of_rows(j, i, group, N, C, row_bytes, BITS, BLOCK_N,
                                                                          BLOCK_L)  # fmt: skip
-        AXIS: tl.constexpr = 0
     else:
         byte_offs, byte_mask, number, group_mask, place = places_of_planes(line, s0, I, N, C, S, row_bytes, BITS,
                                                                            BLOCK_N, BLOCK_L)  # fmt: skip
-        AXIS: tl.constexpr = 1
         v, mask = as_groups(v, BLOCK_N, BLOCK_L), as_groups(mask, BLOCK_N, BLOCK_L)
     encode(v, mask, has_kink, noise_of(number, place, key), number, group_mask, byte_offs, byte_mask, codes_ptr,
-           lowest_ptr, highest_ptr, AXIS, BITS)  # fmt: skip
+           lowest_ptr, highest_ptr, 0 if ROWS else 1, BITS)  # fmt: skip
 
 
 @triton.jit
