@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from fusedseg import BatchNormAct, recompute
@@ -64,6 +65,31 @@ def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
     with LiveBytes() as live:
         torch.autograd.grad(z, x, dz)
     assert live.peak <= 1.6 * x.nbytes
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
+    """Gradients have the shapes of the inputs, and the peak is that of a real step."""
+    shape, groups = (2, 12, 32, 64), 6 if norm == "group" else None
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aten_input, "PART_BYTES", 2 * 2**14)
+    peaks, parts = [], []
+    whole = aten_input._whole
+    monkeypatch.setattr(aten_input, "_whole", lambda *args: parts.append(1) or whole(*args))
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            x, residual = (torch.empty(shape).requires_grad_() for _ in range(2))
+            weight, bias, slope = (torch.ones(12).requires_grad_() for _ in range(3))
+            given = [x, weight, bias, slope, residual]
+            z = norm_act(x, None, None, weight, bias, True, activation="prelu", norm=norm, num_groups=groups,
+                         residual=residual, slope=slope)  # fmt: skip
+            dz = torch.empty(shape)
+            with LiveBytes() as live:
+                grads = torch.autograd.grad(z, given, dz)
+        assert [g.shape for g in grads] == [t.shape for t in given]
+        peaks.append(live.peak)
+    assert len(parts) > 2
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.005)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -1,4 +1,4 @@
-"""The norm op with a packed copy of what it keeps has the bits of the norm op and the storage op, one after the other."""
+"""The norm op with a packed copy of what it keeps: the bits of the norm op and the storage op, one after the other."""
 
 import pytest
 import torch

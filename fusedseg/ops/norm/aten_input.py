@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
@@ -297,7 +299,10 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
     # All parts share this memory, because allocating memory for each part would cost more than the computation.
     scratch = x.new_empty((2, N * step * (x.numel() // (N * U))))
     sums: list[tuple] = []
-    for u in (slice(first, min(first + step, U)) for first in range(0, U, step)):
+    parts = [slice(first, min(first + step, U)) for first in range(0, U, step)]
+    # Without values, two parts stand for all, because each part allocates the same memory, and the next one frees it.
+    run = parts[:2] if isinstance(x, FakeTensor) and get_proxy_mode() is None else parts
+    for u in run:
         xp, dzp = wide["x"][:, u], wide["dz"][:, u]
         rp = None if residual is None else wide["residual"][:, u]
         copy, buffer = (memory[: dzp.numel()].view(dzp.shape) for memory in scratch)
@@ -314,6 +319,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
         if residual is not None:
             wide["dresidual"][:, u] = found.dresidual
         sums.append((found.dweight, found.dbias, found.dslope))
-    dweight, dbias, dslope = (None if v[0] is None else torch.cat(v) for v in zip(*sums, strict=True))
+    sums *= -(-len(parts) // len(run))
+    dweight, dbias, dslope = (None if v[0] is None else torch.cat(v)[:U] for v in zip(*sums, strict=True))
     dresidual = None if residual is None else wide["dresidual"].view(x.shape)
     return Gradients(wide["dx"].view(x.shape), dweight, dbias, dresidual, dslope)

@@ -60,7 +60,8 @@ def forward(
         if fits(layout, lines, x.dtype):
             codes = _codes(x, copy.bits, signed(mixed(copy.seed)), kinks, lines)
             found = TRITON.forward(passed, spec, layout, kept, out, codes)
-            return found, Packed(*codes[:4], copy.bits, tuple(x.shape), x.stride())
+            tensors = codes.codes, codes.lowest, codes.highest, codes.kink
+            return found, Packed._make((*tensors, copy.bits, tuple(x.shape), x.stride()))
     found = passes.forward(passed, spec, layout, kept, out)
     kink = _kink(found, passed, spec) if copy.kink else None
     return found, pack(found.z if spec.keep == "output" else x, copy.bits, copy.seed, kink)

@@ -50,7 +50,8 @@ class Triton:
                 momentum=spec.momentum, eps=spec.eps, act=spec.act,
                 kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
                 # An op that writes over x keeps no mean.  The means of samples are needed to move running statistics.
-                keep_mean=out is not x or not of_batch, codes=codes, packs=spec.keep,
+                keep_mean=out is not x or not of_batch,
+                codes=codes, packs=spec.keep,
             )  # fmt: skip
         if batches is not None:
             torch.autograd.graph.increment_version(batches)
@@ -72,7 +73,7 @@ class Triton:
         wanted: Wanted,
         codes: Any = None,
     ) -> Gradients:
-        """``codes`` is None or the ``Codes`` that are read in place of ``saved.source``, which only gives the strides."""
+        """``codes`` is None or the ``Codes`` to read; then ``saved.source`` only gives the strides."""
         _, norm_act_bwd = _kernels()
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
