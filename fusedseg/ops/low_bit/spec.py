@@ -29,9 +29,9 @@ SHORTER = 1.0 - 2.0**-21
 # arithmetic does not change its side.
 MARGIN = 2.0**-20
 
-# A value lies between two codes at so many binary digits.  A random number with as many digits rounds it to one of
-# them.  With 8 bits for the code they fit into an int16.  NEAR is less than a half of the last digit, so signs stay
-# exact.
+# The place of a value between two codes has this many binary digits.  A random number with as many digits rounds it to
+# one of the codes.  Together with the 8 bits of a code, the digits fit into an int16.  NEAR is less than half of the
+# last digit, so signs stay exact.
 FRACTION_BITS = 7
 # The random number is the highest bits of the int16 f h + s: h is a hash of the position in the group, and f (odd) and
 # s are hashes of the number of the group.  So all numbers are equally likely, and those of two values are independent.

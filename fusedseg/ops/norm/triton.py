@@ -87,8 +87,9 @@ class Triton:
         with device_of(source):
             if wanted.exchange is None:
                 found = norm_act_bwd.norm_act_bwd(
-                    dz, source if codes is None else codes, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat, kept=slots, training=spec.own,
-                    act=spec.act, dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
+                    dz, source if codes is None else codes, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat,
+                    kept=slots, training=spec.own, act=spec.act,
+                    dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
                     dresidual=dresidual,
                 )  # fmt: skip
             else:
