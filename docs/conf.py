@@ -15,6 +15,8 @@ exclude_patterns = ["_build"]
 # The pages are also read in the repository, so their links name Markdown files and headings.
 myst_heading_anchors = 3
 
+# The reference has the integrations also where their frameworks are not installed.
+autodoc_mock_imports = ["monai", "lightning", "pytorch_lightning", "transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autoclass_content = "class"

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ._torch import FakeTensor
 
 NAMES = ("auto", "triton", "aten")
 HERE = nullcontext()

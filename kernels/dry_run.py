@@ -16,12 +16,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from .launcher import FP_FUSION, forget_plans
+from .triton_names import GPUTarget, JITFunction, driver, interpreted
 
 
 class Launch(NamedTuple):
@@ -68,10 +65,11 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
     Raises:
         RuntimeError: the kernels were imported for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
     """
-    if triton.knobs.runtime.interpret:
+    if interpreted():
         raise RuntimeError("fusedseg.kernels.dry_run: TRITON_INTERPRET=1 makes Triton interpret kernels; unset it")
     launches: list[Launch] = []
-    run, active = JITFunction.run, driver._active
+    # The attribute that holds the active driver has had two names.
+    run, before = JITFunction.run, dict(vars(driver))
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         # A kernel that is launched without a Launcher does not set this option.
@@ -88,5 +86,5 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
         yield launches
     finally:
         JITFunction.run = run
-        driver._active = active
+        vars(driver).update(before)
         forget_plans()

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_names import driver, interpreted
+
 # Bytes of a tile of the split kernels, for each tensor that they read.  In any dtype these are two 16-byte loads for
 # each of THREADS threads.  The statistics kernel reads one tensor only, and makes four loads at a time if no tile is
 # cut short.
@@ -76,7 +78,7 @@ def warps(elements: int, per_thread: int) -> int:
 
 def warps_of(elements: int, per_thread: int) -> int:
     """The number of warps that have ``per_thread`` elements per thread on any GPU; AMD's warps have 64 threads."""
-    size = 32 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().warp_size
+    size = 32 if interpreted() else driver.active.get_current_target().warp_size
     return max(1, warps(elements, per_thread) * 32 // size)
 
 

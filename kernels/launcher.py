@@ -20,10 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+
+from .triton_names import CompiledKernel, JITFunction, driver, knobs
 
 # The versions whose JITFunction.run and CompiledKernel.run we have read.  Other versions may pass other arguments.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -62,6 +60,7 @@ def forget_plans() -> None:
 
 def is_watched() -> bool:
     """Whether a hook must see launches, or whether an option changes the compiled code."""
+    # Versions without knobs are not in VERSIONS.
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # A hook is a chain of hooks; in older versions it is a single hook or None.

@@ -8,6 +8,7 @@ The rules that a page follows:
 * Each line of a ``bash`` block is a command that ``check_command`` knows.
 """
 
+import ast
 import contextlib
 import importlib
 import io
@@ -248,3 +249,18 @@ def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text()
     names = [*fusedseg.__all__, *(f"unet.{name}" for name in fusedseg.unet.__all__)]
     assert [name for name in names if not re.search(rf":: (fusedseg\.)?{re.escape(name)}$", page, re.MULTILINE)] == []
+
+
+def test_every_name_of_an_integration_is_in_the_reference():
+    """The public functions and classes of each file, read from its source, because a framework may be absent."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    home = ROOT / "fusedseg" / "integrations"
+    named = {"nnunet": ["Fused", "Leaky", "fused_loss", "plan.plan"]}
+    for path in home.glob("*.py"):
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        named[path.stem] = [node.name for node in nodes if not node.name.startswith("_")]
+    # What the integrations share is for them alone.
+    del named["common"]
+    names = [f"fusedseg.integrations.{module}.{name}" for module in named for name in named[module]]
+    assert len(names) > 15
+    assert [name for name in names if f":: {name}\n" not in page] == []

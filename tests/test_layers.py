@@ -10,14 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Small modules that every layer may import: they choose the implementation, describe the activations, and read sizes.
-BASE = {"_backend", "_sizes", "activation"}
+# Small modules that every layer may import: they choose the implementation, describe the activations, read sizes, and
+# have the private names of PyTorch.
+BASE = {"_backend", "_sizes", "_torch", "activation"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
-    "_backend": (set(), {"torch"}),
+    "_backend": ({"_torch"}, {"torch"}),
     "_sizes": (set(), set()),
-    "activation": (set(), {"torch"}),
+    "_torch": (set(), {"torch"}),
+    "activation": ({"_torch"}, {"torch"}),
     "progress": (set(), set()),
     # numpy handles the few values of a channel vector on a CPU.
     "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
@@ -26,11 +28,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"_sizes", "activation"}, {"matplotlib", "torch"}),
-    "conversion": ({"_sizes", "activation", "memory", "nn", "ops"}, {"torch"}),
+    "memory": ({"_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "conversion": ({"_sizes", "_torch", "activation", "memory", "nn", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"activation", "conversion", "functional", "losses", "memory", "nn", "ops"},
+        {"_torch", "activation", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
         {"nnunetv2", "torch"},
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),

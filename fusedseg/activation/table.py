@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import _torch
+
 # A call of ``torch.ops`` takes microseconds longer than a call of these bindings, which stock functions use.  Backward
 # functions have no such binding; a call of an overload, such as ``.default``, is the shortest there is for them.
 # PyTorch's type stubs lack some of them.
 aten = torch.ops.aten
-_nn: Any = torch._C._nn
+_nn: Any = _torch.nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,7 @@ def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
 
 def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     w = _per_channel(slope, y)
-    g, dw = aten._prelu_kernel_backward.default(dz, y, w)
+    g, dw = _torch.prelu_kernel_backward(dz, y, w)
     over = [d for d in range(y.dim()) if w.shape[d] == 1]
     return g, dw.sum(over, dtype=slope.dtype).view_as(slope)
 
@@ -267,7 +269,7 @@ _ROWS = (
         "prelu",
         nn.PReLU,
         function=lambda y, slope: F.prelu(y, slope.to(y.dtype)),
-        forward=lambda y, slope: torch._prelu_kernel(y, _per_channel(slope, y)),
+        forward=lambda y, slope: _torch.prelu_kernel(y, _per_channel(slope, y)),
         grad=_prelu_grad,
         parameter=Parameter("initial slope", "init", 0.25),
         learned=True,

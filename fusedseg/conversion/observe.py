@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 from ..memory.fake import quiet
 from .flow import Call, Flow, is_leaf, paths_of
 from .unchanged import unchanged

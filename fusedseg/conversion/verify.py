@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from .._torch import tree_map_only
 from .inputs import parse_inputs
 from .observe import set_training, tensors_in
 from .revert import revert

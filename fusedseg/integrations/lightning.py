@@ -1,5 +1,6 @@
 """Callbacks for Lightning: ``Convert`` converts the network before training, ``MemoryReport`` counts a step's bytes."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +15,8 @@ from .common import converted_once, needed
 OP = "fusedseg.integrations.lightning"
 # The package has two names, and its classes are not the same under both.
 _pl: Any = needed("lightning", "lightning", "lightning.pytorch", "pytorch_lightning")
+# The attribute of a strategy that synchronises the norms, before the strategy wraps the module.
+LAYER_SYNC = "_layer_sync"
 
 
 def _say(trainer: Any, text: str) -> None:
@@ -35,8 +38,10 @@ class Convert(_pl.Callback):
             has parameters.  "" is the ``LightningModule`` itself, whose ``training_step`` must then call
             ``self(batch)``, because the recompute scope begins where the converted module is called.
         example_inputs: as in ``fusedseg.convert``; by default the module's ``example_input_array``.
-        sync: whether the norms get the statistics of all processes, by ``fusedseg.convert_sync``.  It stands for
-            ``Trainer(sync_batchnorm=True)``, which raises an error for a converted network.
+        sync: whether the norms get the statistics of all processes, by ``fusedseg.convert_sync``.
+            ``Trainer(sync_batchnorm=True)`` does the same in strategies of several processes: the callback puts
+            ``SyncNorms`` in the place of Lightning's plug-in, which would replace fused norms by norms without an
+            activation.
         options: more arguments of ``fusedseg.convert``, such as ``mode`` and ``inplace``.
 
     Attributes:
@@ -54,17 +59,25 @@ class Convert(_pl.Callback):
         super().__init__()
         self.module, self.example_inputs, self.sync, self.options = module, example_inputs, sync, options
         self.report: ConversionReport | None = None
+        self._done = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._done = False
+        # Only strategies of several processes have this attribute, and a plug-in of the user's own stays.
+        if type(getattr(trainer.strategy, LAYER_SYNC, None)).__name__ == "TorchSyncBatchNorm":
+            setattr(trainer.strategy, LAYER_SYNC, SyncNorms(lambda: self._convert(trainer, pl_module)))
         later = type(pl_module).configure_model is not _pl.LightningModule.configure_model
-        if stage == "fit" and not later and any(True for _ in pl_module.parameters()):
+        if not later and any(True for _ in pl_module.parameters()):
             self._convert(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.report is None:
-            self._convert(trainer, pl_module)
+        self._convert(trainer, pl_module)
 
     def _convert(self, trainer: Any, pl_module: Any) -> None:
+        if self._done:
+            return
         network = self._network(pl_module)
         if any(type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in network.modules()):
             raise RuntimeError(
@@ -73,7 +86,7 @@ class Convert(_pl.Callback):
             )
         example = pl_module.example_input_array if self.example_inputs is None else self.example_inputs
         report, message = converted_once(network, example, self.options)
-        self.report = report or self.report
+        self.report, self._done = report or self.report, True
         if self.sync:
             convert_sync(network)
         _say(trainer, message)
@@ -88,6 +101,29 @@ class Convert(_pl.Callback):
                 f"{len(names)} children with parameters{': ' + ', '.join(names) if names else ''}"
             )
         return pl_module.get_submodule(names[0])
+
+
+class SyncNorms:
+    """What ``Convert`` puts in the place of Lightning's plug-in of ``Trainer(sync_batchnorm=True)``.
+
+    It converts the network if that is still to be done, as after ``configure_model``, and gives fused norms and plain
+    BatchNorms the statistics of all processes.  After training every module has its class again.
+    """
+
+    def __init__(self, convert: Callable[[], None]) -> None:
+        self._convert = convert
+        self._classes: list[tuple[nn.Module, type]] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self._convert()
+        self._classes = [(module, type(module)) for module in model.modules()]
+        return convert_sync(model)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        for module, cls in self._classes:
+            module.__class__ = cls
+        self._classes = []
+        return model
 
 
 class MemoryReport(_pl.Callback):

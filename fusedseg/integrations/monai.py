@@ -1,19 +1,24 @@
-"""Norms for the factories of MONAI, and conversion inside a bundle's configuration."""
+"""Norms for the factories of MONAI, and conversion and an inferer for a bundle's configuration."""
 
+import functools
+import inspect
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import nn as fused
+from .._torch import tree_leaves, tree_map_only
 from ..activation import is_invertible, parse_activation
+from ..inference import sliding_window_labels
 from .common import converted_once, needed
 
 OP = "fusedseg.integrations.monai"
 _factories = needed("monai", "monai", "monai.networks.layers.factories")
 _MetaTensor: Any = needed("monai", "monai", "monai.data.meta_tensor").MetaTensor
+_Inferer: Any = needed("monai", "monai", "monai.inferers").Inferer
 logger = logging.getLogger(__name__)
 
 # The attribute of a plain tensor that has the MetaTensor it was made of.
@@ -137,3 +142,52 @@ def _like(tensor: Tensor, source: Any) -> Any:
     made.is_batch = source.is_batch
     made.copy_meta_from(source, copy_attr=not source.is_batch)
     return made
+
+
+class SlidingWindowLabels(_Inferer):
+    """The labels of ``SlidingWindowInferer`` and an argmax, without the scores of all classes for the whole image.
+
+    It stands in the place of ``SlidingWindowInferer`` in an evaluator or a bundle, whose post-processing then needs no
+    ``Activationsd`` and no ``AsDiscreted(argmax=True)``.  See ``fusedseg.sliding_window_labels``.
+
+    Args:
+        roi_size, sw_batch_size, overlap, mode: as in ``SlidingWindowInferer``.
+        options: more arguments of ``fusedseg.sliding_window_labels``.  ``sigma_scale``, ``padding_mode``, ``cval``,
+            ``sw_device``, ``device`` and ``progress`` mean what they mean in MONAI; ``regions`` and ``mirror`` are new.
+
+    A call with images (N, C, *spatial) and a network returns labels (N, 1, *spatial) in the smallest integer dtype that
+    holds them, or truth values (N, K, *spatial) for ``regions=True``.  For a ``MetaTensor`` it is one, with the
+    metadata of the image.  More arguments of the call go to the network.
+
+    Raises:
+        TypeError: an argument is not one of these, such as MONAI's ``buffer_steps``.
+        ValueError: as in ``fusedseg.sliding_window_labels``, when an image is there.
+    """
+
+    def __init__(
+        self,
+        roi_size: int | Sequence[int],
+        sw_batch_size: int = 1,
+        overlap: float | Sequence[float] = 0.25,
+        mode: str = "constant",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.options = {"sw_batch_size": sw_batch_size, "mode": mode, **options}
+        self.roi_size, self.overlap = roi_size, overlap
+        try:
+            inspect.signature(sliding_window_labels).bind(None, None, roi_size, overlap, **self.options)
+        except TypeError as error:
+            raise TypeError(f"{OP}.SlidingWindowLabels: {error}") from None
+
+    def __call__(self, inputs: Any, network: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        plain = inputs.as_tensor() if isinstance(inputs, _MetaTensor) else inputs
+        model = functools.partial(_called, network, args, kwargs)
+        labels = sliding_window_labels(model, plain, self.roi_size, self.overlap, **self.options)
+        if labels.dim() < plain.dim():
+            labels = labels.unsqueeze(1)
+        return _like(labels, inputs) if isinstance(inputs, _MetaTensor) else labels
+
+
+def _called(network: Callable[..., Tensor], args: Any, kwargs: Any, windows: Tensor) -> Tensor:
+    return network(windows, *args, **kwargs)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..conversion import ConversionReport
+from ..nn import convert_sync
 from .common import converted_once, needed
 
 OP = "fusedseg.integrations.transformers"
@@ -24,6 +25,7 @@ class Convert(_transformers.TrainerCallback):
     Args:
         example_inputs: as in ``fusedseg.convert``.  By default two images of 64x64 zeros, with the number of channels
             in the model's configuration, as ``pixel_values``; the report then counts the bytes of such a batch.
+        sync: whether BatchNorms get the statistics of all processes, by ``fusedseg.convert_sync``.
         options: more arguments of ``fusedseg.convert``, such as ``mode`` and ``inplace``.
 
     Attributes:
@@ -36,8 +38,8 @@ class Convert(_transformers.TrainerCallback):
     The message is logged with level WARNING, because Python shows no other level unless it is asked to.
     """
 
-    def __init__(self, *, example_inputs: Any = None, **options: Any) -> None:
-        self.example_inputs, self.options = example_inputs, options
+    def __init__(self, *, example_inputs: Any = None, sync: bool = False, **options: Any) -> None:
+        self.example_inputs, self.sync, self.options = example_inputs, sync, options
         self.report: ConversionReport | None = None
         self._done = False
 
@@ -53,6 +55,8 @@ class Convert(_transformers.TrainerCallback):
         example = _images(model) if self.example_inputs is None else self.example_inputs
         self.report, message = converted_once(model, example, self.options)
         self._done = True
+        if self.sync:
+            convert_sync(model)
         if state.is_world_process_zero:
             logger.warning(message)
 

@@ -8,13 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
-from torch.utils._pytree import tree_map
 
+from .._torch import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException, tree_map
 from .report import MemoryReport
 from .step import OptimizerFactory, profile
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .. import _torch
+from .._torch import TorchDispatchMode, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class _Kept:
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         # The node that saves the tensor is the node created last.
-        key, saver = key_of(tensor), Saver(saved.module(), torch.autograd._get_sequence_nr() - 1)
+        key, saver = key_of(tensor), Saver(saved.module(), _torch.get_sequence_nr() - 1)
         saved._retain(key, tensor.untyped_storage().nbytes(), saver)
         weakref.finalize(self, saved._release, key, saver).atexit = False
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .._torch import FakeTensor
 from .meter import Saver, graph_of, key_of, mean_of, tensors_of
 from .report import MemoryReport
 from .trace import Trace

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .._torch import get_sequence_nr
 from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -276,9 +277,8 @@ class Trace(LiveBytes):
     def _pre(self, module: nn.Module, args: Any) -> None:
         if module not in self._layers:
             return
-        name = self._layers[module][1]
         self._row(module, "pre")
-        self._calls.append(_Call(name, torch.autograd._get_sequence_nr()))
+        self._calls.append(_Call(self._layers[module][1], get_sequence_nr()))
 
     def _fwd(self, module: nn.Module, args: Any, out: Any) -> None:
         if module not in self._layers:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch.fx import Proxy
 from torch.nn import functional as F
 
+from .._torch import suggest_memory_format
 from ..ops.check import check_choice, check_positive, check_tensor
 from ..ops.conv.convolution import RawGeometry, parse_geometry, per_dimension
 from .branch_sum import running_sum

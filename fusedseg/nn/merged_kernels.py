@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
+from .._torch import suggest_memory_format
 from .branch_sum import running_sum
 
 # The number of parameters that are stacked and added up at once.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .. import _torch
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
@@ -60,7 +61,7 @@ class StockNorm(Unscriptable, nn.Module):
             self._check_shape(x)
             return self._in_program(x, residual)
         # The recompute scope does not watch the calls inside a fused op.
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             if isinstance(x, Proxy) or isinstance(residual, Proxy):
                 return as_leaf(self, x, residual)
             self._check_shape(x)

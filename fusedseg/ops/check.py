@@ -7,7 +7,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from .. import _torch
+from .._torch import forward_ad
 
 HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
@@ -69,7 +71,7 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
 
 def check_transforms(op: str) -> None:
     """Raises RuntimeError inside a transform of ``torch.func``, which cannot follow overwritten or rebuilt tensors."""
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if _torch.are_functorch_transforms_active() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use the unfused modules there"
         )
@@ -86,7 +88,7 @@ def check_tangents(op: str, *tensors: Tensor) -> None:
 def check_input(op: str, x: Tensor) -> None:
     """Raises an error unless ``x`` is an activation tensor (N, C, *spatial)."""
     # The conditions of the three functions are tested here first, because each call takes host time in every step.
-    if torch._C._are_functorch_transforms_active():
+    if _torch.are_functorch_transforms_active():
         check_transforms(op)
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")

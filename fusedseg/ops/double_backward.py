@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_functorch = torch._C._functorch
-_is_batched, _is_legacy = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
+from .. import _torch
+
+_is_batched, _is_legacy = _torch.is_batchedtensor, _torch.is_legacy_batchedtensor
 
 
 def message(op: str) -> str:
@@ -59,27 +60,24 @@ def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
     memory, have no rule for such batches.
     """
     if any(isinstance(arg, Tensor) and _is_legacy(arg) for arg in args):
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
+        level = _torch.vmapmode_increment_nesting() - 1
+        _torch.vmapmode_decrement_nesting()
         split = [
-            torch._remove_batch_dim(arg, level, 0, 0) if isinstance(arg, Tensor) and _is_legacy(arg) else None
+            _torch.remove_batch_dim(arg, level, 0, 0) if isinstance(arg, Tensor) and _is_legacy(arg) else None
             for arg in args
         ]
         found = _stacked(backward, args, split)
-        return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
-    level = max(_functorch.maybe_get_level(arg) for arg in args if isinstance(arg, Tensor))
+        return tuple(None if t is None else _torch.add_batch_dim(t, 0, level) for t in found)
+    level = max(_torch.maybe_get_level(arg) for arg in args if isinstance(arg, Tensor))
     split = [
-        _functorch.get_unwrapped(arg).movedim(_functorch.maybe_get_bdim(arg), 0)
-        if isinstance(arg, Tensor) and _functorch.maybe_get_level(arg) == level
+        _torch.get_unwrapped(arg).movedim(_torch.maybe_get_bdim(arg), 0)
+        if isinstance(arg, Tensor) and _torch.maybe_get_level(arg) == level
         else None
         for arg in args
     ]
-    # The import stands here, because this module imports the compiler.
-    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-
-    with temporarily_pop_interpreter_stack():
+    with _torch.temporarily_pop_interpreter_stack():
         found = _stacked(backward, args, split)
-    return tuple(None if t is None else _functorch._add_batch_dim(t, 0, level) for t in found)
+    return tuple(None if t is None else _torch.functorch_add_batch_dim(t, 0, level) for t in found)
 
 
 def _stacked(

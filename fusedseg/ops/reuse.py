@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .. import _torch
 from .double_backward import batched
 
 # The memory of a smaller tensor is not worth the question who else sees it.
@@ -35,11 +36,13 @@ def set(value: bool) -> None:
     global _enabled
     if not isinstance(value, bool):
         raise TypeError(f"fusedseg.reuse_output must be True or False, got {value!r}")
+    if value:
+        _torch.check_reuse()
     _enabled = value
 
 
 def _holders(t: Tensor) -> int:
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    return _torch.storage_use_count(t.untyped_storage()._cdata)
 
 
 class _Probe(torch.autograd.Function):
@@ -95,7 +98,7 @@ def wanted() -> bool:
 
     Under saved-tensor hooks it may not, because the hooks own the tensors that they unpack.
     """
-    if not _enabled or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not _enabled or _torch.top_saved_tensors_default_hooks(True) is not None:
         return False
     return _holders_of_what_only_autograd_keeps() > 0
 

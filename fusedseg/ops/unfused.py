@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import _torch
 from ..activation import TABLE, Activation
 from .conv.convolution import Geometry
 from .norm.spec import Passed, Spec
@@ -30,7 +31,7 @@ def _exporting() -> bool:
 
     In compiled code the answer of PyTorch 2.11 is always True.
     """
-    return torch.compiler.is_exporting()
+    return _torch.is_exporting()
 
 
 def wanted() -> bool:

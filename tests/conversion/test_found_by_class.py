@@ -69,6 +69,40 @@ def test_found_where_stock_norms_are(models):
     assert list(copied.state_dict()) == list(models[0].state_dict())
 
 
+def test_left_out_of_weight_decay(models):
+    """The loop of torchvision's ``set_weight_decay``, over the parameters that each module holds itself."""
+    classes = nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm
+    groups = []
+    for model in models:
+        of_norms = [
+            f"{at}.{name}"
+            for at, module in model.named_modules()
+            if isinstance(module, classes)
+            for name, _ in module.named_parameters(recurse=False)
+        ]
+        groups.append(of_norms)
+    assert groups[0] == groups[1]
+    assert len(groups[0]) == 12
+
+
+def test_norm_eval(models):
+    """The ``train`` of mmseg's backbones: norms stay in eval mode while the rest trains."""
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    update_bn([3 + x], models[0])
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+    before = {name: buffer.clone() for name, buffer in models[1].named_buffers()}
+    for model in models:
+        model(x).square().sum().backward()
+    for (name, p), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert torch.allclose(p.grad, expected.grad, rtol=1e-9), name
+    assert all(torch.equal(buffer, before[name]) for name, buffer in models[1].named_buffers())
+
+
 @pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU])
 @pytest.mark.parametrize(
     ("conv", "norm"),

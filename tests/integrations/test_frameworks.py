@@ -76,10 +76,12 @@ class Factory:
 def monai(monkeypatch):
     factories, meta = types.ModuleType("factories"), types.ModuleType("meta_tensor")
     factories.Norm, meta.MetaTensor = Factory(), MetaTensor
-    package = types.ModuleType("monai")
+    package, inferers = types.ModuleType("monai"), types.ModuleType("inferers")
+    inferers.Inferer = object
     return integration(
         monkeypatch, "monai", monai=package, monai__networks=package, monai__networks__layers=package,
         monai__networks__layers__factories=factories, monai__data=package, monai__data__meta_tensor=meta,
+        monai__inferers=inferers,
     )  # fmt: skip
 
 
@@ -138,6 +140,23 @@ def test_converted_for_a_bundle(monai, caplog):
     assert torch.allclose(out.as_tensor(), stock(x), atol=1e-5)
 
 
+def test_labels_of_windows(monai):
+    torch.manual_seed(0)
+    net = nn.Conv2d(1, 3, 3, padding=1)
+    x = torch.randn(2, 1, 20, 14)
+    inferer = monai.SlidingWindowLabels((8, 8), 2, 0.5, "gaussian", sigma_scale=0.2)
+    expected = fusedseg.sliding_window_labels(net, x, 8, 0.5, sw_batch_size=2, mode="gaussian", sigma_scale=0.2)
+    assert torch.equal(inferer(x, net), expected[:, None])
+    labels = inferer(with_meta(x), lambda y, *, scale: net(y) * scale, scale=2.0)
+    assert type(labels) is MetaTensor
+    assert labels.meta == {"name": "a.nii"}
+    assert torch.equal(labels.as_tensor(), expected[:, None])
+    regions = monai.SlidingWindowLabels(8, overlap=0.5, regions=True)(x, net)
+    assert (regions.shape, regions.dtype) == ((2, 3, 20, 14), torch.bool)
+    with pytest.raises(TypeError, match=r"monai\.SlidingWindowLabels: got an unexpected keyword .*'buffer_steps'"):
+        monai.SlidingWindowLabels(8, buffer_steps=2)
+
+
 @pytest.fixture
 def said():
     return []
@@ -161,7 +180,7 @@ def lightning(monkeypatch, said):
     return integration(monkeypatch, "lightning", pytorch_lightning=pl)
 
 
-TRAINER = types.SimpleNamespace(is_global_zero=True)
+TRAINER = types.SimpleNamespace(is_global_zero=True, strategy=types.SimpleNamespace())
 
 
 def lit(lightning, net=None):
@@ -193,6 +212,41 @@ def test_a_network_of_configure_model_is_converted_later(lightning):
     module.configure_model()
     callback.on_fit_start(TRAINER, module)
     assert callback.report.replaced
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sync_batchnorm_of_lightning(late, lightning):
+    """``Trainer(sync_batchnorm=True)`` raised an error for a converted network."""
+    stock = type("TorchSyncBatchNorm", (), {})()
+    trainer = types.SimpleNamespace(is_global_zero=True, strategy=types.SimpleNamespace(_layer_sync=stock))
+
+    class Lit(lightning._pl.LightningModule):
+        def configure_model(self):
+            self.net = networks.UNet(nn.LeakyReLU)
+
+    if not late:
+        del Lit.configure_model
+    module, callback = Lit(), lightning.Convert()
+    if not late:
+        module.net = networks.UNet(nn.LeakyReLU)
+    callback.setup(trainer, module, "fit")
+    assert (callback.report is None) == late
+    if late:
+        module.configure_model()
+    plugin = trainer.strategy._layer_sync
+    assert plugin.apply(module) is module
+    callback.on_fit_start(trainer, module)
+    assert sum(type(norm) is fusedseg.InPlaceABNSync for norm in module.modules()) == 6
+    assert plugin.revert(module) is module
+    assert not any(type(norm).__name__.endswith("Sync") for norm in module.modules())
+    assert sum(isinstance(norm, nn.BatchNorm2d) for norm in module.modules()) == 6
+
+
+def test_a_plugin_of_the_user_stays(lightning):
+    mine = types.SimpleNamespace()
+    trainer = types.SimpleNamespace(is_global_zero=True, strategy=types.SimpleNamespace(_layer_sync=mine))
+    lightning.Convert().setup(trainer, lit(lightning), "fit")
+    assert trainer.strategy._layer_sync is mine
 
 
 def test_what_convert_of_lightning_refuses(lightning):
@@ -247,9 +301,10 @@ def test_a_model_of_transformers(monkeypatch, caplog):
     assert callback.report.replaced
     assert caplog.text.count("UNet is converted") == 1
     assert plugin._images(model)["pixel_values"].shape == (2, 3, 64, 64)
-    later = plugin.Convert(example_inputs=torch.zeros(2, 3, 16, 16))
+    later = plugin.Convert(example_inputs=torch.zeros(2, 3, 16, 16), sync=True)
     later.on_train_begin(None, state, None, model=model)
     assert "converted already" in caplog.text
+    assert any(isinstance(norm, fusedseg.BatchNormActSync) for norm in model.modules())
     model.main_input_name = "input_ids"
     with pytest.raises(ValueError, match="example_inputs must be given for UNet, whose input is 'input_ids'"):
         plugin.Convert().on_init_end(None, state, None, model=model)

@@ -122,9 +122,53 @@ def test_a_bundle(name, tmp_path):
     assert isinstance(start[0], UNet)
 
 
-def test_compiled_trainer():
+INFERER = {"_target_": "SlidingWindowInferer", "roi_size": [16, 16, 16], "sw_batch_size": 2, "overlap": 0.5}
+EVALUATOR = {
+    "inferer": INFERER,
+    "post": [{"_target_": "AsDiscreted", "keys": "pred", "argmax": True}],
+    "evaluator": {
+        "_target_": "SupervisedEvaluator", "device": "$torch.device('cpu')", "val_data_loader": "@loader",
+        "network": "@network", "inferer": "@inferer", "postprocessing": {"_target_": "Compose", "transforms": "@post"},
+    },
+}  # fmt: skip
+# What a user changes: the class of the inferer, and no argmax after it.
+LABELS = {"inferer": INFERER | {"_target_": "fusedseg.integrations.monai.SlidingWindowLabels"}, "post": []}
+
+
+@pytest.mark.parametrize("mode", ["constant", "gaussian"])
+def test_labels_of_an_evaluator(mode):
+    """``SlidingWindowLabels`` in the place of ``SlidingWindowInferer``, with the converted network and with its own."""
+    pytest.importorskip("ignite")
+    from ignite.engine import Events
+    from monai.data import MetaTensor
+
+    found = []
+    for changes in (EVALUATOR, EVALUATOR | LABELS, EVALUATOR | LABELS | CONVERTED):
+        changes = changes | {"inferer": changes["inferer"] | {"mode": mode}}
+        parser = parsed(changes)
+        evaluator, outputs = parser.get_parsed_content("evaluator"), []
+
+        def record(engine, outputs=outputs):
+            outputs.extend(one["pred"] for one in engine.state.output)
+
+        evaluator.add_event_handler(Events.ITERATION_COMPLETED, record)
+        evaluator.run()
+        found.append(outputs)
+    stock, *ours = found
+    assert len(stock) == 4
+    assert 0.05 < torch.stack([p.as_tensor() for p in stock]).mean() < 0.95
+    for outputs in ours:
+        for one, expected in zip(outputs, stock, strict=True):
+            assert type(one) is type(expected) is MetaTensor
+            assert one.shape == expected.shape == (1, 32, 32, 32)
+            assert one.meta["filename_or_obj"] == expected.meta["filename_or_obj"]
+            assert torch.equal(one.as_tensor(), expected.as_tensor().to(one.dtype))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_trainer(backend):
     """``SupervisedTrainer(compile=True)`` compiles the converted network."""
-    changes = CONVERTED | {"trainer": STOCK["trainer"] | {"compile": True, "compile_kwargs": {"backend": "aot_eager"}}}
+    changes = CONVERTED | {"trainer": STOCK["trainer"] | {"compile": True, "compile_kwargs": {"backend": backend}}}
     losses = trained(parsed(changes)), trained(parsed({}))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 

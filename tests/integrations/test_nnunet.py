@@ -1,6 +1,6 @@
 """nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
 
-import inspect
+import copy
 import itertools
 import json
 import os
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,11 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+from tests.integrations import nnunet_ddp
+from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
+from tests.integrations.real import framework, without_fusedseg
 
+TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "Leaky", "Budget", "Bits8", "Bits4"))
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -29,6 +32,10 @@ def test_the_folder_holds_trainers_alone(capsys):
     folder = Path(capsys.readouterr().out.strip())
     assert folder == nnunet.TRAINERS
     assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "nnUNetTrainerFusedseg.py"}
+    named = re.findall(r"^class (\w+)", (folder / "nnUNetTrainerFusedseg.py").read_text(), re.MULTILINE)
+    assert tuple(named) == TRAINERS
+    page = (ROOT / "docs" / "nnunet.md").read_text()
+    assert all(f"`{name}`" in page for name in TRAINERS)
 
 
 def test_another_loss_is_refused_by_name():
@@ -50,41 +57,6 @@ def test_refusals_of_plan(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-class StandIn:
-    """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
-
-    is_ddp, local_rank, disable_checkpointing, num_input_channels = False, 0, False, 1
-    configuration_manager = SimpleNamespace(batch_size=2, patch_size=(16, 16))
-
-    def __init__(self, norm):
-        self.norm, self.log = norm, []
-
-    @staticmethod
-    def build_network_architecture(norm):
-        return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
-
-    def initialize(self):
-        # nnU-Net looks at this signature.
-        assert "norm" in inspect.signature(self.build_network_architecture).parameters
-        self.network = self.build_network_architecture(self.norm)
-        if self.is_ddp:
-            self.network = nn.SyncBatchNorm.convert_sync_batchnorm(self.network)
-        self.loss = self._build_loss()
-
-    def _build_loss(self):
-        return nn.L1Loss()
-
-    def print_to_log_file(self, *args, **options):
-        self.log += map(str, args)
-
-    def save_checkpoint(self, filename):
-        torch.save({"trainer_name": type(self).__name__, "network_weights": self.network.state_dict()}, filename)
-
-
-class FusedStandIn(nnunet.Fused, StandIn):
-    pass
-
-
 @pytest.mark.parametrize("ddp", [False, True])
 def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     trainer = FusedStandIn(nn.BatchNorm2d(8))
@@ -103,6 +75,29 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     assert saved["trainer_name"] == "StandIn"
     stock = StandIn.build_network_architecture(nn.BatchNorm2d(8))
     stock.load_state_dict(saved["network_weights"])
+
+
+def test_plans_with_relu_get_leaky_relu():
+    """nnU-Net builds the network from the plans that lie beside a checkpoint, also for prediction."""
+    relu = {"nonlin": "torch.nn.ReLU", "nonlin_kwargs": {"inplace": True}}
+    plans = {
+        "configurations": {
+            "2d": {"architecture": {"arch_kwargs": dict(relu)}},
+            "3d_fullres": {"architecture": {"arch_kwargs": relu | {"nonlin_kwargs": None}}},
+            "3d_lowres": {"architecture": {"arch_kwargs": {"nonlin": "torch.nn.SiLU", "nonlin_kwargs": {}}}},
+            "3d_cascade_fullres": {"inherits_from": "3d_fullres"},
+        }
+    }
+    given = copy.deepcopy(plans)
+    trainer = LeakyStandIn(plans, "2d", 0, {}, torch.device("cpu"))
+    assert plans == given
+    made = trainer.plans["configurations"]
+    found = {name: one["architecture"]["arch_kwargs"] for name, one in made.items() if "architecture" in one}
+    assert found == {
+        "2d": {"nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"inplace": True, "negative_slope": 0.01}},
+        "3d_fullres": {"nonlin": "torch.nn.LeakyReLU", "nonlin_kwargs": {"negative_slope": 0.01}},
+        "3d_lowres": {"nonlin": "torch.nn.SiLU", "nonlin_kwargs": {}},
+    }
 
 
 # From here on the tests need nnunetv2, whose packages take gigabytes, so that they run only where it is installed.
@@ -193,6 +188,9 @@ def test_trains_as_the_stock_trainer_and_predicts_with_it(folders, tmp_path):
     assert len(stock) == len(ours) == 4
     # Both runs see the same batches.  Rounding grows with the steps; after 12 of them it was below 0.002.
     assert stock == pytest.approx(ours, abs=0.02)
+    peaks = [float(re.search(r"peak of a training step: (\S+) MiB", log)[1]) for log in logs.values()]
+    print(f"\nnnU-Net, peaks of a training step on a CPU, stock and ours: {peaks} MiB; losses {stock} and {ours}")
+    assert peaks[1] < 0.7 * peaks[0]
     assert "InPlaceInstanceNormAct" in logs["nnUNetTrainerShortFused"]
 
     # The checkpoint names the stock trainer, so that prediction needs no trainer of fusedseg.
@@ -205,6 +203,38 @@ def test_trains_as_the_stock_trainer_and_predicts_with_it(folders, tmp_path):
     model = ("-m", str(trained), "-f", "0", "-device", "cpu", "--disable_tta")
     command(without, "nnUNetv2_predict_from_modelfolder", "-i", str(images), "-o", str(tmp_path), *model)
     assert len(list(tmp_path.glob("*.nii.gz"))) == 6
+
+
+PREDICT = """
+import torch
+from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+predictor = nnUNetPredictor(device=torch.device("cpu"))
+predictor.initialize_from_trained_model_folder(sys.argv[1], (0,))
+print(predictor.network.eval()(torch.linspace(-1, 1, 512).view(1, 1, 8, 8, 8)).double().abs().sum().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
+    """Every trainer that ``nnunet-trainers`` offers, with plans of ReLU; nnU-Net's predictor builds the network."""
+    framework("nnunetv2")
+    nnunet_ddp.folders(tmp_path)
+    trainer = nnunet_ddp.initialized(name, "InstanceNorm3d", "torch.nn.ReLU")
+    share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
+    trainer.network.train()
+    trainer.train_step(share)
+    # What nnU-Net writes into the folder of results.
+    home = tmp_path / "model"
+    (home / "fold_0").mkdir(parents=True)
+    (home / "plans.json").write_text(json.dumps(trainer.plans_manager.plans))
+    (home / "dataset.json").write_text(json.dumps(nnunet_ddp.DATASET))
+    trainer.save_checkpoint(str(home / "fold_0" / "checkpoint_final.pth"))
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, 512, dtype=torch.float64).view(1, 1, 8, 8, 8)
+        expected = trainer.network.eval()(x)[0].abs().sum().item()
+    # fp32 beside float64
+    assert float(without_fusedseg(PREDICT, home)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

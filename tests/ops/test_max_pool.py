@@ -33,9 +33,11 @@ CASES = {
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 
 
-@pytest.fixture(params=["whole", "chunked"])
+@pytest.fixture(params=["small", "whole", "chunked"])
 def chunking(request, monkeypatch):
-    """The aten path runs in one piece, or in many pieces."""
+    """The aten path runs as for small tensors, or as for large tensors in one piece or in many pieces."""
+    if request.param != "small":
+        monkeypatch.setattr(max_pool_aten, "FEW", 0)
     if request.param == "chunked":
         monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
         monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)

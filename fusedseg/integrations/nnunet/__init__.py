@@ -1,17 +1,20 @@
 """nnU-Net v2: trainers that convert the network, and what they are made of.
 
 trainer.py    ``Fused``, the first base class of such a trainer
+leaky.py      ``Leaky``, the same for plans that name ReLU
 loss.py       nnU-Net's losses as losses of this package
+plan.py       which patch and batch of a plan fit
 trainers/     the folder for ``nnUNet_extTrainer``; it holds nothing but trainers, because nnU-Net forgets the modules
               that it imports from there
 """
 
 from pathlib import Path
 
+from .leaky import Leaky
 from .loss import UnknownLoss, fused_loss
 from .trainer import Fused
 
 # The folder that nnU-Net searches for trainers.
 TRAINERS = Path(__file__).parent / "trainers"
 
-__all__ = ["TRAINERS", "Fused", "UnknownLoss", "fused_loss"]
+__all__ = ["TRAINERS", "Fused", "Leaky", "UnknownLoss", "fused_loss"]

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from ... import _torch
 from ...losses import DC_and_BCE_loss, DC_and_CE_loss, DC_and_topk_loss, DeepSupervision, TopKLoss
 
 # The classes are found by module and name, so that this file needs no import of nnunetv2.
@@ -97,7 +97,7 @@ def _part(module: Any, expected: str) -> Any:
 
 def _dice(dice: Any, activation: str) -> tuple[dict[str, Any], type]:
     """The options of a soft Dice loss, and its class."""
-    dice = getattr(dice, "_orig_mod", dice) if isinstance(dice, torch._dynamo.OptimizedModule) else dice
+    dice = getattr(dice, "_orig_mod", dice) if _torch.is_optimized_module(dice) else dice
     if _name_of(dice) not in (f"{LOSSES}.dice.SoftDiceLoss", f"{LOSSES}.dice.MemoryEfficientSoftDiceLoss"):
         raise UnknownLoss(f"a Dice of class {type(dice).__name__}")
     if getattr(dice.apply_nonlin, "__name__", "") != activation:

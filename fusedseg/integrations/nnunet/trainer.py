@@ -12,6 +12,7 @@ from torch import autocast, nn
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
+from ..common import of_this_process
 from .loss import UnknownLoss, fused_loss
 
 
@@ -50,9 +51,11 @@ class Fused(_Trainer):
     """
 
     convert_options: ClassVar[dict[str, Any]] = {}
+    build_network_architecture: Any
 
     def initialize(self) -> None:
-        build: Any = super().build_network_architecture
+        # The method of the most derived class, which may stand before this one.
+        build: Any = self.build_network_architecture
 
         # nnU-Net reads the signature of this method to find out how to call it.
         @functools.wraps(build)
@@ -71,11 +74,13 @@ class Fused(_Trainer):
 
     def _convert(self, network: nn.Module) -> None:
         manager = self.configuration_manager
-        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size)
-        report = convert(network, example_inputs=example, **self.convert_options)
+        dtype = next(network.parameters()).dtype
+        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=dtype)
+        report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
         if self.is_ddp:
             convert_sync(network)
-        self.print_to_log_file(f"fusedseg.convert, for a step in fp32 without the loss:\n{report}", add_timestamp=False)
+        text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
+        self.print_to_log_file(text, add_timestamp=False)
 
     def _build_loss(self) -> nn.Module:
         stock = super()._build_loss()

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import _backend
+from ... import _backend, _torch
+from ..._torch import FakeTensor
 from ..check import HALF, check_choice
 from ..layout import Layout, layout_of
 from .convolution import Geometry
@@ -255,7 +255,7 @@ def cuda_seconds(run: Callable[[], Any]) -> float:
     The device sleeps until the host has queued the kernels, because in training too the host is ahead of the device.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(AHEAD_CYCLES)
+    _torch.cuda_sleep(AHEAD_CYCLES)
     start.record()
     run()
     end.record()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ... import _torch
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
 
@@ -149,7 +150,7 @@ def looped(x: Tensor) -> bool:
         and 0 < x[0, ..., 0].numel() <= LOOPED
         and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.is_available()
-        and torch._C._get_mkldnn_enabled()
+        and _torch.get_mkldnn_enabled()
     )
 
 
@@ -176,7 +177,7 @@ def convolve_backward(
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
     # Memory trackers use a dispatch mode, which cannot look into a tensor in oneDNN's layout.
-    if not looped(x) or torch._C._len_torch_dispatch_stack():
+    if not looped(x) or _torch.len_torch_dispatch_stack():
         return aten.convolution_backward(dy, x, w, *rest)
     # With a copy of the input in oneDNN's own layout, torch has to call oneDNN.
     dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ... import _torch
 from .grid import JUMP, bounds_of, decoding_of, encoding_of, grid_of, outward
 from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
 
@@ -211,7 +212,7 @@ class Encoder:
         if self.has_border:
             v = v - border
         above = torch.ge(v, threshold, out=torch.empty_like(v))
-        v = torch._prelu_kernel(v, ratio).mul_(scale)
+        v = _torch.prelu_kernel(v, ratio).mul_(scale)
         out.copy_(v.add_(offset).add_(above, alpha=JUMP))
 
 
@@ -251,7 +252,7 @@ class Decoder:
             d = piece.of(codes).to(self.wide).sub_(offset)
             d = torch.ops.aten.softshrink.out(d, 0.5 - NEAR, out=d)
             direct = into.dtype == self.wide
-            v = torch._prelu_kernel(d, ratio)
+            v = _torch.prelu_kernel(d, ratio)
             v = torch.mul(v, scale, out=into if direct and not self.has_base else v)
             if self.has_base:
                 v = torch.add(v, base, out=into if direct and not bounds else v)

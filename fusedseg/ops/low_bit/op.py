@@ -15,9 +15,9 @@ Source: stochastic rounding of groups is that of Chen et al., "ActNN", ICML 2021
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _backend
+from ..._torch import FakeTensor
 from ..check import check_dtype, check_tensor
 from . import aten
 from .spec import BITS, OP, Packed, is_dense, lines_of, mixed, signed, wide_dtype

@@ -3,7 +3,8 @@
 Forward has two implementations.  The first calls aten's pooling, which returns int64 indices, and turns them into codes
 at once.  On a CPU aten's pooling is slow for contiguous tensors, because it reads one scalar at a time.  There the
 second implementation, in ``planes.py``, compares whole rows, in chunks that fit the cache.  For the codes of large
-windows, chunks are copied to channels_last instead, and given to the first implementation.  Backward rebuilds the
+windows, chunks are copied to channels_last instead, and given to the first implementation; small tensors are given to
+it as they are.  Backward rebuilds the
 indices (the first position of the window plus the distance that the code stands for) and calls aten's backward, on a
 CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 """
@@ -11,76 +12,27 @@ CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import FORMATS
 from .planes import by_dimension
+from .windows import Pool, first_positions, rows_told_apart, steps
 
 aten = torch.ops.aten
 
 CHUNK_BYTES = 2**21
 # Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
-ROWS_CHUNK_BYTES = 2**23
+ROWS_CHUNK_BYTES = 2**22
 # Windows with more positions are pooled faster in a channels_last copy than dimension by dimension.
 FEW_POSITIONS = 4
-# The number of outputs whose codes are made or read at a time.
-PIECE = 2**20
+# The number of outputs whose codes are made or read at a time: their int16 numbers fit into the cache of a core.
+PIECE = 2**18
+# Up to this number of outputs of contiguous tensors, the number of calls costs more than aten's slow pooling.
+FEW = 2**12
 # A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
-
-
-class Pool(NamedTuple):
-    """Window, stride, padding and dilation for each spatial dimension, and ceil_mode."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    ceil_mode: bool
-
-    @property
-    def overlaps(self) -> bool:
-        return any((k - 1) * d >= s for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
-
-    def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        out = []
-        for n, k, s, p, d in zip(size, *self[:4], strict=True):
-            count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if self.ceil_mode else 0)) // s + 1
-            # No window begins in the padding on the right.
-            out.append(count - 1 if self.ceil_mode and (count - 1) * s >= n + p else count)
-        return tuple(out)
-
-
-def _steps(size: tuple[int, ...]) -> list[int]:
-    """The number of elements from one position to the next along each dimension."""
-    return [math.prod(size[axis + 1 :]) for axis in range(len(size))]
-
-
-def _rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
-    """Whether the distance to the window's first position determines a position, as in windows not wider than x."""
-    reach = 0
-    for k, d, step in zip(reversed(pool.kernel), reversed(pool.dilation), reversed(_steps(size)), strict=True):
-        if k > 1 and reach >= d * step:
-            return False
-        reach += (k - 1) * d * step
-    return True
-
-
-def _first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
-    """The flat index of the first position of every window.
-
-    This position may lie in the padding; with ``inside`` it is the first position inside x.
-    """
-    first = torch.zeros((), dtype=torch.int64, device=like.device)
-    for axis, (step, s, p, d) in enumerate(zip(_steps(size), *pool[1:4], strict=True)):
-        along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
-        if inside:
-            along = torch.where(along < 0, along + -(along // d) * d, along)
-        first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))
-    return first.to(dtype)
 
 
 def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -125,9 +77,11 @@ def _pieces(z: Tensor) -> Iterator[slice]:
 
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
-    told_apart = _rows_told_apart(tuple(x.shape[2:]), pool)
+    told_apart = rows_told_apart(tuple(x.shape[2:]), pool)
     planes = x.device.type == "cpu" and not rows
-    if planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
+    if planes and codes is not None and told_apart and z.numel() <= FEW:
+        _by_indices([(x, z, codes)], x, z, pool)
+    elif planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
         _by_indices(_as_rows(x, z, codes), x, z, pool)
     elif planes or (codes is not None and not told_apart):
         for of_x, of_z in _chunks(x, z, rows, pool):
@@ -161,7 +115,7 @@ def _by_indices(
 ) -> None:
     """Pools parts of x, each into its parts of z and codes (unless these are None), from the indices that aten returns.
 
-    On a CPU parts are channels_last.
+    On a CPU parts are channels_last, or small.
     """
     size, out_size, on_cpu = tuple(whole_x.shape[2:]), tuple(whole_z.shape[2:]), whole_x.device.type == "cpu"
     op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
@@ -175,18 +129,18 @@ def _by_indices(
             continue
         if first is None:
             # A part of a channels_last tensor may be a range of its first spatial dimension; indices count from there.
-            first = _first_positions(size, out_size, pool, x, memory.dtype)
+            first = first_positions(size, out_size, pool, x, memory.dtype)
             # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if
             # the channels do not fill a vector, and on GPUs in channels_last.
             if len(size) == 3 if on_cpu else len(size) == 2 and not x.is_contiguous():
-                inside = _first_positions(size, out_size, pool, x, torch.int64, inside=True)
+                inside = first_positions(size, out_size, pool, x, torch.int64, inside=True)
         low = inside if not on_cpu or x.shape[1] % VECTOR else None
         for piece in _pieces(index):
             taken = index[:, :, piece]
             if low is not None:
                 taken = torch.maximum(taken, low[piece])
             distance = memory.like(taken).copy_(taken).sub_(first[piece])
-            code = _recoded(distance, _distances(size, pool), _steps(pool.kernel), pool.kernel, memory)
+            code = _recoded(distance, _distances(size, pool), steps(pool.kernel), pool.kernel, memory)
             codes[:, :, piece].copy_(code)
 
 
@@ -215,7 +169,7 @@ def _narrow(size: tuple[int, ...], pool: Pool) -> torch.dtype:
 
     Indices may wrap in this type, but their differences are exact.
     """
-    reach = sum((k - 1) * d * step for k, d, step in zip(pool.kernel, pool.dilation, _steps(size), strict=True))
+    reach = sum((k - 1) * d * step for k, d, step in zip(pool.kernel, pool.dilation, steps(size), strict=True))
     return torch.int16 if reach < 2**15 else torch.int32 if reach < 2**31 else torch.int64
 
 
@@ -249,7 +203,7 @@ def _recoded(number: Tensor, old: list[int], new: list[int], kernel: tuple[int, 
 
 def _distances(size: tuple[int, ...], pool: Pool) -> list[int]:
     """The distance in flat indices from one position of a window to the next along each dimension."""
-    return [d * step for d, step in zip(pool.dilation, _steps(size), strict=True)]
+    return [d * step for d, step in zip(pool.dilation, steps(size), strict=True)]
 
 
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
@@ -260,24 +214,24 @@ def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
 
 
 def _first_of_codes(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
-    """``_first_positions`` for codes: in their narrow type, if that holds every index, otherwise in int64."""
-    narrow = _narrow(size, pool)
-    dtype = narrow if math.prod(size) <= torch.iinfo(narrow).max else torch.int64
-    return _first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
+    """``first_positions`` for codes, in the narrowest type that holds every index and every distance."""
+    types = (_narrow(size, pool), torch.int32, torch.int64)
+    dtype = next(dtype for dtype in types if math.prod(size) <= torch.iinfo(dtype).max)
+    return first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
 
 
 def _write_indices(
     index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool, memory: _Memory
 ) -> None:
+    wide = _Memory(first.dtype)
     for piece in _pieces(codes):
         code, into = codes[:, :, piece], index[:, :, piece]
         number = memory.like(code).copy_(code)
-        distance = _recoded(number, _steps(pool.kernel), _distances(size, pool), pool.kernel, memory)
-        if first.dtype == memory.dtype:
-            # This addition costs a sixth of one in int64.
-            into.copy_(distance.add_(first[piece]))
-        else:
-            into.copy_(distance).add_(first[piece])
+        distance = _recoded(number, steps(pool.kernel), _distances(size, pool), pool.kernel, memory)
+        if first.dtype != memory.dtype:
+            distance = wide.like(code).copy_(distance)
+        # An addition in int64 takes seven times as long as one in int16, and four times as long as one in int32.
+        into.copy_(distance.add_(first[piece]))
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:

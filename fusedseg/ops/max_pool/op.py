@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _backend
+from ..._torch import FakeTensor
 from .. import unfused
 from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
@@ -21,7 +21,7 @@ from ..double_backward import batched, one_by_one
 from ..layout import FORMATS, dense
 from ..recompute import recipes
 from . import aten
-from .aten import Pool
+from .windows import Pool
 
 OP = "fusedseg.max_pool"
 MAX_POSITIONS = 256

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from .aten import Pool
+    from .windows import Pool
 
 # The integer type for each width of a value in bytes.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._torch import FakeTensor
 from ..layout import Layout
 from .spec import stats_dtype
 
@@ -73,6 +73,20 @@ def scale_shift(x, out, weight, bias, mean, var, eps) -> None:
     """Writes out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
     unused = mean.new_empty(0)
     torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
+
+
+def affine_into(
+    dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, shifted: Tensor | None = None
+) -> None:
+    """Writes scale g + slope y + offset into ``dx``, which may be ``y``.
+
+    ``shifted`` is memory for slope y + offset, which may be ``y``; None stands for ``dx``.  If ``shifted`` is given,
+    ``dx`` may also be ``g``.
+    """
+    by_channel = scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2))
+    shifted = dx if shifted is None else shifted
+    scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+    torch.addcmul(shifted, g, by_channel, out=dx)
 
 
 def small(x: Tensor) -> bool:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._torch import FakeTensor
 from ..layout import Layout
 from . import aten_chunks
 

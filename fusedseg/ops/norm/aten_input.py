@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel

@@ -18,8 +18,8 @@ computed from sums.  ``aten_samples.py`` serves samples with statistics of their
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._torch import FakeTensor
 from ...activation import TABLE, Activation, Inverse
 from ..activation_aten import activate
 from ..layout import Layout, channel_view, per_channel
@@ -30,8 +30,8 @@ from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_
 # A call of ``torch.ops`` is shortest if an overload is called by position.
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
-# Up to this number of values, the number of calls costs more than their arithmetic.
-FEW = 2**20
+# Up to this number of values of planes, and of rows, the number of calls costs more than their arithmetic.
+FEW, FEW_IN_ROWS = 2**20, 2**18
 
 
 def _inverse(act: Activation) -> Inverse:
@@ -216,15 +216,8 @@ def _by_sums(z: Tensor) -> bool:
     Otherwise aten computes dx at once.  aten is slow at this and takes new memory, but it is a single call.  The other
     way takes nine calls, most of them on vectors.  In half precision aten is faster.
     """
-    return z.device.type == "cpu" and z.numel() > FEW and z.dtype == stats_dtype(z)
-
-
-def _affine_into(dx: Tensor, g: Tensor, y: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> None:
-    """Writes scale g + slope y + offset into ``dx``, which may be ``g`` or ``y``.  Otherwise ``y`` is not changed."""
-    by_channel = scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2))
-    shifted = torch.empty_like(y) if dx is g else dx
-    aten_chunks.scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
-    torch.addcmul(shifted, g, by_channel, out=dx)
+    few = FEW if z.is_contiguous() else FEW_IN_ROWS
+    return z.numel() > few and z.device.type == "cpu" and z.dtype == stats_dtype(z)
 
 
 EVERY = slice(None)
@@ -278,7 +271,7 @@ def _backward_over(
     g = job.gradient(z, dz, c, EVERY, g)
     y = job.invert(z, c, EVERY, dx)
     _, s2, s1 = job.reduce(g, y, c, False)
-    _affine_into(dx, g, y, *job.affine(s1, s2, c))
+    aten_chunks.affine_into(dx, g, y, *job.affine(s1, s2, c))
     return s2, s1
 
 
@@ -307,7 +300,7 @@ def _backward_planes(
         elif at_once or as_groups:
             dx_c.copy_(found)
         elif training:
-            _affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))
+            aten_chunks.affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))
         else:
             torch.mul(g, (job.weight[c] * job.rstd[c]).view(1, -1, 1), out=dx_c)
         s1.append(s1_c)
@@ -320,8 +313,7 @@ def _backward_twice(
 ) -> tuple[Tensor, Tensor]:
     """Writes dx in two sweeps: the first computes the sums, the second dx.  Returns s2 and s1.
 
-    The sweeps go over ranges of channels.  For ``rows`` they go over runs of rows, because a range of channels is
-    scattered in memory there.
+    The sweeps go over ranges of channels, or over runs of ``rows``, in which a range of channels is scattered.
     """
     if rows:
         C, m = z.shape[1:3]
@@ -329,6 +321,13 @@ def _backward_twice(
         parts = [(EVERY, slice(n, n + step)) for n in range(0, m, step)]
     else:
         parts = [(c, EVERY) for c in aten_chunks.channel_chunks(z, job.D)]
+    memory = z.new_empty(z[:, parts[0][0], parts[0][1]].numel())
+
+    # All parts share the memory of y, as in ``_backward_planes``.
+    def memory_of(part: Tensor) -> Tensor:
+        n, c, m = part.shape[:3]
+        return memory[: n * c * m].as_strided(part.shape, (m * c, 1, c, c) if rows else (c * m, m, 1))
+
     # g is stored for the second sweep in the memory of dresidual or dx, unless dx lies in the memory of z.
     over_z = dx.data_ptr() == z.data_ptr()
     waits = job.dresidual if job.dresidual is not None else None if over_z or job.g_is_dz else dx
@@ -336,7 +335,7 @@ def _backward_twice(
     for c, r in parts:
         z_cr = z[:, c, r]
         g = job.gradient(z_cr, dz[:, c, r], c, r, None if waits is None else waits[:, c, r])
-        sums.append(job.reduce(g, job.invert(z_cr, c, r), c, False))
+        sums.append(job.reduce(g, job.invert(z_cr, c, r, memory_of(z_cr)), c, False))
     s2, s1 = (torch.stack(s).sum(0) if rows else torch.cat(s) for s in list(zip(*sums, strict=True))[1:])
     vectors = job.affine(*((s1, s2) if exchange is None else exchange(s1, s2)), EVERY)
     for c, r in reversed(parts):
@@ -344,7 +343,8 @@ def _backward_twice(
         g = dx_cr if waits is dx else waits[:, c, r] if waits is not None else job.gradient(z_cr, dz[:, c, r], c, r)
         scale, slope, offset = (v[c] for v in vectors)
         if training:
-            _affine_into(dx_cr, g, job.invert(z_cr, c, r), scale, slope, offset)
+            y = job.invert(z_cr, c, r, shifted := memory_of(z_cr))
+            aten_chunks.affine_into(dx_cr, g, y, scale, slope, offset, shifted)
         else:
             torch.mul(g, scale.to(z.dtype).view(1, -1, *(1,) * (z.dim() - 2)), out=dx_cr)
     return s2, s1

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE, check_slope_given
 from ..check import ACTIVATION_DTYPES, HALF, check_channel_vector, check_dtype, check_input
 from .spec import Passed, Spec
@@ -100,7 +101,7 @@ def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
 
 def _check_writable(op: str, x: Tensor) -> None:
     """Raises ValueError unless ``x`` can be overwritten without losing a gradient."""
-    if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+    if not x.is_contiguous() and _torch.debug_has_internal_overlap(x) == 1:
         raise ValueError(
             f"{op}: x must not overlap itself, since it is overwritten, got shape {tuple(x.shape)} with strides "
             f"{x.stride()}; pass x.contiguous()"
@@ -112,8 +113,7 @@ def _check_writable(op: str, x: Tensor) -> None:
             f"{op}: x is a leaf that requires grad and would be overwritten; pass a result, such as a convolution's "
             "output, or x.clone()"
         )
-    meta = torch._C._autograd
-    if x._is_view() and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT:
+    if x._is_view() and not _torch.is_plain_view(x):
         raise ValueError(
             f"{op}: x is one of several views made by one call (chunk, split, unbind, ...) or was made under "
             "no_grad, and autograd cannot follow a write into it; pass x.clone()"

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..._torch import FakeTensor, unset_fake_temporarily
 from ...activation import TABLE, Activation
 from ..recompute.saved import recomputing
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE, Activation
 from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
@@ -26,7 +27,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, fits, forward, offer_output
+from .passes import again_in_place, backward, fits_over, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -97,7 +98,7 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+        if into is None and fits_over(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
             into = dz
         elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
             into = tensors[0].detach()
@@ -299,7 +300,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     registry = layout = None
     again: Any = None
     if spec.keep == "output":
-        if torch._C._len_torch_function_stack():
+        if _torch.len_torch_function_stack():
             # A rebuild must not wait for other processes.
             if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
                 again = again_in_place(passed, spec)
@@ -315,7 +316,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     more = () if residual is None and slope is None else (residual, slope)
     if again is not None:
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
-        with torch._C.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
+        with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
     z = _recorded(call, x, weight, bias, *more)
     if saved:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE
 from ..recompute.packed import SMOOTH_BITS, PackingRegistry, Reading
 from ..recompute.packing import after_norm
@@ -39,7 +40,7 @@ def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, ca
     def kink() -> Tensor | None:
         return None if found is None else _kink(found, passed, spec)
 
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         if bends:
             pending, registry.pending = registry.pending, []
             for data in pending:

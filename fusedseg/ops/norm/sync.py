@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from ... import _torch
 from ..layout import Layout
 from .backend import backend_of
 from .spec import Exchange, stats_dtype
@@ -34,10 +35,7 @@ def merge(parts: Tensor) -> Tensor:
 
 def gather(t: Tensor, group: str) -> Tensor:
     """The tensors ``t`` of all processes, along a new first dimension, in the order of the ranks."""
-    # The import stands here, because some builds of torch do not have this module.
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    members = _resolve_process_group(group)  # type: ignore[arg-type]
+    members = _torch.resolve_process_group(group)
     gathered = t.new_empty(distributed.get_world_size(members) * t.numel())
     # PyTorch 2.13 renames this function, and warns about the old name.
     all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from . import recipes, twice
 from .choice import Call
 from .graph import Graph, Node
@@ -167,19 +168,19 @@ class BudgetRegistry(Registry):
             node = saved.node
         else:
             return saved
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             memory = self._memory(t.untyped_storage()) if t.layout == torch.strided else None
             if memory is not None and not memory.counted:
                 memory.counted = True
                 self.graph.eager += t.untyped_storage().nbytes()
         if node >= 0:
-            number = self.graph.save(node, torch.autograd._get_sequence_nr())
+            number = self.graph.save(node, _torch.get_sequence_nr())
             self.guide.saved(number, saved)
         return saved
 
     def finish(self) -> None:
         """Ends a forward that raised no exception."""
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             self.guide.ends(self.graph)
 
 

@@ -13,6 +13,7 @@ made: nothing stays open if the trace fails, and no configuration of PyTorch cha
   of the trace, so one function compiled once serves calls inside and outside of scopes with one graph for each.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from operator import getitem
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ... import _torch
 from ..unfused import assume_constant_result
 from .registry import LARGER, MAX_STEPS, SMALL
 
@@ -59,17 +61,13 @@ def as_python(function: Function) -> Function:
     After a break of the graph, the compiler looks at each function that Python calls.  The scope of eager mode must
     run as it is.  The compiler still follows ``function`` where a compiled function calls it.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    _torch.run_as_python(function.__code__)
     return function
 
 
 def _traced() -> fx.Graph | None:
     """The graph that AOTAutograd traces now, if autograd saves tensors; None otherwise."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
+    mode = _torch.proxy_mode()
     return None if mode is None or not torch.is_grad_enabled() else mode.tracer.graph
 
 
@@ -81,7 +79,7 @@ def begin(again: tuple[int, ...] = ()) -> None:
     graph = _traced()
     if graph is not None:
         _labels.setdefault(graph, Labels(again)).begin(graph)
-    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+    elif not _torch.has_fake_mode():
         _warn_of_backend()
 
 
@@ -101,11 +99,16 @@ def called() -> None:
 
 @assume_constant_result
 def prepare() -> bool:
-    """Lets the compiler take the functions above into its graph.  It runs while the compiler traces."""
-    import torch._dynamo
+    """Lets the compiler take the functions above into its graph.  It runs while the compiler traces.
 
+    Returns False, and warns once, if the scope cannot do its work with this version of PyTorch.
+    """
+    problem = _torch.compiled_problem()
+    if problem:
+        warn_of_torch(problem)
+        return False
     for function in (begin, end, called):
-        torch._dynamo.allow_in_graph(function)
+        torch.compiler.allow_in_graph(function)
     return True
 
 
@@ -128,6 +131,16 @@ def warn_of_bits() -> bool:
         stacklevel=2,
     )
     return True
+
+
+@functools.cache
+def warn_of_torch(problem: str) -> None:
+    """Warns once that the scope does nothing."""
+    warnings.warn(
+        f"fusedseg.recompute does nothing, so that autograd keeps what it keeps without a scope: {problem}.  Gradients "
+        "are right; `python -m fusedseg doctor` names the versions of PyTorch that are tested",
+        stacklevel=4,
+    )
 
 
 def _warn_of_backend() -> None:
@@ -167,12 +180,12 @@ def _has_flops(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
 
 
 def _is_product(node: fx.Node) -> bool:
     """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, _torch.OpOverload):
         return False
     return _has_flops(node) or (node.target.namespace not in ("aten", "prims") and not _is_cheap(node))
 
@@ -180,7 +193,7 @@ def _is_product(node: fx.Node) -> bool:
 def _is_cheap(node: fx.Node) -> bool:
     """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in op.tags:
         return False
@@ -275,7 +288,7 @@ class Labels:
     def _is_norm_of_again(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether the node is a norm that keeps its output, of a product that runs again: then the norm runs again."""
         op = node.target
-        if not isinstance(op, torch._ops.OpOverload) or op._schema.name != "fusedseg::norm":
+        if not isinstance(op, _torch.OpOverload) or op._schema.name != "fusedseg::norm":
             return False
         given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
         return given.get("process_group") is None and any(self.calls[source] for source in inputs)

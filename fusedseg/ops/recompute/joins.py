@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ... import _torch
 from ..conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
 from .plain import plain
 from .recipes import active
@@ -38,7 +38,7 @@ def sources_of(x: Tensor) -> tuple[Source, ...] | None:
     if registry is None:
         return None
     # This is hidden from the scope, which would otherwise think that the caller accesses the memory.
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         note = registry.notes.get(x)
         if note is None or note.versions != _versions(x, note.sources):
             return None
@@ -113,7 +113,7 @@ def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., 
 
     def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = rule(registry, func, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             note(out, *args, **kwargs)
         return out
 

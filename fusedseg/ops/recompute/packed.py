@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ..low_bit.op import pack, unpack
 from ..low_bit.spec import Packed, mixed
 from .memory import Memory
@@ -127,7 +128,7 @@ class PackedData(Recipe):
         t = self._dense
         if t is None or t._version != self.version:
             return
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             packed = pack(t, bits, self._key, kink)
             self._parts, self._form = packed[:4], packed[4:]
             if self.outer is not None:
@@ -153,7 +154,7 @@ class PackedData(Recipe):
         self.settle(self.bits)
         if self._dense is not None:
             raise modified(self._dense, self.version)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
             return unpack(Packed._make([*parts, *self._form]))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from ..norm.kink import kink_of
 from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
@@ -80,7 +81,7 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
 
 
 def _rule(registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Rule, kind: str) -> Any:
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
     before, registry.reading = registry.reading, reading
     try:
@@ -88,7 +89,7 @@ def _rule(registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, 
     finally:
         registry.reading = before
     if registry.pending and isinstance(out, Tensor):
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs, weakref.ref(out)))
     return out
 

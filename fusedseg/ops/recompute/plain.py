@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import _torch
+
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
 # For each set of dispatch keys that was met so far: whether tensors with this set are plain.
 _plain_keys: dict[int, bool] = {}
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_dispatch_keys = torch._C._dispatch_keys
+_is_wrapped = _torch.is_functorch_wrapped_tensor
+_dispatch_keys = _torch.dispatch_keys
 
 
 def plain(t: Tensor) -> bool:
@@ -32,7 +34,7 @@ def plain(t: Tensor) -> bool:
 def unwrapped(t: Tensor) -> Tensor:
     """The tensor inside the wrappers of ``torch.func`` transforms."""
     while _is_wrapped(t):
-        t = torch._C._functorch.get_unwrapped(t)
+        t = _torch.get_unwrapped(t)
     return t
 
 

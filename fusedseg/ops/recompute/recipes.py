@@ -36,8 +36,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
+from ... import _torch
 from .offers import Reader
 from .plain import Place
 from .registry import Registry
@@ -50,8 +50,8 @@ BUDGETED: list[Registry] = []
 PACKING: list[Registry] = []
 P = ParamSpec("P")
 R = TypeVar("R")
-_transforms = torch._C._functorch.peek_interpreter_stack
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_transforms = _torch.peek_interpreter_stack
+_hooks = _torch.top_saved_tensors_default_hooks
 
 
 def innermost() -> Registry | None:
@@ -82,7 +82,7 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return forward(*args, **kwargs)
 
     return run
@@ -90,7 +90,7 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
 
 def _registries() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
-    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    modes = _torch.get_current_function_mode_stack() if _torch.len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
     return [registry for registry in found if registry is not None and type(registry) in REGISTRIES]
 
@@ -98,7 +98,7 @@ def _registries() -> list[Registry]:
 def changing(x: Tensor) -> None:
     """Tells the scopes that an unwatched op is about to write to ``x``."""
     for registry in _registries():
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             registry.before_change(x)
 
 
@@ -117,7 +117,7 @@ def called(
     """
     registry = _budgeted()
     if registry is not None and output.requires_grad:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             registry.called_ours(name, options, output, again, tensors, flops)
 
 
@@ -130,7 +130,7 @@ def packing() -> Any:
 def has_recipe(x: Tensor) -> bool:
     """Whether the scope could rebuild the present values of ``x``."""
     registry = _budgeted()
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         return registry is not None and registry.has_recipe(x)
 
 
@@ -148,7 +148,7 @@ def rewriting(
 
 def is_source(x: Tensor) -> bool:
     """Whether recipes read the memory of ``x``."""
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         return any(registry.is_source(x) for registry in _registries())
 
 
@@ -167,7 +167,7 @@ def offer(
     """
     registry = registry or active()
     if registry is not None:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             offer = registry.offer(output, rebuild, inputs, overwrite)
             if offer is not None:
                 offer.reader = reader
@@ -197,7 +197,7 @@ class expect:
         if registry is None:
             return
         self.claim_before = registry.claim
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             others, self.version = self.tensors[1:], x._version
             self.before, self.offered = registry.overwriting(x, self.rebuild, others, self.overwrite)
         registry.claim = None if self.before is None else self._copy_of_x

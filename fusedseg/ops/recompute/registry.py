@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ... import _torch
 from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
@@ -59,7 +60,7 @@ class Registry:
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
                 saved = as_it_is(t, self.outer)
@@ -292,7 +293,7 @@ class Registry:
             return False
         if memory is not None and (memory.made or memory.exposed or memory.named):
             return not (memory.exposed or memory.named)
-        if self._in_checkpoint or torch._C._current_graph_task_id() != -1:
+        if self._in_checkpoint or _torch.current_graph_task_id() != -1:
             # A checkpoint keeps its inputs.  The graph of a forward that it computes again ends with that backward.
             return True
         whole = t._base if t._is_view() else t

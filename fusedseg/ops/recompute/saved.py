@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import _torch
 from .parts import in_parts
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
@@ -36,7 +37,7 @@ def recomputing() -> bool:
     running statistics already.  Under ``torch.compile`` the answer is False, because the compiler decides there what is
     computed twice.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and _torch.current_graph_task_id() != -1
 
 
 def _version_of(packed: Any) -> int:
@@ -148,9 +149,6 @@ class Data:
         return True  # What hooks have returned is held until the backward pass ends.
 
 
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-
-
 @functools.cache
 def _has_autocast(kind: str) -> bool:
     """Whether a type of device can autocast.  Meta tensors cannot, and PyTorch raises an error if asked about them."""
@@ -166,7 +164,7 @@ class Autocast(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> "Autocast":
         """The present state for the device of ``t``."""
-        if not _is_any_autocast_enabled():
+        if not _torch.is_any_autocast_enabled():
             return OFF
         kind = t.device.type
         enabled = _has_autocast(kind) and torch.is_autocast_enabled(kind)
@@ -248,9 +246,9 @@ class Recipe:
             return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
         inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
-        differs = self.autocast.enabled or _is_any_autocast_enabled()
+        differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             if autocast is None and not torch.is_grad_enabled():
                 out = call(*inputs)
             else:
@@ -312,12 +310,12 @@ def _hold(source: Data | Recipe) -> bool:
     It is dropped when the backward pass of this thread no longer needs it, or ends.  Outside a backward pass nothing
     would drop it, and the result is False.
     """
-    task = torch._C._current_graph_task_id()
+    task = _torch.current_graph_task_id()
     if task == -1:
         return False
     held = _thread.held
     if task != _thread.task:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _let_go(held))
+        _torch.queue_callback(lambda: _let_go(held))
         _thread.task = task
     held.append(weakref.ref(source))
     return True

@@ -7,10 +7,12 @@ from functools import partial
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ... import _torch
 from .. import unfused
 from . import compiled
 from .budgeted import BUDGET_RULES, BudgetRegistry
 from .choice import Budget
+from .compiled import warn_of_torch
 from .guide import Guide, Learn
 from .packed import PackingRegistry, Rounding
 from .packing import PACKING_RULES
@@ -125,8 +127,7 @@ class recompute(ContextDecorator):
     @compiled.as_python
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
-            if not unfused.wanted():
-                compiled.prepare()
+            if not unfused.wanted() and compiled.prepare():
                 if self._make_guide is not None and self._again is None:
                     compiled.warn_of_budget()
                 if self._rounding is not None:
@@ -134,9 +135,11 @@ class recompute(ContextDecorator):
                 compiled.begin(self._again or ())
             return
         stack, guided = ExitStack(), None
+        if _torch.MISSING_FOR_SCOPE:
+            warn_of_torch(_torch.scope_problem())
         # Inside another scope there is nothing left to do.
-        if innermost() is None:
-            outer, rules, back = torch._C._autograd._top_saved_tensors_default_hooks(True), RULES, unpack
+        elif innermost() is None:
+            outer, rules, back = _torch.top_saved_tensors_default_hooks(True), RULES, unpack
             registry: Registry
             if self._make_guide is None and self._rounding is None:
                 registry = Registry(outer)
@@ -158,7 +161,7 @@ class recompute(ContextDecorator):
     @compiled.as_python
     def __exit__(self, *exception: object) -> None:
         if torch.compiler.is_compiling():
-            if not unfused.wanted():
+            if not unfused.wanted() and compiled.prepare():
                 compiled.end()
             return
         stack, guided = self._entered.pop()

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from ...activation import OF_MODULE, OTHERS
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
@@ -151,14 +152,14 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
 
     Under autocast the call casts the weight, or finds a cast of an earlier call in autocast's cache.
     """
-    if not torch._C._is_any_autocast_enabled():
+    if not _torch.is_any_autocast_enabled():
         return convolution(registry, func, args, kwargs)
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not Autocast.of(weight).enabled:
         return func(*args, **kwargs)
     if not (weight.is_leaf and weight.requires_grad and plain(weight)):
         return func(*args, **kwargs)
-    first_node = torch.autograd._get_sequence_nr()
+    first_node = _torch.get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
         return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ... import _torch
+from ..._torch import FakeTensor
 from ..cast import VERSION
 from .calls import replay
 from .choice import Call
@@ -92,12 +93,12 @@ def described(name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], out:
 
 def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, stock: Any) -> Any:
     """The rule of the functions in ``FUNCTIONS``; ``stock`` is their rule in a scope without a budget, or None."""
-    first_node, registry.packed = torch.autograd._get_sequence_nr(), []
+    first_node, registry.packed = _torch.get_sequence_nr(), []
     try:
         out = func(*args, **kwargs) if stock is None else stock(registry, func, args, kwargs)
     finally:
         packed, registry.packed = registry.packed, None
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point() and plain(out)):
             return out
         row, (again, tensors) = FUNCTIONS[func], replay(func, args, kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ... import _torch
 from . import compiled, recipes
 from .calls import replay
 from .plain import plain
@@ -33,9 +34,9 @@ def _writes(func: Function) -> bool:
 @functools.cache
 def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
     """The position and name of each argument that a function of ``torch.ops`` changes according to its schemas."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, _torch.OpOverload):
         schemas = [func._schema]
-    elif isinstance(func, torch._ops.OpOverloadPacket):
+    elif isinstance(func, _torch.OpOverloadPacket):
         schemas = list(func._schemas.values())
     else:
         return ()
@@ -106,11 +107,10 @@ def _watch_scripted() -> None:
     PyTorch does not show these calls to a function mode.  Without a scope, each such call takes one more look at the
     modes of the thread.
     """
-    classes: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
-    for cls in classes:
+    for cls in _torch.script_classes:
 
         def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
-            tensors = replay(_run, args, kwargs)[1] if torch._C._len_torch_function_stack() else []
+            tensors = replay(_run, args, kwargs)[1] if _torch.len_torch_function_stack() else []
             if any(map(recipes.is_source, tensors)) and _changes(self.inlined_graph):
                 for t in tensors:
                     recipes.changing(t)
@@ -133,12 +133,12 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_compiling():
             out = func(*args, **kwargs)
-            compiled.prepare()
-            if self._has_budget:
-                compiled.warn_of_budget()
-            if self._has_bits:
-                compiled.warn_of_bits()
-            compiled.called()
+            if compiled.prepare():
+                if self._has_budget:
+                    compiled.warn_of_budget()
+                if self._has_bits:
+                    compiled.warn_of_bits()
+                compiled.called()
             return out
         registry, rule = self.registry, self.rules.get(func)
         if rule is None and not kwargs and not _may_change(func):
@@ -148,11 +148,11 @@ class Watch(TorchFunctionMode):
                 return rule(registry, func, args, kwargs)
             if not _writes(func) and not kwargs.get("inplace"):
                 out = func(*args, **kwargs)
-                with torch._C.DisableTorchFunction():
+                with _torch.DisableTorchFunction():
                     _made(registry, out, args)
                 return out
         if _may_change(func) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 for t in _written(func, args, kwargs):
                     registry.before_change(t)
                 if func in NAMING and not _dispatched():

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..._torch import FakeTensor
 from .spec import ROWS, Given, Sizes, Spec, sizes_of, sums_dtype, wide_dtype
 from .tile import Axes, Tile, tile_grad, tile_sums
 

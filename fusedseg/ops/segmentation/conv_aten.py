@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..._torch import FakeTensor
 from ..layout import dense
 from . import aten
 from .conv_logits import Conv, Form

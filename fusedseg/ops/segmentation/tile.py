@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..._torch import FakeTensor
 from .spec import NLL, OP, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
 
 # Up to this number of classes, a one-hot target of the tile takes less time than looking up and adding by label.

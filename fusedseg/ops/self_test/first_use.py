@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ... import _backend
+from ... import _backend, _torch
 from . import verdicts
 from .checks import WrongResult, compare
 from .verdicts import Environment, Verdict
@@ -91,7 +91,7 @@ def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[Ver
 
 def can_test(device: torch.device) -> bool:
     """Whether a test may run now: no graph is captured or traced, and no transform of ``torch.func`` is active."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or _torch.are_functorch_transforms_active():
         return False
     if device.type != "cuda":
         return True

@@ -7,14 +7,30 @@ from typing import Any, ClassVar
 
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
-from fusedseg.integrations.nnunet import Fused
+from fusedseg.integrations.nnunet import Fused, Leaky
 
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
     """nnU-Net's own trainer with a converted network, fused losses, and validation in one pass over the logits."""
 
 
+class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
+    """Builds the network with LeakyReLU where the plans name ReLU, so that norms are in place."""
+
+
 class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
     """Keeps at most 0.3 of the stock network's bytes: convolutions with large outputs run a second time in backward."""
 
     convert_options: ClassVar[dict[str, Any]] = {"budget": 0.3}
+
+
+class nnUNetTrainerFusedsegBits8(nnUNetTrainerFusedseg):
+    """Keeps activations in 8 bits a value: the forward pass stays exact, and gradients get noise with mean 0."""
+
+    convert_options: ClassVar[dict[str, Any]] = {"bits": 8}
+
+
+class nnUNetTrainerFusedsegBits4(nnUNetTrainerFusedseg):
+    """Keeps activations in 4 bits a value, with more noise."""
+
+    convert_options: ClassVar[dict[str, Any]] = {"bits": 4}

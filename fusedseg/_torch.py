@@ -1,0 +1,300 @@
+"""The private names of PyTorch that this package uses, each with its use and with what happens where it is missing.
+
+PyTorch promises nothing about private names: a later version may drop one, and an earlier version may lack it.  So
+they are looked up here, once, when the package is imported, and no other file names them (``tests/test_private.py``).
+All of them exist in PyTorch 2.8 to 2.15.  A missing name never changes a gradient:
+
+* Without a name of ``_for_scope``, the recompute scope keeps what eager PyTorch keeps, and says so once.
+* Without a name of ``_or``, a stand-in gives the same results, or PyTorch itself raises the error.
+* Without a name of ``_needed``, the feature that needs it raises RuntimeError, which names it.
+
+Names of modules that ``import torch`` does not load, such as the compiler, are looked up at their first use.  The base
+classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documentation, and are no part of this file.
+"""
+
+import importlib
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+# The missing names without which a scope of eager mode is off, and all other missing names.
+MISSING_FOR_SCOPE: list[str] = []
+MISSING: list[str] = []
+_ABSENT = object()
+
+
+def _find(path: str) -> Any:
+    """The object of a dotted path, whose modules are imported; ``_ABSENT`` if there is none."""
+    found: Any = torch
+    parts = path.split(".")
+    for i, name in enumerate(parts[1:], 2):
+        if not hasattr(found, name):
+            try:
+                importlib.import_module(".".join(parts[:i]))
+            # An import may fail in any way in a version that nobody has tried.
+            except Exception:
+                return _ABSENT
+        found = getattr(found, name, _ABSENT)
+    return found
+
+
+def _or(path: str, stand_in: Any) -> Any:
+    found = _find(path)
+    if found is _ABSENT:
+        MISSING.append(path)
+        return stand_in
+    return found
+
+
+def _for_scope(path: str, stand_in: Any = None) -> Any:
+    """``stand_in`` serves the callers that run without a scope too."""
+    found = _find(path)
+    if found is _ABSENT:
+        MISSING_FOR_SCOPE.append(path)
+        return stand_in
+    return found
+
+
+def _raise(path: str, feature: str) -> NoReturn:
+    raise RuntimeError(
+        f"fusedseg: {feature} needs {path}, which PyTorch {torch.__version__} does not have; "
+        "`python -m fusedseg doctor` names the versions that are tested"
+    )
+
+
+def _needed(path: str, feature: str) -> Any:
+    """A class or function; if it is missing, a class that raises an error when it is called."""
+
+    class Missing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            _raise(path, feature)
+
+    return _or(path, Missing)
+
+
+def later(path: str, feature: str) -> Any:
+    """The object of a path that is looked up at its first use, because its module takes long to import."""
+    found = _find(path)
+    return _raise(path, feature) if found is _ABSENT else found
+
+
+# The recompute scope.  It must know which hooks and modes are active, whether a backward pass runs, and which memory
+# belongs to a tensor.
+# The saved-tensor hooks that are active now, or None.  PyTorch 2.6 and 2.7 do not tell them.
+top_saved_tensors_default_hooks = _for_scope(
+    "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
+# A context in which no function mode sees calls.
+DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
+# The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
+# running statistics again, as the stock norms do.
+current_graph_task_id = _for_scope("torch._C._current_graph_task_id", lambda: -1)
+# The function modes of this thread.
+len_torch_function_stack = _for_scope("torch._C._len_torch_function_stack", lambda: 0)
+get_current_function_mode_stack = _for_scope("torch.overrides._get_current_function_mode_stack", tuple)
+# The transforms of torch.func, their wrapped tensors, and the dispatch keys, which tell a plain tensor from others.
+peek_interpreter_stack = _for_scope("torch._C._functorch.peek_interpreter_stack", lambda: None)
+is_functorch_wrapped_tensor = _for_scope("torch._C._functorch.is_functorch_wrapped_tensor", lambda t: False)
+get_unwrapped = _for_scope("torch._C._functorch.get_unwrapped", lambda t: t)
+dispatch_keys = _for_scope("torch._C._dispatch_keys")
+# The number of the newest node of autograd's graph.  The memory profiler reads it too.
+get_sequence_nr = _for_scope(
+    "torch.autograd._get_sequence_nr", lambda: _raise("torch.autograd._get_sequence_nr", "the memory profiler")
+)
+# The classes of ops in torch.ops, whose schemas name the tensors that a call writes to.
+OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
+OpOverloadPacket = _for_scope("torch._ops.OpOverloadPacket", SimpleNamespace)
+# Functions that keep the compiler from compiling the scope where plain Python enters it; they exist since 2.7.
+_skips = [
+    _for_scope(f"torch._C._dynamo.eval_frame.{name}")
+    for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+]
+# Calls a function at the end of the backward pass that runs in this thread.
+queue_callback = _for_scope("torch.autograd.Variable._execution_engine.queue_callback")
+# Attributes of tensors and storages, which callers read from the object.
+for _path in ("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata"):
+    _for_scope(_path)
+# The classes of scripted functions, whose calls no function mode sees.  Without them, a change of a kept tensor in such
+# a function raises an error in backward.
+script_classes = [
+    found for name in ("ScriptFunction", "ScriptMethod") if (found := _or(f"torch._C.{name}", None)) is not None
+]
+# Whether autocast is enabled for any type of device.  True makes the caller ask for the type of its device.
+is_any_autocast_enabled = _or("torch._C._is_any_autocast_enabled", lambda: True)
+
+
+def scope_problem() -> str:
+    """The reason why a recompute scope of eager mode does nothing with this PyTorch, or ""."""
+    if not MISSING_FOR_SCOPE:
+        return ""
+    return f"PyTorch {torch.__version__} does not have {', '.join(MISSING_FOR_SCOPE)}"
+
+
+def run_as_python(code: Any) -> None:
+    """Keeps the compiler from compiling a function's code, and what it calls, where plain Python calls it."""
+    if None not in _skips:
+        set_strategy, strategy, action = _skips
+        set_strategy(code, strategy(action.SKIP, action.SKIP))
+
+
+# Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
+are_functorch_transforms_active = _or(
+    "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
+)
+# Gradients in batches.  A batch that is not recognised raises an error where its memory is read or written.
+is_batchedtensor = _or("torch._C._functorch.is_batchedtensor", lambda t: False)
+is_legacy_batchedtensor = _or("torch._C._functorch.is_legacy_batchedtensor", lambda t: False)
+_BATCHES = "a gradient in batches (is_grads_batched, vmap)"
+maybe_get_level = _needed("torch._C._functorch.maybe_get_level", _BATCHES)
+maybe_get_bdim = _needed("torch._C._functorch.maybe_get_bdim", _BATCHES)
+functorch_add_batch_dim = _needed("torch._C._functorch._add_batch_dim", _BATCHES)
+vmapmode_increment_nesting = _needed("torch._C._vmapmode_increment_nesting", _BATCHES)
+vmapmode_decrement_nesting = _needed("torch._C._vmapmode_decrement_nesting", _BATCHES)
+add_batch_dim = _needed("torch._add_batch_dim", _BATCHES)
+remove_batch_dim = _needed("torch._remove_batch_dim", _BATCHES)
+
+
+def temporarily_pop_interpreter_stack() -> Any:
+    # This module imports the compiler.
+    return later("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", _BATCHES)()
+
+
+# Forward-mode differentiation.  Its level is -1 outside of it; level 0 makes callers look at each tensor.
+forward_ad: Any = torch.autograd.forward_ad
+if not hasattr(forward_ad, "_current_level"):
+    MISSING.append("torch.autograd.forward_ad._current_level")
+    forward_ad = SimpleNamespace(_current_level=0, unpack_dual=forward_ad.unpack_dual)
+
+# Ops that write over a tensor.  Without the first name, reuse_output cannot be set to True; without the others every
+# view is refused, and a tensor overlaps itself if it has a stride of 0.
+storage_use_count = _or("torch._C._storage_Use_Count", None)
+_creation_meta = _or("torch._C._autograd._get_creation_meta", None)
+_creation_metas = _or("torch._C._autograd.CreationMeta", None)
+
+
+def check_reuse() -> None:
+    """Raises RuntimeError if this PyTorch does not tell who holds a tensor."""
+    if storage_use_count is None:
+        _raise("torch._C._storage_Use_Count", "reuse_output = True")
+    if "torch._C._autograd._top_saved_tensors_default_hooks" in MISSING_FOR_SCOPE:
+        _raise("torch._C._autograd._top_saved_tensors_default_hooks", "reuse_output = True")
+
+
+def is_plain_view(x: torch.Tensor) -> bool:
+    """Whether autograd can follow a write into the view ``x``: it is not one of several, nor made without grad mode."""
+    if _creation_meta is None or _creation_metas is None:
+        return False
+    return _creation_meta(x) == _creation_metas.DEFAULT
+
+
+def _overlaps(x: torch.Tensor) -> int:
+    return int(any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)))
+
+
+debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
+
+# oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
+get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
+len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+# Bindings that stock functions call, in place of torch.ops, which takes microseconds longer.
+nn: Any = _or("torch._C._nn", torch.ops.aten)
+prelu_kernel = _or("torch._prelu_kernel", lambda y, w: torch.where(y > 0, y, w * y))
+
+
+def _prelu_gradients(dz: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.where(y > 0, dz, w * dz), torch.where(y > 0, 0, y * dz)
+
+
+_prelu_backward = getattr(torch.ops.aten, "_prelu_kernel_backward", None)
+prelu_kernel_backward = _prelu_gradients if _prelu_backward is None else _prelu_backward.default
+# A device that sleeps while the host queues work: it makes measurements steadier.
+cuda_sleep = _or("torch.cuda._sleep", lambda cycles: None)
+
+
+def _memory_format(t: torch.Tensor) -> torch.memory_format:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(t.dim())
+    is_last = last is not None and not t.is_contiguous() and t.is_contiguous(memory_format=last)
+    return last if last is not None and is_last else torch.contiguous_format
+
+
+suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
+# Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is entered; True if that cannot be found out."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
+
+# Tensors without values, dispatch modes and trees of tensors: the estimates of memory, and the observation of a model
+# by ``fusedseg.convert``.
+_FAKE = "torch._subclasses.fake_tensor"
+_TREE = "torch.utils._pytree"
+_FLOW = "looking at a model or its memory"
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+else:
+    FakeTensor = _needed(f"{_FAKE}.FakeTensor", _FLOW)
+    FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode", _FLOW)
+    unset_fake_temporarily = _or(f"{_FAKE}.unset_fake_temporarily", nullcontext)
+    # Errors that nothing raises then.
+    DataDependentOutputException = _or(f"{_FAKE}.DataDependentOutputException", type("Missing", (Exception,), {}))
+    UnsupportedFakeTensorException = _or(f"{_FAKE}.UnsupportedFakeTensorException", type("Missing", (Exception,), {}))
+    TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", _FLOW)
+    tree_leaves = _needed(f"{_TREE}.tree_leaves", _FLOW)
+    tree_map = _needed(f"{_TREE}.tree_map", _FLOW)
+    tree_map_only = _needed(f"{_TREE}.tree_map_only", _FLOW)
+
+
+def resolve_process_group(name: str) -> Any:
+    """The process group of a name.  Some builds of PyTorch do not have this module."""
+    return later("torch.distributed.distributed_c10d._resolve_process_group", "a synchronised norm")(name)
+
+
+# What the scope needs in compiled code; ``compiled.py`` asks ``compiled_problem`` first.
+_COMPILED = (
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "torch.compiler.allow_in_graph",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE",
+    "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE",
+    "torch.utils.flop_counter.flop_registry",
+    "torch._ops.OpOverload",
+    "torch._C._get_dispatch_mode",
+    "torch._C._TorchDispatchModeKey.FAKE",
+)
+
+
+def compiled_problem() -> str:
+    """The reason why a recompute scope does nothing in compiled code with this PyTorch, or ""."""
+    missing = [path for path in _COMPILED if _find(path) is _ABSENT]
+    return f"PyTorch {torch.__version__} does not have {', '.join(missing)}" if missing else ""
+
+
+def proxy_mode() -> Any:
+    """The mode in which AOTAutograd traces a graph now, or None."""
+    return later(_COMPILED[0], "the recompute scope in compiled code")()
+
+
+def has_fake_mode() -> bool:
+    """Whether a mode of tensors without values is active."""
+    get_mode = later("torch._C._get_dispatch_mode", "the recompute scope in compiled code")
+    return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_optimized_module(module: Any) -> bool:
+    """Whether ``torch.compile`` has made a module of another one."""
+    compiled = _find("torch._dynamo.OptimizedModule")
+    return compiled is not _ABSENT and isinstance(module, compiled)

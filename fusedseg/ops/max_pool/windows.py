@@ -1,0 +1,75 @@
+"""The windows of a max-pool: their description, and where they begin."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# For up to this number of outputs of a plane, the positions of the windows are remembered for later calls.
+FEW_WINDOWS = 2**14
+
+
+class Pool(NamedTuple):
+    """Window, stride, padding and dilation for each spatial dimension, and ceil_mode."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil_mode: bool
+
+    @property
+    def overlaps(self) -> bool:
+        return any((k - 1) * d >= s for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
+
+    def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        out = []
+        for n, k, s, p, d in zip(size, *self[:4], strict=True):
+            count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if self.ceil_mode else 0)) // s + 1
+            # No window begins in the padding on the right.
+            out.append(count - 1 if self.ceil_mode and (count - 1) * s >= n + p else count)
+        return tuple(out)
+
+
+def steps(size: tuple[int, ...]) -> list[int]:
+    """The number of elements from one position to the next along each dimension."""
+    return [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+
+
+def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
+    """Whether the distance to the window's first position determines a position, as in windows not wider than x."""
+    reach = 0
+    for k, d, step in zip(reversed(pool.kernel), reversed(pool.dilation), reversed(steps(size)), strict=True):
+        if k > 1 and reach >= d * step:
+            return False
+        reach += (k - 1) * d * step
+    return True
+
+
+def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
+    """The flat index of the first position of every window.
+
+    This position may lie in the padding; with ``inside`` it is the first position inside x.  The caller must not change
+    the result, because later calls may get the same tensor.
+    """
+    if like.device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS:
+        return _remembered(size, out_size, pool, dtype, inside)
+    return _computed(size, out_size, pool, like.device, dtype, inside)
+
+
+@functools.lru_cache(16)
+def _remembered(size, out_size, pool: Pool, dtype: torch.dtype, inside: bool) -> Tensor:
+    # Computing them takes ten calls, which cost more than the pooling of a small tensor.
+    return _computed(size, out_size, pool, torch.device("cpu"), dtype, inside)
+
+
+def _computed(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool) -> Tensor:
+    first = torch.zeros((), dtype=torch.int64, device=device)
+    for axis, (step, s, p, d) in enumerate(zip(steps(size), *pool[1:4], strict=True)):
+        along = torch.arange(-p, out_size[axis] * s - p, s, device=device)
+        if inside:
+            along = torch.where(along < 0, along + -(along // d) * d, along)
+        first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))
+    return first.to(dtype)

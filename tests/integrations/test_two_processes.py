@@ -1,0 +1,88 @@
+"""Two processes with half of a batch each train as one process with the whole batch, if norms are synchronised.
+
+Everything computes in float64, three steps of SGD with momentum.
+"""
+
+import pytest
+import torch
+
+from tests.integrations import jobs, nnunet_ddp
+from tests.integrations.real import framework
+from tests.tools.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def check(job, *args, logged=1e-9):
+    """Returns what rank 0 says of its network, after a comparison with one process.
+
+    ``logged`` is the relative tolerance of the losses.
+    """
+    losses, one = job(0, 1, *args)
+    assert not one["norms"]
+    results = on_ranks(2, job, *args)
+    mean = torch.tensor([found for found, _ in results], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), rtol=logged, atol=0)
+    assert losses[-1] < losses[0]
+    for name, counts in one.get("counts", {}).items():
+        assert torch.equal(sum(found["counts"][name] for _, found in results), counts)
+    for _, found in results:
+        torch.testing.assert_close(found["state"], one["state"], **CLOSE)
+    return results[0][1]
+
+
+def test_names_of_the_package():
+    assert check(jobs.package)["norms"] == ["InPlaceABNSync"]
+
+
+@pytest.mark.parametrize("leaky", [False, True], ids=["keeps its input", "keeps its output"])
+def test_a_converted_network(leaky):
+    names = "InPlaceABN" if leaky else "BatchNormAct"
+    assert any(name.startswith(names) or "Sync" in name for name in check(jobs.converted, leaky)["norms"])
+
+
+def test_the_trainer_of_nnunet():
+    """Its own call of ``convert_sync_batchnorm`` comes after ours, and changes nothing."""
+    assert check(jobs.nnunet_trainer)["norms"]
+
+
+# From here on the tests need the frameworks.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["in setup", "after configure_model"])
+@pytest.mark.parametrize("sync_batchnorm", [True, False], ids=["sync_batchnorm=True", "sync=True"])
+def test_lightning(late, sync_batchnorm):
+    framework("lightning.pytorch")
+    found = check(jobs.lightning, late, sync_batchnorm)
+    assert found["norms"]
+    # Lightning takes the synchronisation back after training, and so does the callback.
+    assert bool(found["after"]) != sync_batchnorm
+
+
+@pytest.mark.slow
+def test_hugging_face(tmp_path):
+    framework("transformers")
+    pytest.importorskip("accelerate")
+    # The trainer of transformers adds losses in fp32 for its log.
+    assert check(jobs.hugging_face, str(tmp_path), logged=1e-6)["norms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["BatchNorm3d", "InstanceNorm3d"])
+@pytest.mark.parametrize(
+    ("name", "nonlin"),
+    [("", "LeakyReLU"), ("Budget", "LeakyReLU"), ("", "ReLU"), ("Leaky", "ReLU")],
+    ids=["leaky_relu", "a budget", "relu", "leaky_relu for relu"],
+)
+def test_the_real_trainer_of_nnunet(norm, name, nonlin, tmp_path):
+    """Two processes, and one with nnU-Net's own trainer, whose loss adds in fp32 and is compared loosely."""
+    framework("nnunetv2")
+    args = str(tmp_path), f"nnUNetTrainerFusedseg{name}", norm, f"torch.nn.{nonlin}"
+    found = check(nnunet_ddp.train, *args)
+    assert bool(found["norms"]) == (norm == "BatchNorm3d")
+    own = "LeakyReLU" if name == "Leaky" else nonlin
+    losses, stock = nnunet_ddp.train(0, 1, str(tmp_path), "nnUNetTrainer", norm, f"torch.nn.{own}")
+    torch.testing.assert_close(found["state"], stock["state"], rtol=1e-4, atol=1e-5)
+    assert losses == pytest.approx(nnunet_ddp.train(0, 1, *args)[0], rel=1e-6)
