@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from .calls import Function, Replay
 from .plain import Place
 
@@ -28,7 +29,7 @@ class Joined(Replay):
         The first source is made before the memory of the result is allocated.
         """
         source: Tensor | None = load(0)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), _torch.DisableTorchFunction():
             out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=device)
             start = i = 0
             while start < at.size[self.dim]:

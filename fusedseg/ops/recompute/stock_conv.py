@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from .. import reuse
 from ..conv.convolution import shape_only
 from ..double_backward import batched
@@ -67,7 +68,7 @@ def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs:
     tensors = [t for t in (x, w, bias) if t is not None]
     fits = all(isinstance(t, Tensor) and plain(t) and t.dtype == x.dtype and t.dtype.is_floating_point for t in tensors)
     # A dual level of forward-mode differentiation asks for rules that this node does not have.
-    if not fits or isinstance(padding, str) or x.dim() != dims + 2 or torch.autograd.forward_ad._current_level >= 0:
+    if not fits or isinstance(padding, str) or x.dim() != dims + 2 or _torch.in_forward_ad():
         return func(*args, **kwargs)
     stride, padding, dilation = (
         _each(named.get(name, n), dims) for name, n in zip(_NAMES[3:6], (1, 0, 1), strict=True)
@@ -87,7 +88,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 def _is_rebuilt(registry: Registry, x: Tensor) -> bool:
     """Whether the scope saves a recipe or a packed copy of ``x``."""
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         if not (x.requires_grad and plain(x)):
             return False
         memory, at = registry._find(x.untyped_storage()), Place.of(x)
