@@ -243,7 +243,6 @@ def _memory_format(t: torch.Tensor) -> torch.memory_format:
 
 
 suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
-# Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
 
 
 def in_forward_ad() -> bool:
@@ -251,6 +250,7 @@ def in_forward_ad() -> bool:
     return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
+# Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
 is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
 
 # Tensors without values, dispatch modes and trees of tensors: the estimates of memory, and the observation of a model
