@@ -182,6 +182,8 @@ if _or("torch.autograd.forward_ad._current_level", None) is None:
 # Ops that write over a tensor.  Without the first name, reuse_output cannot be set to True; without the others every
 # view is refused, and a tensor overlaps itself if it has a stride of 0.
 storage_use_count = _or("torch._C._storage_Use_Count", None)
+# Whether callers can ask who else holds a tensor (``Tensor._use_count``) and its memory.  If not, nothing is reused.
+counts_holders = _or("torch.Tensor._use_count", None) is not None and storage_use_count is not None
 _creation_meta = _or("torch._C._autograd._get_creation_meta", None)
 _creation_metas = _or("torch._C._autograd.CreationMeta", None)
 

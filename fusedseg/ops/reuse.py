@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _torch
+from .._torch import FakeTensor
 from .double_backward import batched
 
 # The memory of a smaller tensor is not worth the question who else sees it.
@@ -170,8 +170,10 @@ def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
     t = tensors[i]
     if t.nbytes < LEAST_BYTES or not (type(t) is Tensor or type(t) is FakeTensor) or torch.is_grad_enabled():
         return False
+    if not _torch.counts_holders:
+        return False
     del t
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         if batched(tensors) or not tensors[i].untyped_storage().resizable():
             return False
         most = _counts_if_alone()[gradient]

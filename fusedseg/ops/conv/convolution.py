@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _torch
+from ..._torch import FakeTensor
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
 
