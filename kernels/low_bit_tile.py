@@ -22,6 +22,10 @@ SHORTEST = 8
 FARTHEST: tl.constexpr = tl.constexpr(64.0)
 
 
+# In place of the tensors of ``Codes``.
+NO_CODES = (None,) * 4
+
+
 class Codes(NamedTuple):
     """A packed tensor, as the launchers of norms write and read it.
 
@@ -59,14 +63,9 @@ def fits(layout, lines, dtype: torch.dtype) -> bool:
     return lines.I == layout.I or layout.N % GROUP.value == 0
 
 
-def bits_of(codes) -> int:
-    """The bits of ``Codes``; 0 for other tensors and for None."""
-    return codes.bits if isinstance(codes, Codes) else 0
-
-
 def parts_of(codes) -> tuple:
     """The tensors of ``Codes`` for a launch, and ``row_bytes``."""
-    return ((None,) * 4, 0) if codes is None else (codes.tensors, codes.row_bytes)
+    return (NO_CODES, 0) if codes is None else (codes.tensors, codes.row_bytes)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ the second.  KEEP "input" needs only x and g for dx, so the first launch writes 
 of dresidual.  The first launch leaves sums per channel, which may be changed (``sums``) before the second applies them.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ import triton.language as tl
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import ONCHIP_BWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
-from .low_bit_tile import bits_of, line_of, parts_of, unpack_tile
+from .low_bit_tile import NO_CODES, Codes, line_of, unpack_tile
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import (
@@ -265,13 +266,18 @@ class Kept(NamedTuple):
     row_bytes: int
 
 
+@functools.cache
+def whole(keep, dtype):
+    """``Kept`` of a tensor that is not packed.  The few of them are remembered, which is faster than making them."""
+    return Kept(keep, dtype, 0, 0)
+
+
 def kept_of(saved, mean):
-    return Kept("output" if mean is None else "input", saved.dtype, bits_of(saved), getattr(saved, "row_bytes", 0))
-
-
-def pointers_of(saved):
-    """The kept tensor, or None, and the tensors of its codes, or None for each."""
-    return (None, parts_of(saved)[0]) if bits_of(saved) else (saved, parts_of(None)[0])
+    """``Kept``, the kept tensor or None, and the tensors of its codes or None for each."""
+    keep = "output" if mean is None else "input"
+    if type(saved) is Codes:
+        return Kept(keep, saved.dtype, saved.bits, saved.row_bytes), None, saved.tensors
+    return whole(keep, saved.dtype), saved, NO_CODES
 
 
 def constants_of(tensor, layout, act):
@@ -320,10 +326,10 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     If ``dx`` is given, it is written, with the formula for running statistics.  ``dresidual`` is written if given.
     """
     slots, K = kept if kept is not None else (None, 0)
-    launch, splits = reduce_plan(kept_of(saved, mean), layout, dz.device, act, K)
+    tensor, values, parts = kept_of(saved, mean)
+    launch, splits = reduce_plan(tensor, layout, dz.device, act, K)
     partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=dz.device)
-    whole, parts = pointers_of(saved)
-    launch((whole, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, *parts))
+    launch((values, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, *parts))
     return few(partial, layout.C)
 
 
@@ -343,14 +349,13 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                                  dresidual)  # fmt: skip
         return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
     slots, K = kept if kept is not None else (None, 0)
-    tensor = kept_of(saved, mean)
-    whole, parts = pointers_of(saved)
+    tensor, values, parts = kept_of(saved, mean)
     dweight = dbias = None
     if affine and batch:
         # These are two allocations, because outputs of an op must not share memory.
         dweight = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
         dbias = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
-    tensors = whole, dz, residual, dx, dresidual
+    tensors = values, dz, residual, dx, dresidual
     onchip = onchip_plan(tensor, layout, act, K) if sums is None else None
     if onchip is not None:
         if affine and not batch:
@@ -364,7 +369,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
             if mean is not None and dresidual is not None:
                 # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual)
-                tensors = whole, dresidual, None, dx, None
+                tensors = values, dresidual, None, dx, None
                 act = ("identity", 0.0)
             else:
                 sums = norm_act_bwd_sums(*args)
