@@ -135,19 +135,21 @@ def draw_plan(theme: Theme) -> Figure:
         network = ["unet3d_small", "--input", "1,320,150,26", "--dtype", "fp16"]
         run("plan", *network, "--budget", "16GiB", "--json", str(path))
         options = json.loads(path.read_text())["options"]
-    # autocast changes nothing where the parameters are in half precision already
-    options = [option for option in options if "amp" not in option["label"]]
-    figure, ax = new_figure(theme, (8, 2.9))
+    # autocast changes nothing where the parameters are in half precision already; rounding has a page of its own
+    options = [option for option in options if "amp" not in option["label"] and option["bits"] is None]
+    options.sort(key=lambda option: ("fusedseg" in option["label"], option["repeated"]))
+    figure, ax = new_figure(theme, (8, 4.2))
     for row, option in enumerate(options):
         way = next(way for way in (FUSED, "checkpoint", "eager") if way in option["label"])
-        again = f", {option['recomputed']:+.0%} arithmetic" if option["recomputed"] else ""
+        again = f", {option['repeated']:.1%} of forward again".replace(".0%", "%") if option["repeated"] else ""
         ax.barh(row, option["batch"], 0.62, color=theme.ways[way])
         ax.text(option["batch"] + 0.15, row, f"{option['batch']}{again}", va="center", color=theme.text, fontsize=12)
     ax.set_yticks(range(len(options)), [option["label"].replace("+", " + ") for option in options], fontsize=12)
     ax.invert_yaxis()
-    ax.margins(x=0.45)
+    ax.set_xlim(0, 1.75 * max(option["batch"] for option in options))
     ax.set_xlabel("samples of 1×320×150×26 in a batch", fontsize=11)
-    ax.set_title("Largest batch within 16 GiB: 3D U-Net, 14 M parameters, fp16, AdamW", fontsize=12)
+    title = "Largest batch within 16 GiB: 3D U-Net, 14 M parameters, fp16, AdamW"
+    figure.suptitle(title, fontsize=12, color=theme.text)
     return figure
 
 
@@ -179,6 +181,8 @@ def draw_memory() -> None:
     shape = ["--input", "2,1,320,150,26", "--dtype", "fp16", "--overwrite", "--plot"]
     run("profile", "unet3d_small", *shape, str(FOLDER / "profile.png"))
     run("profile", "unet3d_small", *shape, str(FOLDER / "compare.png"), "--compare", "eager,fusedseg,checkpoint")
+    curve = ["--input", "2,1,64,64,64", "--overwrite", "--curve", str(FOLDER / "curve.png")]
+    run("plan", "tests.nnunet:PlainConvUNet", *curve)
 
 
 def draw_demos() -> None:

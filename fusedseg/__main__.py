@@ -102,6 +102,7 @@ def add_demo(commands) -> None:
         examples=[
             "fusedseg demo slices",
             "fusedseg demo volume --steps 20 --out volume_demo",
+            "fusedseg demo slices --bits 4 --out bits_demo",
             "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed",
         ],
         run=_demo,
@@ -129,6 +130,13 @@ def add_demo(commands) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace the files of an earlier run")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     command.add_argument(
+        "--bits",
+        type=int,
+        choices=(8, 4),
+        help="fusedseg's network keeps its activations in so many bits a value, with noise in the gradient "
+        "(default: exact)",
+    )
+    command.add_argument(
         "--distributed",
         action="store_true",
         help="instead, train fusedseg's network alone in the processes of torchrun, with synchronised statistics, and "
@@ -140,7 +148,7 @@ def _demo(args: argparse.Namespace) -> int:
     # The import stands here, because only the demo needs the packages of fusedseg[demo].
     from .demo import run
 
-    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed)
+    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed, args.bits)
 
 
 if __name__ == "__main__":

@@ -245,6 +245,13 @@ def _memory_format(t: torch.Tensor) -> torch.memory_format:
 
 
 suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is entered; True if that cannot be found out."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
 # Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
 is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
 
@@ -315,6 +322,23 @@ def has_fake_mode() -> bool:
     """Whether a mode of tensors without values is active."""
     get_mode = later("torch._C._get_dispatch_mode", "the recompute scope in compiled code")
     return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+# What the memory planner needs to divide a graph as ``torch.compile`` does.
+_PARTITIONER = {
+    # The table of decompositions uses this module without importing it.
+    "lowerings": "torch._inductor.lowering",
+    "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
+    "config": "torch._functorch.config",
+    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+}
+
+
+def partitioner() -> SimpleNamespace:
+    """The parts of the compiler that divide a graph in forward and backward; importing them takes seconds."""
+    return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
 
 
 def is_optimized_module(module: Any) -> bool:

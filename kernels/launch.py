@@ -31,6 +31,8 @@ MAX_PARTIALS, FEW_BYTES = 16, 2**20
 MAX_SPLITS = 512
 # The bytes of adjacent channels that a program of rows reads in each row.
 ROW_BYTES = 128
+# The same if a tile holds whole groups of 256 positions of each channel.
+PACKED_ROW_BYTES, GROUP = 32, 256
 # The number of tiles that are loaded ahead into shared memory.  None means that tiles are loaded into registers, and no
 # tile is loaded ahead.
 STAGES = None
@@ -113,22 +115,25 @@ def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
 
 
 def split_blocks(
-    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False
+    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: bool = False
 ) -> Blocks:
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
-    ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only.
+    ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
+    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py``, so that tiles of rows must hold whole groups.
     """
     tile_bytes = STATS_TILE_BYTES if stats else TILE_BYTES
     programs_per_sm = ROWS_PER_SM if layout.rows and not stats else PROGRAMS_PER_SM
     tile = tile_bytes // dtype.itemsize
     if layout.rows:
-        block_l = row_lanes(layout.C, ROW_BYTES // dtype.itemsize)
+        block_l = row_lanes(layout.C, (PACKED_ROW_BYTES if packs else ROW_BYTES) // dtype.itemsize)
         groups = layout.I * triton.cdiv(layout.C, block_l)
     else:
         block_l = min(triton.next_power_of_2(layout.S), tile)
         groups = layout.I * layout.C
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
+    if packs and layout.rows:
+        block_n = min(triton.next_power_of_2(layout.N), GROUP)
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
     splits = min(tiles, max(1, programs_per_sm * multiprocessors(device) // groups))
     if reduces:

@@ -224,46 +224,61 @@ def load_kink(kink_ptr, line, kinks, mask):
     return kink
 
 
-@triton.jit(do_not_specialize=["key"])
-def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key, I, S, C, row_bytes, kinks,
-                        ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
-                        BLOCK_L: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    AXIS: tl.constexpr = 0 if ROWS else 1
-    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
-                                                                              BLOCK_L)  # fmt: skip
-    v = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
-    kink = load_kink(kink_ptr, line, kinks, group_mask)
-    if kink is not None:
-        v = v - kink
+@triton.jit
+def encode(v, mask, has_kink: tl.constexpr, noise, group, group_mask, byte_offs, byte_mask, codes_ptr, lowest_ptr,
+           highest_ptr, AXIS: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Writes codes and range of a tile of whole groups.  The kink is subtracted from v already."""
+    DTYPE: tl.constexpr = lowest_ptr.dtype.element_ty
     lowest, highest = range_of(v, mask, AXIS)
-    if kink is not None and DTYPE != ACC:
+    if has_kink and v.dtype != DTYPE:
         lowest, highest = outward(lowest, highest, DTYPE)
         v = tl.minimum(tl.maximum(v, lowest), highest)
     tl.store(lowest_ptr + group, lowest.to(DTYPE), mask=group_mask)
     tl.store(highest_ptr + group, highest.to(DTYPE), mask=group_mask)
-    if ROWS:
-        place = tl.arange(0, BLOCK_R)[:, None]
-    else:
-        place = tl.arange(0, BLOCK_L)[None, :]
-    code = quantise(v, lowest, highest, noise_of(group, place, key), BITS)
+    code = quantise(v, lowest, highest, noise, BITS)
     # Codes of values that do not exist are 0, as on aten.
     code = tl.where(mask, code, 0)
     tl.store(codes_ptr + byte_offs, squeeze(code, BITS), mask=byte_mask)
 
 
 @triton.jit
-def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I, S, C, row_bytes, kinks,
-                          ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
-                          BLOCK_L: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
-                                                                              BLOCK_L)  # fmt: skip
+def decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, group, group_mask, kink, ACC: tl.constexpr,
+           BITS: tl.constexpr):  # fmt: skip
+    """The values of a tile, rounded to the dtype of the range."""
+    DTYPE: tl.constexpr = lowest_ptr.dtype.element_ty
     code = stretch(tl.load(codes_ptr + byte_offs, mask=byte_mask, other=0), BITS)
     lowest = tl.load(lowest_ptr + group, mask=group_mask, other=0.0).to(ACC)
     highest = tl.load(highest_ptr + group, mask=group_mask, other=0.0).to(ACC)
-    v = dequantise(code, lowest, highest, load_kink(kink_ptr, line, kinks, group_mask), DTYPE, BITS)
-    tl.store(x_ptr + offs, v.to(DTYPE), mask=mask)
+    return dequantise(code, lowest, highest, kink, DTYPE, BITS).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["key"])
+def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key, I, S, C, row_bytes, kinks,
+                        ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
+                        BLOCK_L: tl.constexpr):  # fmt: skip
+    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
+                                                                              BLOCK_L)  # fmt: skip
+    v = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+    kink = load_kink(kink_ptr, line, kinks, group_mask)
+    if kink is not None:
+        v = v - kink
+    if ROWS:
+        place = tl.arange(0, BLOCK_R)[:, None]
+    else:
+        place = tl.arange(0, BLOCK_L)[None, :]
+    encode(v, mask, kink_ptr is not None, noise_of(group, place, key), group, group_mask, byte_offs, byte_mask,
+           codes_ptr, lowest_ptr, highest_ptr, 0 if ROWS else 1, BITS)  # fmt: skip
+
+
+@triton.jit
+def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I, S, C, row_bytes, kinks,
+                          ROWS: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr,
+                          BLOCK_L: tl.constexpr):  # fmt: skip
+    offs, mask, byte_offs, byte_mask, group, group_mask, line = places(I, S, C, row_bytes, ROWS, BITS, BLOCK_R,
+                                                                              BLOCK_L)  # fmt: skip
+    kink = load_kink(kink_ptr, line, kinks, group_mask)
+    v = decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, group, group_mask, kink, ACC, BITS)
+    tl.store(x_ptr + offs, v, mask=mask)
 
 
 def launcher(kernel, lines, dtype, bits, kinks):

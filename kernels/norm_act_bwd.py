@@ -5,6 +5,9 @@ Beside rstd, weight, bias and the residual (if there is one), one tensor of the 
     "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
     "input"    x, which gives xhat and y; and mean
 
+Planes of this tensor may be packed (``kernels/low_bit.py``).  Then the kernels read the codes, and the tensor never
+exists as a whole.  In rows, a thread would hold the numbers of the grids of 8 channels, for which it has no registers.
+
 With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
 
     s1 = sum(g)          s2 = sum(g * xhat)            per channel of a statistics group
@@ -22,6 +25,9 @@ the second.  KEEP "input" needs only x and g for dx, so the first launch writes 
 of dresidual.  The first launch leaves sums per channel, which may be changed (``sums``) before the second applies them.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +35,7 @@ import triton.language as tl
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import ONCHIP_BWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
+from .low_bit_tile import NO_CODES, Codes, line_of, unpack_tile
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import (
@@ -38,6 +45,7 @@ from .tile import (
     folded,
     group_sum,
     kept_offsets,
+    slab_line,
     slab_offsets,
     tile_count,
     tile_offsets,
@@ -45,12 +53,33 @@ from .tile import (
 
 
 @triton.jit
-def grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
+def load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
+               BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+               EVICT: tl.constexpr):  # fmt: skip
+    """One tile of the kept tensor, or of the tensor that its codes stand for."""
+    if BITS > 0:
+        saved = unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes, BITS, ACC,
+                            BLOCK_N, BLOCK_L)  # fmt: skip
+    else:
+        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    return saved
+
+
+@triton.jit
+def load_kink(kink_ptr, u, valid):
+    """The kinks of the channels u, or None."""
+    kink = None
+    if kink_ptr is not None:
+        kink = tl.load(kink_ptr + u, mask=valid, other=0.0)
+    return kink
+
+
+@triton.jit
+def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
                   KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
                   STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                   EVICT: tl.constexpr):  # fmt: skip
     """g and xhat of one tile; masked values are 0."""
-    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     shift = b
     if residual_ptr is not None:
@@ -96,8 +125,9 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
 
 @triton.jit
 def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
-                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
-                               splits, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr, highest_ptr,
+                               kink_ptr, I, N, C, S, K, tiles_per_split, splits, row_bytes, BITS: tl.constexpr,
+                               KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                                WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
@@ -113,6 +143,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
     rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
+    kink = load_kink(kink_ptr, u, valid)
     scale = w * rstd
 
     s1 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
@@ -121,7 +152,10 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for j in tl.range(first, last, num_stages=STAGES):
         offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
+        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
+        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
+                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
+        g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 EVICT)  # fmt: skip
         s1 += tl.sum(folded(g, FOLD), axis=0, keep_dims=True)
@@ -139,8 +173,9 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
 
 @triton.jit
 def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
-                              bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
-                              tiles_per_split, partials, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                              bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr,
+                              lowest_ptr, highest_ptr, kink_ptr, I, N, C, S, K, tiles_per_split, partials, row_bytes,
+                              BITS: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                               PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                               ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                               WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
@@ -153,6 +188,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     mean = load_channel(mean_ptr, u, valid, 0.0, ACC)
     rstd = load_channel(rstd_ptr, u, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
+    kink = load_kink(kink_ptr, i * C + c, valid)
     s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
     if split == 0:
         store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
@@ -166,7 +202,10 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
         offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
+        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
+        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
+                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
+        g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 "")  # fmt: skip
         store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g,
@@ -175,7 +214,8 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
 
 @triton.jit
 def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr, mean_ptr,
-                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
+                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr,
+                               highest_ptr, kink_ptr, I, N, C, S, K, row_bytes, BITS: tl.constexpr,
                                KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
@@ -187,7 +227,12 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     if KEEP == "input":
         rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
-    g, xhat = grad_and_xhat(saved_ptr, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
+    line = c
+    if BITS > 0:
+        line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
+    saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, load_kink(kink_ptr, u, valid), offs, mask, line,
+                       0, I, N, C, S, row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
+    g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
                             N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
     s2 = channel_sum(g * xhat, STAT, ROWS)
@@ -209,44 +254,67 @@ def over_samples(sums, layout, dtype):
     return dweight, dbias
 
 
-def keep_of(mean):
-    return "output" if mean is None else "input"
+class Kept(NamedTuple):
+    """What plans know of the kept tensor: whether it is the "output" or the "input", its dtype, and of its codes.
+
+    ``bits`` is 0 if it is not packed.
+    """
+
+    keep: str
+    dtype: torch.dtype
+    bits: int
+    row_bytes: int
 
 
-def constants_of(keep, layout, dtype, act):
+@functools.cache
+def whole(keep, dtype):
+    """``Kept`` of a tensor that is not packed.  The few of them are remembered, which is faster than making them."""
+    return Kept(keep, dtype, 0, 0)
+
+
+def kept_of(saved, mean):
+    """``Kept``, the kept tensor or None, and the tensors of its codes or None for each."""
+    keep = "output" if mean is None else "input"
+    if type(saved) is Codes:
+        return Kept(keep, saved.dtype, saved.bits, saved.row_bytes), None, saved.tensors
+    return whole(keep, saved.dtype), saved, NO_CODES
+
+
+def constants_of(tensor, layout, act):
     name, param = act
     # This is the middle of the values that round to -1.  Its distance from -1 is a quarter of the spacing of numbers in
     # [0.5, 1).
-    clamp = torch.finfo(dtype).eps / 8
-    return {"KEEP": keep, "D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(dtype)}
+    clamp = torch.finfo(tensor.dtype).eps / 8
+    shape = {"D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(tensor.dtype)}
+    return shape | {"KEEP": tensor.keep, "BITS": tensor.bits}
 
 
 @plan
-def onchip_plan(keep, layout, dtype, act, K):
+def onchip_plan(tensor, layout, act, K):
     """The launcher that reads whole statistics groups; None if a slab is too large."""
-    blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
+    blocks = onchip_blocks(layout, tensor.dtype, ONCHIP_BWD)
     if blocks is None:
         return None
-    sizes = (layout.I, layout.N, layout.C, layout.S, K)
-    return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes,
-                    constants_of(keep, layout, dtype, act) | blocks.meta)  # fmt: skip
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, tensor.row_bytes)
+    constants = constants_of(tensor, layout, act) | blocks.meta
+    return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes, constants)
 
 
 @plan
-def reduce_plan(keep, layout, dtype, device, act, K):
+def reduce_plan(tensor, layout, device, act, K):
     """The launcher that leaves sums, and the number of their parts."""
-    blocks = split_blocks(layout, dtype, device, reduces=True)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
-    constants = constants_of(keep, layout, dtype, act) | blocks.meta
+    blocks = split_blocks(layout, tensor.dtype, device, reduces=True)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits, tensor.row_bytes)
+    constants = constants_of(tensor, layout, act) | blocks.meta
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 
 @plan
-def apply_plan(keep, layout, dtype, device, act, K, partials):
+def apply_plan(tensor, layout, device, act, K, partials):
     """The launcher that applies sums in ``partials`` parts."""
-    blocks = split_blocks(layout, dtype, device)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
-    constants = constants_of(keep, layout, dtype, act) | blocks.meta
+    blocks = split_blocks(layout, tensor.dtype, device)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, tensor.row_bytes)
+    constants = constants_of(tensor, layout, act) | blocks.meta
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
@@ -258,9 +326,10 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     If ``dx`` is given, it is written, with the formula for running statistics.  ``dresidual`` is written if given.
     """
     slots, K = kept if kept is not None else (None, 0)
-    launch, splits = reduce_plan(keep_of(mean), layout, saved.dtype, saved.device, act, K)
-    partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=saved.device)
-    launch((saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
+    tensor, values, parts = kept_of(saved, mean)
+    launch, splits = reduce_plan(tensor, layout, dz.device, act, K)
+    partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=dz.device)
+    launch((values, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, *parts))
     return few(partial, layout.C)
 
 
@@ -268,45 +337,45 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                  mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
-    ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
-    ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
-    The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
-    ``norm_act_bwd_sums`` if it is known already.
+    ``saved`` is the input if ``mean`` is given, and otherwise the output, or ``Codes`` of either (planes).  ``dz``,
+    ``residual``, ``dx`` and ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given;
+    ``dx`` may be ``saved``.  The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the
+    result of ``norm_act_bwd_sums`` if it is known already.
     """
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
-    dx = torch.empty_like(saved) if dx is None else dx
+    dx = torch.empty_like(dz) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
                                  dresidual)  # fmt: skip
         return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
     slots, K = kept if kept is not None else (None, 0)
-    keep = keep_of(mean)
+    tensor, values, parts = kept_of(saved, mean)
     dweight = dbias = None
     if affine and batch:
         # These are two allocations, because outputs of an op must not share memory.
-        dweight = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
-        dbias = torch.empty(layout.C, dtype=dparam_dtype, device=saved.device)
-    tensors = saved, dz, residual, dx, dresidual
-    onchip = onchip_plan(keep, layout, saved.dtype, act, K) if sums is None else None
+        dweight = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
+        dbias = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
+    tensors = values, dz, residual, dx, dresidual
+    onchip = onchip_plan(tensor, layout, act, K) if sums is None else None
     if onchip is not None:
         if affine and not batch:
             wide = torch.promote_types(saved.dtype, torch.float32)
-            sums = torch.empty(2, layout.I * layout.C, dtype=wide, device=saved.device)
+            sums = torch.empty(2, layout.I * layout.C, dtype=wide, device=dz.device)
             dbias, dweight = sums
-        onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
+        onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, *parts))
     else:
         if sums is None:
             args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
             if mean is not None and dresidual is not None:
                 # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual)
-                tensors = saved, dresidual, None, dx, None
+                tensors = values, dresidual, None, dx, None
                 act = ("identity", 0.0)
             else:
                 sums = norm_act_bwd_sums(*args)
         partial = merged(sums, layout, weight)
-        apply = apply_plan(keep, layout, saved.dtype, saved.device, act, K, partial.shape[1])
-        apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
+        apply = apply_plan(tensor, layout, dz.device, act, K, partial.shape[1])
+        apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, *parts))
     if affine and not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias

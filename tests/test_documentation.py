@@ -158,6 +158,9 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["python", "-m", "tests.ptx.mutants", *arguments]:
             pytest.importorskip("triton")
             parse("tests.ptx.mutants", arguments, monkeypatch)
+        case ["tests/versions.sh", *versions]:
+            assert (ROOT / "tests" / "versions.sh").exists()
+            assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)
         case ["python", "-m", "docs.make_pictures", *arguments]:
             pytest.importorskip("matplotlib")
             parse("docs.make_pictures", arguments, monkeypatch)

@@ -37,8 +37,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
-    "demo": ({"losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
-    "cli": ({"conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
+    "demo": ({"conversion", "losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
+    "cli": ({"_sizes", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

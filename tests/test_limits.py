@@ -23,7 +23,7 @@ LONG = {
     ("ops/segmentation/call.py", "segmentation_sums"): "options of the sums, by keyword only",
     ("integrations/inplace_abn.py", "inplace_abn"): "the arguments of the package inplace_abn",
     ("integrations/inplace_abn.py", "inplace_abn_sync"): "the arguments of the package inplace_abn",
-    ("memory/plan.py", "plan"): "options of a search, by keyword only",
+    ("memory/search.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")
 

@@ -5,12 +5,15 @@ import sys
 
 import torch
 
+from .._sizes import parse_bytes
 from ..conversion import convert
 from ..conversion.convert import MODES
 from ..progress import Progress
 from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 
+# The options of the command that are arguments of ``fusedseg.convert`` under the same name.
+OPTIONS = ("mode", "slope", "inplace", "budget", "extra_flops", "bits")
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
@@ -22,7 +25,10 @@ def add_convert(commands) -> None:
         description="Builds a model, converts it, and prints the report: what was replaced, what is rebuilt in "
         "backward, what was left as it is and why, and the bytes of a training step before and after, counted on "
         "tensors without values. Nothing is trained, and no file is written.",
-        examples=["fusedseg convert mypackage.nets:build --input 8,3,256,256 --verify"],
+        examples=[
+            "fusedseg convert mypackage.nets:build --input 8,3,256,256 --verify",
+            "fusedseg convert mypackage.nets:build --input 8,3,256,256 --budget 0.3",
+        ],
         run=run,
     )
     add_model(command, "the batch, if SHAPE has none (default: 1)")
@@ -44,9 +50,56 @@ def add_convert(commands) -> None:
         help="let no norm write over its input, for a model whose flow changes later",
     )
     command.add_argument(
+        "--budget",
+        type=budget,
+        metavar="SHARE|SIZE",
+        help="how much a step may keep for backward: a share of what the stock model keeps (0.3), or a size (6GiB); "
+        "convolutions whose outputs are large for their arithmetic then run twice",
+    )
+    command.add_argument(
+        "--extra-flops",
+        type=extra_flops,
+        metavar="SHARE",
+        help="the arithmetic that may run twice, as a share of the forward's (0.02); without --budget it buys as few "
+        "bytes as it can (default with --budget: 1.0)",
+    )
+    command.add_argument(
+        "--bits",
+        type=int,
+        choices=(8, 4),
+        metavar="N",
+        help="keep activations in 8 or 4 bits a value: forward stays exact, the gradient gets noise; not with a budget",
+    )
+    command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def budget(text: str) -> float | int:
+    """A share such as 0.3, or the bytes of a size such as 6GiB."""
+    try:
+        share = float(text)
+    except ValueError:
+        try:
+            return parse_bytes("fusedseg.convert", "budget", text)
+        except ValueError:
+            share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise argparse.ArgumentTypeError(
+            f"expected a share above 0 and at most 1, or a size such as 6GiB, got {text!r}"
+        )
+    return share
+
+
+def extra_flops(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, such as 0.02, got {text!r}")
+    return share
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         model = build(spec)
         with Progress("fusedseg convert") as progress:
             try:
-                options = {"mode": args.mode, "slope": args.slope, "inplace": args.inplace}
+                options = {name: getattr(args, name) for name in OPTIONS}
                 inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
                 report = convert(model.to(dtype), example_inputs=inputs, **options)
                 if args.verify:

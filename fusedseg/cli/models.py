@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from .. import unet
-from ..conversion import convert
+from ..conversion import Ladder, convert
 from ..memory import fake
-from ..memory.strategy import Convert
+from ..memory.strategy import Budgets, Convert
 from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
@@ -39,20 +40,33 @@ class Spec:
 
     name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
     shapes of the inputs, batch included, and returns a function from such a model to its fused form.  how: a few words
-    about this conversion, for the user.
+    about this conversion, for the user.  code: the line of Python that makes the fused form; None for a call of
+    ``fusedseg.convert``.
     """
 
     name: str
     build: Callable[[], nn.Module]
     convert: Callable[[Shapes], Convert]
     how: str
+    code: str | None = None
+
+    def meaning(self, options: bool) -> str:
+        """What "fusedseg" stands for; with ``options`` also what it stands for beside a budget or bits."""
+        more = ", with a budget or bits for fusedseg.convert of its stock modules"
+        return f"fusedseg stands for {self.how}{more if options and self.code else ''}."
+
+    @property
+    def budgets(self) -> Budgets:
+        """Makes the ladder of the model's byte budgets; that of a preset is of its stock modules too."""
+        return Ladder
 
 
 def parse_model(text: str) -> Spec:
     """The model that a preset's name or ``package.module:callable`` stands for; raises Refused if there is none."""
     if text in PRESETS:
         make = PRESETS[text]
-        return Spec(text, partial(make, plain=True), lambda shapes: partial(_fused, make), "the preset's fused blocks")
+        code = f"model = fusedseg.unet.{text}()"
+        return Spec(text, partial(make, plain=True), partial(_preset, make), "the preset's fused blocks", code)
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise Refused(
@@ -108,10 +122,17 @@ CONVERTED = "fusedseg.convert(model)"
 
 
 def _converter(shapes: Shapes) -> Convert:
-    def converted(model: nn.Module) -> nn.Module:
+    def converted(model: nn.Module, **options: Any) -> nn.Module:
         """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
-        convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes])
+        convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes], **options)
         return model
+
+    return converted
+
+
+def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
+    def converted(model: nn.Module, **options: Any) -> nn.Module:
+        return _converter(shapes)(model, **options) if options else _fused(make, model)
 
     return converted
 

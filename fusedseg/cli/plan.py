@@ -1,15 +1,29 @@
 """``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
+import importlib.util
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ..memory import plan
+from ..memory import Curve, Plan, curve, plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
 from ..progress import Progress
 from .command import Refused, add_command, first_line
-from .models import DTYPES, FUSED, OPTIMIZERS, add_choice, add_common, parse_model, place_of, split_batch
+from .models import (
+    DTYPES,
+    FUSED,
+    OPTIMIZERS,
+    Shapes,
+    Spec,
+    add_choice,
+    add_common,
+    parse_model,
+    place_of,
+    split_batch,
+)
 from .nnunet import run_plan
 
 
@@ -25,13 +39,18 @@ def add_plan(commands) -> None:
         examples=[
             "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
             "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
+            "fusedseg plan unet3d_small --input 1,64,64,64 --curve curve.png",
             "fusedseg plan --nnunet nnUNetPlans.json --budget 24GiB",
         ],
         run=run,
     )
     add_common(command, "the wanted batch (default: find the largest one)", needed=False)
+    command.add_argument("--budget", type=budget, metavar="SIZE", help="memory of the GPU, such as 16GiB")
     command.add_argument(
-        "--budget", type=budget, required=True, metavar="SIZE", help="memory of the GPU, such as 16GiB"
+        "--curve",
+        metavar="PATH",
+        help="draw the bytes that a step keeps against the arithmetic that it repeats, for fusedseg's byte budgets, "
+        "those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     command.add_argument(
@@ -73,44 +92,81 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 if the command was refused or nothing fits."""
-    if args.nnunet is not None:
-        return run_plan(args)
     try:
-        if args.model is None or args.input is None:
-            raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
-        if args.configuration is not None:
-            raise Refused("--configuration belongs to --nnunet")
-        if args.json and Path(args.json).exists() and not args.overwrite:
-            raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
+        check(args)
+        if args.nnunet is not None:
+            return run_plan(args)
         spec = parse_model(args.model)
         samples, batch = split_batch(spec, args.input, args.batch, named=False)
         try:
             with Progress("fusedseg plan") as progress:
-                found = plan(
-                    spec.build,
-                    samples,
-                    args.budget,
-                    batch=batch,
-                    convert=spec.convert([(batch or 2, *shape) for shape in samples]),
-                    converted=FUSED,
-                    dtype=DTYPES[args.dtype],
-                    autocast=DTYPES[args.amp_dtype],
-                    optimizer=OPTIMIZERS[args.optimizer],
-                    reserve=args.reserve,
-                    progress=progress.update,
-                )
+                found = _plan(spec, samples, batch, args, progress.update) if args.budget is not None else None
+                drawn = _curve(spec, samples, batch, args, progress.update) if args.curve else None
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # A model may raise any error.
         except Exception as error:
             raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:
-            write_json(found.to_dict(), args.json, args.overwrite)
+            figures = {} if found is None else found.to_dict()
+            write_json(figures if drawn is None else {**figures, "curve": drawn.to_dict()}, args.json, args.overwrite)
+        if drawn is not None:
+            try:
+                drawn.plot(args.curve, overwrite=args.overwrite)
+            except (ImportError, ValueError) as error:
+                raise Refused(f"--curve: {first_line(error)}") from error
     except (Refused, OSError) as refusal:
         print(f"fusedseg plan: {refusal}", file=sys.stderr)
         return 2
-    print(found)
-    print(f"fusedseg stands for {spec.how}.")
-    if batch is not None and args.batch is None:
-        print(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
+    if drawn is not None:
+        print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
+    if found is not None:
+        remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
+        if batch is not None and args.batch is None:
+            remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
+        print(replace(found, remarks=tuple(remarks)))
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises Refused for all that can be checked before a step runs."""
+    if args.budget is None and (args.curve is None or args.nnunet is not None):
+        raise Refused("--budget is needed, or --curve with a model; see fusedseg plan --help")
+    if args.nnunet is not None:
+        return
+    if args.model is None or args.input is None:
+        raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
+    if args.configuration is not None:
+        raise Refused("--configuration belongs to --nnunet")
+    for path in (args.json, args.curve):
+        if path and Path(path).exists() and not args.overwrite:
+            raise Refused(f"{path} exists: choose another path, or pass --overwrite")
+    if args.curve and importlib.util.find_spec("matplotlib") is None:
+        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
+    if args.curve and not Path(args.curve).parent.is_dir():
+        raise Refused(f"{args.curve}: there is no folder {Path(args.curve).parent}")
+
+
+def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
+    return plan(
+        spec.build,
+        samples,
+        args.budget,
+        batch=batch,
+        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+        budgets=spec.budgets,
+        bits=(8, 4),
+        converted=FUSED,
+        code=spec.code,
+        dtype=DTYPES[args.dtype],
+        autocast=DTYPES[args.amp_dtype],
+        optimizer=OPTIMIZERS[args.optimizer],
+        reserve=args.reserve,
+        progress=say,
+    )
+
+
+def _curve(
+    spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
+) -> Curve:
+    return curve(spec.build, samples, spec.budgets, batch=batch or 2, dtype=DTYPES[args.dtype], progress=say)

@@ -164,7 +164,7 @@ def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
     if any(FUSED in report.label for report in reports):
-        print(f"\nfusedseg stands for {spec.how}.")
+        print(f"\n{spec.meaning(any('=' in report.label for report in reports))}")
     if args.rows:
         for report in reports:
             print(f"\nRows of {report.label}, in MiB\n{report.rows_table()}")

@@ -2,8 +2,9 @@
 
 from .branches import Branch
 from .convert import convert
+from .ladder import Ladder, Rung
 from .report import ConversionReport, Row
 from .revert import revert
 from .verify import Difference, Verification
 
-__all__ = ["Branch", "ConversionReport", "Difference", "Row", "Verification", "convert", "revert"]
+__all__ = ["Branch", "ConversionReport", "Difference", "Ladder", "Row", "Rung", "Verification", "convert", "revert"]

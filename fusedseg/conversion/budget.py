@@ -15,7 +15,7 @@ from .._sizes import text_of
 from ..memory import Footprint, LiveBytes
 from ..memory.meter import mean_of
 from ..ops.recompute.choice import Budget, Choice
-from ..ops.recompute.guide import Follow, Learn, Observe, Weigh, choose
+from ..ops.recompute.guide import Learn, Observe, Sizes, Weigh, choose
 from .flow import paths_of
 from .observe import on_fake_tensors, set_training
 from .wiring import Wiring
@@ -120,18 +120,18 @@ def apply_budget(
     if inputs is None or before is None or after is None:
         wiring.make_guide = partial(Learn, budget)
         return Twice(budget)
-    observed = _observed(wiring, inputs)
-    assert observed.graph is not None
-    choice = wiring.choice = choose(observed.graph, budget, before.saved, after.saved)
-    wiring.make_guide = partial(Follow, choice)
-    paths = tuple((observed.paths[i], choice.calls[i].function) for i in sorted(choice.again))
+    seen = observed(wiring, inputs)
+    assert seen.graph is not None
+    choice = wiring.choice = choose(seen.graph, budget, before.saved, after.saved)
+    wiring.make_guide = Sizes(budget, choice, before.saved, seen.graph.eager).guide
+    paths = tuple((seen.paths[i], choice.calls[i].function) for i in sorted(choice.again))
     twice = Twice(budget, budget.bytes_of(before.saved), choice, paths)
     if twice.missed:
         warnings.warn(f"{OP}: {twice.reached()}", stacklevel=3)
     return twice
 
 
-def _observed(wiring: Wiring, inputs: tuple[tuple, dict]) -> _Named:
+def observed(wiring: Wiring, inputs: tuple[tuple, dict]) -> _Named:
     """Runs the model twice on tensors without values: a forward, and a whole step."""
     model = wiring.root
 

@@ -1,6 +1,7 @@
 """``fusedseg.convert`` makes a stock model lean, in place."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from . import scope
 from .applied import applied, mark_applied
 from .budget import apply_budget
 from .flow import Flow, listed
-from .inputs import parse_inputs
+from .inputs import named, parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
@@ -39,6 +40,7 @@ def convert(
     extra_flops: float | None = None,
     bits: int | None = None,
     seed: int | None = None,
+    unrounded: str | Sequence[str] = (),
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -99,12 +101,14 @@ def convert(
             the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
         seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
             rounds anew; equal seeds give equal bits.
+        unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``budget``, ``extra_flops``, ``bits`` or ``seed`` has another type.
+            bool; ``budget``, ``extra_flops``, ``bits``, ``seed`` or ``unrounded`` has another type.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``budget``, ``extra_flops`` or ``bits`` is out of range; both ``bits`` and a budget are given.
+            ``budget``, ``extra_flops`` or ``bits`` is out of range; both ``bits`` and a budget are given; a name in
+            ``unrounded`` matches no module.
 
     Warns:
         UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept.
@@ -140,7 +144,7 @@ def convert(
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     wanted = Budget.parse(OP, budget, extra_flops)
-    rounding = Rounding.parse(OP, bits, seed)
+    rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
     if rounding is not None:
         rounding.seed = seed or 0
         if wanted is not None:
@@ -187,6 +191,7 @@ def convert(
         guarantee=guarantee,
         branches=plan.branches,
         twice=twice,
+        bits=bits,
     )
 
 

@@ -70,6 +70,7 @@ class ConversionReport:
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
             flow later.
         twice: the budget, and the calls that run twice for it; None without a budget.
+        bits: the bits a value in which the model keeps its activations in training; None if it keeps them as they are.
     """
 
     model: nn.Module = field(repr=False)
@@ -83,6 +84,7 @@ class ConversionReport:
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)
     twice: Twice | None = None
+    bits: int | None = None
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -107,7 +109,8 @@ class ConversionReport:
         flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
         twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
-        return json.dumps({**head, **rows, **flow, **memory, **twice})
+        bits = {} if self.bits is None else {"bits": self.bits}
+        return json.dumps({**head, **rows, **flow, **memory, **twice, **bits})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -121,6 +124,8 @@ class ConversionReport:
             lines += [_note(number, branch) for number, branch in enumerate(self.branches, 1)]
         if self.twice is not None:
             lines += ["", str(self.twice)]
+        if self.bits is not None:
+            lines += ["", f"Activations are kept in {self.bits} bits: forward is exact, and the gradient has noise"]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):

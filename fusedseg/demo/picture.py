@@ -16,11 +16,14 @@ from .problem import Problem
 from .report import Outcome, headline
 
 COLORS = {"eager": "#9b9b9b", "fusedseg": "#2a6fdb"}
-NAMES = {"eager": "eager PyTorch", "fusedseg": "fusedseg"}
 SIGNED = ("activation map",)
 TRAINED, HELD_OUT = "#2a6fdb", "#f08a24"
 # The loss is averaged over this many steps, because the losses of single batches hide the curve.
 SMOOTH = 10
+
+
+def names(outcome: Outcome) -> dict[str, str]:
+    return {"eager": "eager PyTorch", "fusedseg": outcome.ours}
 
 
 def draw(file: BinaryIO, problem: Problem, outcome: Outcome) -> None:
@@ -61,7 +64,7 @@ def draw_losses(ax, outcome: Outcome) -> None:
         span = min(SMOOTH, len(of.losses))
         smooth = np.convolve(of.losses, np.ones(span) / span, mode="valid")
         steps = np.arange(span, len(of.losses) + 1)
-        ax.plot(steps, smooth, color=COLORS[name], linewidth=width, label=NAMES[name])
+        ax.plot(steps, smooth, color=COLORS[name], linewidth=width, label=names(outcome)[name])
     ax.set_ylim(bottom=0)
     ax.set_title(f"training loss, mean of {min(SMOOTH, len(of.losses))} steps", fontsize=11)
     ax.set_xlabel("step")
@@ -72,10 +75,11 @@ def draw_losses(ax, outcome: Outcome) -> None:
 
 
 def draw_views(figure, problem: Problem, outcome: Outcome) -> None:
-    labels = {"truth": problem.held_out.labels} | {NAMES[name]: of for name, of in outcome.predicted.items()}
+    labels = {"truth": problem.held_out.labels}
+    labels |= {names(outcome)[name]: of for name, of in outcome.predicted.items()}
     colors = ListedColormap(list(problem.colors))
-    names = [*problem.inputs, *labels]
-    grid = figure.subplots(len(names), len(problem.views), squeeze=False)
+    rows = [*problem.inputs, *labels]
+    grid = figure.subplots(len(rows), len(problem.views), squeeze=False)
     for column, (title, at) in enumerate(problem.views.items()):
         grid[0, column].set_title(title, fontsize=11)
         for ax, name, image in zip(grid[:, column], problem.inputs, problem.held_out.images, strict=False):
@@ -91,7 +95,7 @@ def draw_views(figure, problem: Problem, outcome: Outcome) -> None:
     for ax in grid.flat:
         ax.set_xticks([])
         ax.set_yticks([])
-    for ax, name in zip(grid[:, 0], names, strict=True):
+    for ax, name in zip(grid[:, 0], rows, strict=True):
         ax.set_ylabel(name, fontsize=10)
     patches = [
         Patch(facecolor=color, edgecolor="black", label=name)
@@ -119,5 +123,5 @@ def draw_bars(figure, problem: Problem, outcome: Outcome) -> None:
     top.tick_params(axis="x", labelsize=9)
     bottom.set_title("memory of one training step, MiB", fontsize=11)
     bottom.margins(y=0.1)
-    handles = [Patch(facecolor=COLORS[name], label=NAMES[name]) for name in outcome.figures]
+    handles = [Patch(facecolor=COLORS[name], label=names(outcome)[name]) for name in outcome.figures]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)

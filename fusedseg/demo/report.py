@@ -24,10 +24,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of both networks.  ``predicted`` has their predictions for the held-out part."""
+    """The figures of both networks.  ``predicted`` has their predictions for the held-out part.
+
+    ``bits``: those in which our network keeps a value of its activations, or None.
+    """
 
     figures: dict[str, Figures]
     predicted: dict[str, torch.Tensor]
+    bits: int | None = None
+
+    @property
+    def ours(self) -> str:
+        """What headlines and pictures call our network."""
+        return "fusedseg" if self.bits is None else f"fusedseg with {self.bits} bits"
 
     @property
     def worst(self) -> tuple[float, str]:
@@ -40,7 +49,7 @@ class Outcome:
         return ours / eager
 
 
-def evaluate(problem: Problem, trainings: dict[str, Training], seed: int) -> Outcome:
+def evaluate(problem: Problem, trainings: dict[str, Training], seed: int, bits: int | None = None) -> Outcome:
     # Both networks are measured on the same batch.
     batch = problem.batch(torch.Generator().manual_seed(seed))
     figures, predicted = {}, {}
@@ -48,9 +57,9 @@ def evaluate(problem: Problem, trainings: dict[str, Training], seed: int) -> Out
         predicted[name] = predict(training.net, problem.held_out.images)
         iou = intersection_over_union(predicted[name], problem.held_out.labels, problem.classes)
         # Bytes are counted after the prediction, because this forward moves the running statistics.
-        kept, peak = count_bytes(name, training.net, problem, batch)
+        kept, peak = count_bytes(training.net, training.plain, problem, batch)
         figures[name] = Figures(iou, kept, peak, training.step_seconds, training.losses)
-    return Outcome(figures, predicted)
+    return Outcome(figures, predicted, bits)
 
 
 def lines(problem: Problem, outcome: Outcome) -> list[str]:
@@ -81,7 +90,7 @@ def headline(problem: Problem, outcome: Outcome) -> str:
     kept, peak = (outcome.ratio(what) for what in ("kept_bytes", "peak_bytes"))
     return (
         f"{problem.title} trained for {steps} steps on the back of the MNI152 brain segments its front.\n"
-        f"fusedseg keeps {kept:.2f} of eager PyTorch's bytes and peaks at {peak:.2f}; "
+        f"{outcome.ours} keeps {kept:.2f} of eager PyTorch's bytes and peaks at {peak:.2f}; "
         f"IoU differs by {outcome.worst[0]:.3f} at most"
     )
 
@@ -97,6 +106,7 @@ def to_json(demo: str, problem: Problem, outcome: Outcome, device: torch.device,
         "threads": torch.get_num_threads(),
         "seed": seed,
         "size": asdict(problem.size),
+        "bits": outcome.bits,
         "steps": len(outcome.figures["eager"].losses),
         "networks": {name: asdict(of) for name, of in outcome.figures.items()},
         "fusedseg / eager": {

@@ -38,7 +38,14 @@ def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) ->
 
 
 def run(
-    name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool, distributed: bool = False
+    name: str,
+    device: str,
+    steps: int | None,
+    out: Path,
+    seed: int,
+    overwrite: bool,
+    distributed: bool = False,
+    bits: int | None = None,
 ) -> int:
     """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
@@ -46,6 +53,11 @@ def run(
         json_path = out / f"{name}-distributed.json"
     try:
         check(device, steps, [json_path] if distributed else [picture_path, json_path], overwrite)
+        if distributed and bits is not None:
+            raise Refused(
+                "--bits cannot be combined with --distributed, which compares losses of exact gradients: processes "
+                "round differently"
+            )
         if distributed and not parallel.launched():
             raise Refused(
                 "--distributed needs processes: torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed"
@@ -63,9 +75,9 @@ def run(
         return parallel.run_distributed(
             name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
         )
-    networks = training.build(problem, torch.device(device), seed)
+    networks = training.build(problem, torch.device(device), seed, bits)
     trainings = training.train(problem, networks, steps or problem.size.steps, seed)
-    outcome = report.evaluate(problem, trainings, seed)
+    outcome = report.evaluate(problem, trainings, seed, bits)
     print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
 
     # The import stands here, because matplotlib is slow to import.

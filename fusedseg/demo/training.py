@@ -1,6 +1,6 @@
-"""Trains the network of a problem twice from the same weights on the same batches, and measures both.
+"""Trains networks of a problem from the same weights on the same batches, and measures each.
 
-The network of stock modules is trained with Dice and cross-entropy in stock functions, ours with ``DiceCELoss``.
+A network of stock modules is trained with Dice and cross-entropy in stock functions, ours with ``DiceCELoss``.
 """
 
 import math
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..conversion import convert
 from ..losses import DiceCELoss
 from ..memory import SavedBytes, allocator_peak
 from .problem import Batch, Problem
@@ -33,10 +34,11 @@ PREDICTED_AT_ONCE = 8
 
 @dataclass
 class Training:
-    """One network in training, with its losses and the seconds of its steps."""
+    """One network in training, with its losses and the seconds of its steps.  ``plain``: it has stock modules."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
+    plain: bool
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -45,14 +47,23 @@ class Training:
         return median(self.seconds[WARMUP_STEPS:] or self.seconds)
 
 
-def build(problem: Problem, device: torch.device, seed: int) -> dict[str, nn.Module]:
-    """Both networks with the same weights."""
+def build(problem: Problem, device: torch.device, seed: int, bits: int | None = None) -> dict[str, nn.Module]:
+    """Both networks with the same weights.  With ``bits``, ours keeps its activations in so many bits a value."""
     torch.manual_seed(seed)
     networks = {name: problem.network(plain) for name, plain in NETWORKS.items()}
     first, *others = networks.values()
     for net in others:
         net.load_state_dict(dict(zip(net.state_dict(), first.state_dict().values(), strict=True)))
-    return {name: net.to(device) for name, net in networks.items()}
+    networks = {name: net.to(device) for name, net in networks.items()}
+    if bits is not None:
+        keep_in_bits(networks["fusedseg"], problem, bits, seed)
+    return networks
+
+
+def keep_in_bits(net: nn.Module, problem: Problem, bits: int, seed: int) -> None:
+    """Makes a network of our modules keep its activations in ``bits`` bits a value, rounded with ``seed``."""
+    example = problem.batch(torch.Generator().manual_seed(seed))
+    convert(net, example_inputs=example.images, bits=bits, seed=seed)
 
 
 def weigh(labels: Tensor, classes: int) -> Tensor:
@@ -75,12 +86,12 @@ class StockDiceCE(nn.Module):
         return (dice * self.weight).mean() + F.cross_entropy(x, labels[:, 0], self.weight)
 
 
-def loss_of(name: str, problem: Problem) -> nn.Module:
-    """Dice and cross-entropy: of stock functions for the network of stock modules, and ours for ours."""
+def loss_of(plain: bool, problem: Problem) -> nn.Module:
+    """Dice and cross-entropy: of stock functions for a network of stock modules (``plain``), and ours for ours."""
     weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes))
     # Only the ratios of the weights count in the cross-entropy.  In the Dice part, their mean is 1.
     weight = weight / weight.mean()
-    if NETWORKS[name]:
+    if plain:
         return StockDiceCE(weight)
     return DiceCELoss(to_onehot_y=True, softmax=True, weight=weight).to(weight.device)
 
@@ -90,16 +101,25 @@ def forward(net: nn.Module, images: tuple[Tensor, ...], autocast: bool) -> Tenso
         return net(*images)
 
 
-def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed: int = 0) -> dict[str, Training]:
-    """Trains all networks on the same batches, drawn with the seed, taking turns step by step."""
+def train(
+    problem: Problem,
+    networks: Mapping[str, nn.Module],
+    steps: int,
+    seed: int = 0,
+    plain: Mapping[str, bool] = NETWORKS,
+) -> dict[str, Training]:
+    """Trains all networks on the same batches, drawn with the seed, taking turns step by step.
+
+    ``plain`` says for each name whether the network has stock modules.
+    """
     from tqdm import tqdm
 
     device = problem.whole.labels.device
-    losses = {name: loss_of(name, problem) for name in networks}
-    trainings = {
-        name: Training(net.train(), torch.optim.Adam(net.parameters(), lr=problem.size.learning_rate, eps=ADAM_EPS))
-        for name, net in networks.items()
-    }
+    losses = {name: loss_of(plain[name], problem) for name in networks}
+    trainings = {}
+    for name, net in networks.items():
+        optimizer = torch.optim.Adam(net.parameters(), lr=problem.size.learning_rate, eps=ADAM_EPS)
+        trainings[name] = Training(net.train(), optimizer, plain[name])
     generator = torch.Generator().manual_seed(seed)
     # `disable=None` shows no bar if stderr is no terminal.
     bar = tqdm(range(steps), desc=f"{problem.title} on {device}", unit="step", disable=None)
@@ -112,7 +132,7 @@ def train(problem: Problem, networks: Mapping[str, nn.Module], steps: int, seed:
             start = time.perf_counter()
             logits = forward(training.net, batch.images, problem.size.autocast)
             # Stock functions outside of autocast would compute in half precision.
-            loss = losses[name](logits.float() if NETWORKS[name] else logits, batch.labels[:, None])
+            loss = losses[name](logits.float() if plain[name] else logits, batch.labels[:, None])
             training.optimizer.zero_grad()
             loss.backward()
             training.optimizer.step()
@@ -165,9 +185,9 @@ def intersection_over_union(predicted: Tensor, truth: Tensor, classes: tuple[str
     return dict(zip(classes, (both / either).tolist(), strict=True))
 
 
-def count_bytes(name: str, net: nn.Module, problem: Problem, batch: Batch) -> tuple[int, int]:
+def count_bytes(net: nn.Module, plain: bool, problem: Problem, batch: Batch) -> tuple[int, int]:
     """The bytes that a step keeps for backward, logits included, and the allocator's peak; without the optimizer."""
-    autocast, loss_of_step = problem.size.autocast, loss_of(name, problem)
+    autocast, loss_of_step = problem.size.autocast, loss_of(plain, problem)
     params = list(net.parameters())
     with SavedBytes([*params, *net.buffers()]) as saved:
         out = forward(net.train(), batch.images, autocast)
@@ -178,7 +198,7 @@ def count_bytes(name: str, net: nn.Module, problem: Problem, batch: Batch) -> tu
 
     def step() -> None:
         out = forward(net, batch.images, autocast)
-        loss = loss_of_step(out.float() if NETWORKS[name] else out, batch.labels[:, None])
+        loss = loss_of_step(out.float() if plain else out, batch.labels[:, None])
         del out
         torch.autograd.grad(loss, params)
 

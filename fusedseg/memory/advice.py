@@ -141,7 +141,7 @@ def summary(report: Record) -> str:
         lines.append(f"Alive at the peak, largest first: {alive}.")
     if report.convolutions["recomputed"]:
         lines.append(
-            f"Checkpoints run {report.convolutions['recomputed']} convolutions a second time: "
+            f"Backward runs {report.convolutions['recomputed']} convolutions a second time: "
             f"{report.recomputed:+.0%} arithmetic."
         )
     found = findings(report)

@@ -80,7 +80,7 @@ class Comparison:
         legend = (
             "MiB.  before: parameters, inputs and what else was there before the step.  kept: for backward, at the end "
             "of forward.  peak: on top of what was there before; in all: with it.  less: times less than "
-            f"{self.reports[0].label}.  convs again: convolutions that checkpoints run twice, and what it adds to the "
+            f"{self.reports[0].label}.  convs again: convolutions that backward runs again, and what this adds to the "
             "arithmetic of the step."
         )
         texts = [wrapped(legend), *(f"\n{wrapped(text)}" for text in self.explanations())]

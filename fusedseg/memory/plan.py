@@ -1,24 +1,15 @@
-"""``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
+"""``Plan``, the result of ``fusedseg.memory.plan``: what each way to run a step needs, and the ways worth choosing."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from .._sizes import parse_bytes
-from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
-from .report import MemoryReport
-from .step import OptimizerFactory
-from .strategy import Convert, NoBlocks, Strategy, combinations
+from .strategy import Strategy
 from .tables import table, wrapped
 from .units import MEBIBYTE
 
 OP = "fusedseg.memory.plan"
-# The search ends here, because a model that needs no memory has no largest batch.
-LARGEST = 2**20
+NOISE = "With noise in the gradient"
 
 
 def parse_budget(budget: int | str) -> int:
@@ -45,8 +36,9 @@ class Option:
         total: bytes at the batch ``smallest``.
         smallest: equals ``batch``, or the smallest batch that was tried if none fits.
         fits: whether ``total`` is within the budget.
-        recomputed: the arithmetic that checkpoints add, relative to the step without them.
-        convolutions: the number of convolutions that checkpoints run again.
+        kept: bytes of ``total`` that are kept for backward at the end of forward.
+        repeated: the arithmetic that backward repeats, as a share of the forward's.
+        code: the lines of Python that make a model run in this way, without autocast; "" if there is nothing to do.
     """
 
     label: str
@@ -55,8 +47,14 @@ class Option:
     total: int
     smallest: int
     fits: bool
-    recomputed: float
-    convolutions: int
+    kept: int
+    repeated: float
+    code: str = ""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether activations are kept in fewer bits, which adds noise to the gradient."""
+        return self.strategy.bits is not None
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class Plan:
         usable: bytes of the budget without the reserve.
         batch: the wanted batch, or None.
         left_out: the label of each combination that cannot run, and the reason.
+        remarks: sentences about the model, which the printed plan shows.
     """
 
     model: str
@@ -78,10 +77,11 @@ class Plan:
     usable: int
     batch: int | None
     left_out: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @property
     def cheapest(self) -> Option:
-        """The combination that fits with the least extra arithmetic.
+        """The combination that fits with the least repeated arithmetic; noisy ones come after all others.
 
         Ties are decided by the largest batch, then the fewest measures, then the fewest bytes.
         """
@@ -89,29 +89,36 @@ class Plan:
 
     @property
     def choices(self) -> list[Option]:
-        """The cheapest combination, and each further one whose extra arithmetic buys a larger batch."""
+        """The cheapest combination, and each further one whose repeated arithmetic buys a larger batch."""
         chosen: list[Option] = []
         for option in sorted((option for option in self.options if option.fits), key=_cost):
-            if not chosen or option.batch > chosen[-1].batch:
+            if not chosen or (option.batch > chosen[-1].batch and option.noisy == chosen[0].noisy):
                 chosen.append(option)
         return chosen
 
+    @property
+    def exact(self) -> Option | None:
+        """The cheapest combination without autocast, which rounds, and without noise; None if none fits."""
+        exact = [option for option in self.options if option.fits and not option.strategy.amp and not option.noisy]
+        return min(exact, key=_cost, default=None)
+
     def table(self) -> str:
-        """A line for each combination: its batch, its bytes, and the arithmetic that it adds."""
+        """A line for each combination: its batch, its bytes, and the arithmetic that it repeats."""
         head = "largest batch" if self.batch is None else f"fits batch {self.batch}"
         lines = []
         for option in self.options:
             found = str(option.batch) if option.fits else "none"
             if self.batch is not None:
                 found = "yes" if option.fits else "no"
-            lines.append((option.label, found, gib(option.total), _arithmetic(option), self._useless(option)))
-        lines += [(label, "left out", "", "", "") for label in self.left_out]
-        return table(("", head, "needs", "extra arithmetic", ""), lines)
+            remarks = [remark for remark in ("noise" if option.noisy else "", self._useless(option)) if remark]
+            lines.append((option.label, found, gib(option.kept), gib(option.total), _share(option), ", ".join(remarks)))
+        lines += [(label, "left out", "", "", "", "") for label in self.left_out]
+        return table(("", head, "kept", "peak", "repeated", ""), lines)
 
     def _useless(self, option: Option) -> str:
         """A remark if another combination with fewer measures and no more arithmetic is as good; otherwise ""."""
         for other in sorted(self.options, key=lambda other: other.strategy.measures):
-            simpler = other.strategy.is_part_of(option.strategy) and _rounded(other) <= _rounded(option)
+            simpler = other.strategy.is_part_of(option.strategy) and _cost(other)[:2] <= _cost(option)[:2]
             no_gain = other.total <= option.total if self.batch is not None else other.batch >= option.batch
             if simpler and no_gain and other.fits:
                 return f"no gain over {other.label}"
@@ -123,10 +130,13 @@ class Plan:
             {
                 "label": option.label,
                 "batch": option.batch,
+                "kept_bytes": option.kept,
                 "total_bytes": option.total,
                 "fits": option.fits,
-                "recomputed": option.recomputed,
-                "convolutions_run_again": option.convolutions,
+                "repeated": option.repeated,
+                "budget": option.strategy.budget,
+                "bits": option.strategy.bits,
+                "code": option.code,
             }
             for option in self.options
         ]
@@ -148,186 +158,76 @@ class Plan:
         for label, reason in self.left_out.items():
             reasons.setdefault(reason, []).append(label)
         note = (
-            "One training step, with parameters, optimizer state and inputs, estimated on tensors without values. What "
-            "is kept back is for workspaces and fragmentation."
+            "One training step, estimated on tensors without values. Peak: with parameters, optimizer state and "
+            "inputs. Kept: the part of it that forward keeps for backward. Repeated: the arithmetic that backward runs "
+            "again, as a share of the forward's. What is kept back is for workspaces and fragmentation."
         )
-        lines = self._wanted() if self.batch is not None else self._largest()
+        named, lines = self._wanted() if self.batch is not None else self._largest()
         lines += [f"Left out: {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
-        return "\n".join([title, "═" * len(title), self.table(), "", wrapped("\n".join([*lines, note]))])
+        text = wrapped("\n".join([*lines, note, *self.remarks]))
+        labels: dict[str, list[str]] = {}
+        for option in named:
+            labels.setdefault(option.code, []).append(option.label)
+        code = [f"\n{', '.join(of)}:\n{_indented(lines)}" for lines, of in labels.items() if lines]
+        return "\n".join([title, "═" * len(title), self.table(), "", text, *code])
 
-    def _wanted(self) -> list[str]:
-        best = self.cheapest
-        price = f"with {_arithmetic(best)} arithmetic" if best.convolutions else "without extra arithmetic"
-        return [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {price}."]
+    def _wanted(self) -> tuple[list[Option], list[str]]:
+        """The options to name, and sentences about them."""
+        best, exact = self.cheapest, self.exact
+        named, lines = [best], [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {_price(best)}."]
+        if exact is not None and exact is not best:
+            named.append(exact)
+            text = f"{exact.label}, {gib(exact.total)}, {_price(exact)}"
+            lines.append(f"Without autocast, which rounds to half precision: {text}.")
+        if not best.noisy and named[-1].repeated:
+            noisy = [option for option in self._noisy() if option.strategy.amp == named[-1].strategy.amp][:1]
+            lines += [f"{NOISE}: {option.label}, {gib(option.total)}, {_price(option)}." for option in noisy]
+        return named, lines
 
-    def _largest(self) -> list[str]:
+    def _largest(self) -> tuple[list[Option], list[str]]:
         first, *more = self.choices
-        price = f"with {_arithmetic(first)} arithmetic" if first.convolutions else "without extra arithmetic"
-        lines = [f"Largest batch {price}: {first.batch}, with {first.label}."]
+        named = [first]
+        lines = [f"Largest batch {_price(first)}: {first.batch}, with {first.label}."]
         if first.strategy.amp:
             exact = [option for option in self.options if option.fits and not option.strategy.amp]
-            same = [option for option in exact if _rounded(option) <= _rounded(first)]
+            same = [option for option in exact if option.noisy == first.noisy and _rounded(option) <= _rounded(first)]
             if same:
                 best = min(same, key=_cost)
+                named.append(best)
                 lines.append(f"Without autocast, which rounds to half precision: {best.batch}, with {best.label}.")
         for option in more:
-            gain = option.batch / first.batch - 1
-            lines.append(f"{_arithmetic(option)} arithmetic buys {option.batch} ({gain:+.1%}), with {option.label}.")
-        if not more and any(option.strategy.checkpoint for option in self.options):
+            gain = f"{option.batch / first.batch - 1:+.1%}"
+            lines.append(f"{_share(option)} of repeated arithmetic buys {option.batch} ({gain}), with {option.label}.")
+        if not more and any(option.repeated for option in self.options):
             lines.append("More arithmetic buys no larger batch.")
-        return lines
+        if not first.noisy:
+            noisy = [option for option in self._noisy() if option.strategy.amp == first.strategy.amp]
+            lines += [f"{NOISE}: {option.batch}, with {option.label}." for option in noisy]
+        return [*named, *more], lines
+
+    def _noisy(self) -> list[Option]:
+        """The noisy options that fit, those with the least noise first."""
+        return sorted((option for option in self.options if option.fits and option.noisy), key=_cost)
 
 
 def _rounded(option: Option) -> float:
-    """The extra arithmetic, rounded so that differences too small to matter do not count."""
-    return round(option.recomputed, 3)
+    """The repeated arithmetic, rounded so that differences too small to matter do not count."""
+    return round(option.repeated, 3)
 
 
-def _cost(option: Option) -> tuple[float, int, int, int]:
-    return _rounded(option), -option.batch, option.strategy.measures, option.total
+def _cost(option: Option) -> tuple[int, float, int, int, int]:
+    # Fewer bits are noisier.
+    noise = 0 if option.strategy.bits is None else 64 - option.strategy.bits
+    return noise, _rounded(option), -option.batch, option.strategy.measures, option.total
 
 
-def _arithmetic(option: Option) -> str:
-    return f"{option.recomputed:+.0%}" if option.convolutions else "none"
+def _share(option: Option) -> str:
+    return f"{option.repeated:.1%}" if option.repeated else "none"
 
 
-def plan(
-    model: Model,
-    input_shape: Sequence[Any],
-    budget: int | str,
-    *,
-    batch: int | None = None,
-    convert: Convert | None = None,
-    converted: str = "fusedseg",
-    dtype: torch.dtype = torch.float32,
-    autocast: torch.dtype = torch.float16,
-    optimizer: OptimizerFactory | None = torch.optim.AdamW,
-    loss: Callable[..., Tensor] | None = None,
-    reserve: float = 0.1,
-    progress: Callable[[str], None] | None = None,
-) -> Plan:
-    """Finds the largest batch that fits in a budget, or the cheapest way to fit a wanted ``batch``.
-
-    It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.  Sizes are
-    those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see ``checkpoint_blocks``)
-    has no combinations with checkpoints, and the plan says so.
-
-    Args:
-        model: a function that builds the model, or a module, which is copied without its values.
-        input_shape: the shape of one sample without the batch, or a sequence of such shapes, one for each input.
-        budget: bytes, or a text such as "16GiB".
-        batch: the wanted batch; None looks for the largest batch.
-        convert: a function that is called with a copy of the model and returns the converted model; None leaves out the
-            combinations with conversion.
-        converted: the name of the converted model in labels.
-        dtype: the dtype of the model.
-        autocast: the dtype of autocast, in the combinations that use it.
-        optimizer: as in ``profile``; its state is part of the memory.
-        loss: as in ``profile``, but called with the output only.
-        reserve: the share of the budget that is kept free for workspaces and fragmentation, which an estimate cannot
-            know.
-        progress: a function that is called with a short text before each estimated step.
-
-    Returns:
-        A ``Plan``.
-
-    Raises:
-        ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
-            [0, 1).
-        ``estimate`` lists further errors.
-    """
-    nbytes = parse_budget(budget)
-    if not 0.0 <= reserve < 1.0:
-        raise ValueError(f"{OP}: reserve must be at least 0 and below 1, got {reserve}")
-    if batch is not None and batch < 1:
-        raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
-    usable = int(nbytes * (1 - reserve))
-    options: list[Option] = []
-    left_out: dict[str, str] = {}
-    name = ""
-    strategies = combinations(convert is not None)
-    for count, strategy in enumerate(strategies, 1):
-        label = strategy.label(converted)
-        with fake_mode() as mode:
-            net = fake_model(model, mode, dtype)
-            name = name or type(net).__name__
-            try:
-                net = strategy.prepare(net, convert)
-            except NoBlocks as error:
-                left_out[label] = str(error).partition(": ")[2]
-                continue
-
-            now = f"{label} ({count} of {len(strategies)})"
-
-            def report(n: int, net: nn.Module = net, strategy: Strategy = strategy, now: str = now) -> MemoryReport:
-                if progress is not None:
-                    progress(f"{now}, batch {n}")
-                inputs = fake_inputs(_batched(input_shape, n), dtype)
-                return profile_fake(net, inputs, optimizer=optimizer, loss=loss, autocast=strategy.autocast(autocast))
-
-            options.append(_option(strategy, converted, report, usable, batch))
-    if not any(option.fits for option in options):
-        least = min(options, key=lambda option: option.total)
-        raise ValueError(
-            f"{OP}: {name} with batch {batch or least.smallest} needs {gib(least.total)} at least ({least.label}), "
-            f"and {gib(usable)} of the budget of {gib(nbytes)} may be used"
-        )
-    return Plan(name, tuple(options), nbytes, usable, batch, left_out)
+def _price(option: Option) -> str:
+    return f"with {_share(option)} of repeated arithmetic" if option.repeated else "without repeated arithmetic"
 
 
-def _option(
-    strategy: Strategy, converted: str, report: Callable[[int], MemoryReport], usable: int, batch: int | None
-) -> Option:
-    seen: dict[int, MemoryReport] = {}
-
-    def total(n: int) -> int:
-        if n not in seen:
-            seen[n] = report(n)
-        return seen[n].total
-
-    found = largest(total, usable) if batch is None else batch
-    at = found or min(seen)
-    fits = total(at) <= usable
-    of = seen[at]
-    again = of.convolutions["recomputed"]
-    return Option(strategy.label(converted), strategy, found, of.total, at, fits, of.recomputed, again)
-
-
-def largest(total: Callable[[int], int], usable: int) -> int:
-    """The largest batch whose total is at most ``usable``; 0 if none is.
-
-    Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
-    lines that bend, every second guess halves the remaining range, and steps upwards grow until a batch does not fit.
-    """
-    low, high = 2, 4
-    if total(low) > usable:
-        # BatchNorm refuses a batch of one if a channel has a single value.
-        with suppress(ValueError):
-            return int(total(1) <= usable)
-        return 0
-    fits, fails = low, LARGEST + 1
-    known = {low: total(low), high: total(high)}
-    halve, step = False, 1
-    while fails - fits > 1:
-        nearest = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
-        (a, of_a), (b, of_b) = ((n, known[n]) for n in (fits, fails)) if fails in known else nearest
-        slope = (of_b - of_a) / (b - a)
-        guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
-        if halve:
-            guess = (fits + fails) // 2
-        # Halving starts once a batch has failed.  Before that, half of the remaining range is far too large.
-        halve = not halve and fails in known
-        guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
-        known[guess] = total(guess)
-        if known[guess] <= usable:
-            fits, step = guess, 2 * step
-        else:
-            fails = guess
-    return fits
-
-
-def _batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
-    if not isinstance(input_shape, Sequence) or not input_shape:
-        raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
-    shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape
-    return [(batch, *shape) for shape in shapes]
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.splitlines())

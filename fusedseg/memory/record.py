@@ -55,9 +55,14 @@ class Record:
 
     @property
     def recomputed(self) -> float:
-        """The arithmetic that checkpoints add, relative to the step without checkpoints."""
+        """The arithmetic that checkpoints and byte budgets add, relative to the step without them."""
         added = self.flops[RECOMPUTED]
         return added / max(sum(self.flops.values()) - added, 1)
+
+    @property
+    def repeated(self) -> float:
+        """The same arithmetic as a share of the forward's."""
+        return self.flops[RECOMPUTED] / max(self.flops["forward"], 1)
 
     def saved_by(self, by: str) -> dict[str, float]:
         """Bytes kept for backward by "module", "op", "dtype", "kind" or "size" (spatial), the largest first.

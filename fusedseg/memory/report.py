@@ -30,7 +30,8 @@ class MemoryReport(Record):
             workspaces of ops; otherwise None.
         parameters: the number of parameters.
         flops: arithmetic of convolutions and matrix products by phase; a multiplication and an addition count as two.
-        convolutions: the number of convolutions in forward, and of those that a checkpoint ran again.
+        convolutions: the number of convolutions in forward, and of those that backward ran again for a checkpoint or a
+            byte budget.
         notes: remarks on these numbers.
     """
 

@@ -1,21 +1,52 @@
-"""Ways to run a step in less memory, and their combinations: conversion, autocast and checkpoints."""
+"""Ways to run a step in less memory, and their combinations: conversion, byte budgets, autocast and checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
-EAGER, AMP, CHECKPOINT = "eager", "amp", "checkpoint"
-# A function that is called with a model of its own, and returns the converted model.
-Convert = Callable[[nn.Module], nn.Module]
+EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
+# A function that is called with a model of its own and the keywords of ``Strategy.options``, and returns the converted
+# model.
+Convert = Callable[..., nn.Module]
 # A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Rung(Protocol):
+    """A budget that a converted model can follow: ``fusedseg.conversion.Rung``, which describes the attributes."""
+
+    @property
+    def budget(self) -> float | None: ...
+
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def repeated(self) -> float: ...
+
+
+class Ladder(Protocol):
+    """A converted model, and its budgets by falling bytes: ``fusedseg.conversion.Ladder``."""
+
+    model: nn.Module
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def follow(self, rung: Any) -> None: ...
+
+
+# A function that is called with a model of its own and its inputs, and returns the ladder of its budgets.
+Budgets = Callable[[nn.Module, list[torch.Tensor]], Ladder]
 
 
 class NoBlocks(ValueError):
@@ -77,30 +108,40 @@ class Strategy:
         converted: whether the caller's function converts the model.
         amp: whether the step runs under autocast.
         checkpoint: whether ``checkpoint_blocks`` is applied.
+        budget: the share of the stock model's bytes that the converted model may keep; None for no budget.
+        bits: the bits of a value in which the converted model keeps activations; None keeps them as they are.
     """
 
     converted: bool = False
     amp: bool = False
     checkpoint: bool = False
+    budget: float | None = None
+    bits: int | None = None
 
     def label(self, converted: str) -> str:
         parts = [(self.converted, converted), (self.amp, AMP), (self.checkpoint, CHECKPOINT)]
+        parts += [(True, f"{name}={value:g}") for name, value in self.options.items()]
         return "+".join(name for used, name in parts if used) or EAGER
 
     @property
+    def options(self) -> dict[str, float]:
+        """The keywords for the function that converts the model."""
+        return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
+
+    @property
     def measures(self) -> int:
-        return self.converted + self.amp + self.checkpoint
+        return self.converted + self.amp + self.checkpoint + len(self.options)
 
     def is_part_of(self, other: "Strategy") -> bool:
         """Whether ``other`` has all of these measures and more."""
         each = zip(astuple(self), astuple(other), strict=True)
-        return self != other and all(theirs or not mine for mine, theirs in each)
+        return self.measures < other.measures and all(theirs or not mine for mine, theirs in each)
 
     def prepare(self, model: nn.Module, convert: Convert | None) -> nn.Module:
         if self.converted:
             if convert is None:
                 raise ValueError("fusedseg.memory: a converted model was asked for without a function that converts")
-            model = convert(model)
+            model = convert(model, **self.options)
         if self.checkpoint:
             checkpoint_blocks(model)
         return model
@@ -110,16 +151,34 @@ class Strategy:
 
     @classmethod
     def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager" or "fusedseg+amp".
+        """The strategy of a label such as "eager", "fusedseg+amp", "fusedseg+budget=0.3" or "fusedseg+bits=4".
 
         Raises:
-            ValueError: the label has an unknown word, or a word twice.
+            ValueError: the label has an unknown word, or a word twice, or a budget or bits that are out of range.
         """
         words = label.split("+")
         known = (converted, AMP, CHECKPOINT)
-        if words != [EAGER] and (not set(words) <= set(known) or len(set(words)) < len(words)):
+        plain = [word for word in words if "=" not in word]
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        if plain != [EAGER] and (not set(plain) <= set(known) or len(set(plain)) < len(plain)):
             raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        return cls(converted in words, AMP in words, CHECKPOINT in words)
+        if options and (not set(options) <= {BUDGET, BITS} or len(plain) + 1 < len(words) or converted not in plain):
+            raise ValueError(f"expected {BUDGET}=SHARE or {BITS}=8 or 4 beside {converted}, got {label!r}")
+        budget, bits = options.get(BUDGET), options.get(BITS)
+        if bits not in (None, "8", "4"):
+            raise ValueError(f"bits must be 8 or 4, got {label!r}")
+        share = None if budget is None else _share(budget, label)
+        return cls(converted in words, AMP in words, CHECKPOINT in words, share, None if bits is None else int(bits))
+
+
+def _share(text: str, label: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"a budget must be a share above 0 and at most 1, such as budget=0.3, got {label!r}")
+    return share
 
 
 def combinations(with_converted: bool) -> list[Strategy]:

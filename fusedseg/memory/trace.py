@@ -21,14 +21,14 @@ from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 PHASES = ("forward", "loss", "backward", "optimizer")
 ROOT, LOSS = "(model)", "(loss)"
 # The kind of storage that an op makes, by the op's name.  Storages of other ops have the kind of their phase.
-KINDS = {"cat": "concatenation", "stack": "concatenation"}
+KINDS = {"cat": "concatenation", "stack": "concatenation", "low_bit_pack": "packed"}
 PHASE_KINDS = {
     "forward": "activation",
     "loss": "loss",
     "backward": "backward temporaries",
     "optimizer": "optimizer step",
 }
-# The kind of storages that a checkpoint makes when it runs forward again: module hooks run during backward.
+# The kind of storages that a checkpoint makes when it runs forward again: hooks run in backward.
 RECOMPUTED = "recomputed"
 # The kinds of storages that exist before the step and stay.
 RESIDENT_KINDS = ("parameters", "buffers", "optimizer state", "inputs", "constants")
@@ -43,8 +43,8 @@ class Storage:
         shape, dtype: the shape and dtype of the tensor that the op returned.
         op, module, phase: the op that made it, the path of the module that ran, and the phase of the step.
         kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
-            concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward
-            temporaries, recomputed, gradients (of parameters), optimizer step.
+            concatenation, packed (in 8 or 4 bits), pool indices, upsampled, weight copies (in the dtype of autocast);
+            loss, backward temporaries, recomputed, gradients (of parameters), optimizer step.
         born: the number of the event of its allocation (see ``Trace.events``); -1 if it existed before the step.
         freed: the number of the event when it was freed; None if it outlives the step.
         savers: the (module, op) pairs that keep it for backward at the end of forward.
@@ -138,13 +138,11 @@ class Trace(LiveBytes):
         self.times: list[int] = []
         self.marks: dict[str, int] = {}
         self.rows: list[Row] = []
-        self.resident = 0
-        self.peak_event = -1
+        self.resident, self.peak_event = 0, -1
         self.flops = dict.fromkeys((*PHASES, RECOMPUTED), 0)
         self.convolutions = {"forward": 0, RECOMPUTED: 0}
         self.phase = PHASES[0]
-        self._closed = False
-        self._highest = 0
+        self._closed, self._highest = False, 0
         self._index: dict[int, int] = {}
         self._calls: list[_Call] = []
         self._layers: dict[nn.Module, tuple[int, str]] = {}
@@ -238,10 +236,12 @@ class Trace(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         count = self._flops_of.get(func.overloadpacket)
         if count is not None:
-            where = RECOMPUTED if self._recomputes else self.phase
+            convolution = func.overloadpacket is torch.ops.aten.convolution
+            # The gradients of a convolution have an op of their own.
+            where = RECOMPUTED if self._recomputes or (convolution and self.phase == "backward") else self.phase
             self.flops[where] += count(*args, **(kwargs or {}), out_val=out)
-            if func.overloadpacket is torch.ops.aten.convolution and where in self.convolutions:
-                self.convolutions[where] += 1
+            if where in self.convolutions:
+                self.convolutions[where] += convolution
         return out
 
     # -- modules ------------------------------------------------------------------------------------------------------

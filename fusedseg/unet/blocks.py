@@ -20,6 +20,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
+from ..nn.handed import Handed, handing, take_off
 from ..nn.leaf import as_leaf, proxy_in
 
 NormAct = Callable[[int], nn.Module]
@@ -113,8 +114,18 @@ class ConvNormAct(nn.Module):
         self.conv = conv[dims](in_channels, out_channels, kernel_size=3, padding=1, bias=bias)
         self.norm = norm_act_of(norm_act, dims, plain)(out_channels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x))
+    def forward(self, x: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:
+        # No name holds the concatenation or the output of the convolution, so that each is freed after its only use.
+        stock = not isinstance(self.conv, (JoinConv2d, JoinConv3d))
+        return self.norm(self.conv(_one(x) if stock and type(x) is Handed else x))
+
+
+def _one(x: Handed) -> Tensor:
+    """The concatenation of tensors that are handed over to a stock convolution."""
+    # The scope does not look into a list of another class.
+    joined = torch.cat(list(x), dim=1)
+    take_off(x)
+    return joined
 
 
 def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:
@@ -136,6 +147,14 @@ class DoubleConv(nn.Sequential):
         super().__init__(
             conv_norm_act(in_channels, out_channels, **options), conv_norm_act(out_channels, out_channels, **options)
         )
+
+    def forward(self, input: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:  # noqa: A002
+        given: Any = input
+        for module in self:
+            input = module(input)  # noqa: A001
+            # The first block has read the sources.
+            take_off(given)
+        return input  # type: ignore[return-value]
 
 
 class Down(nn.Sequential):
@@ -221,14 +240,22 @@ class Up(nn.Module):
     def forward(self, x: Tensor | Sequence[Tensor], skips: Tensor | Sequence[Tensor]) -> Tensor:
         if proxy_in((x, skips)) is not None:
             return as_leaf(self, x, skips)
-        skips = (skips,) if isinstance(skips, Tensor) else tuple(skips)
-        if any(skip.shape[2:] != skips[0].shape[2:] for skip in skips):
+        sources: list[Any] = [skips] if isinstance(skips, Tensor) else list(skips)
+        size = sources[0].shape[2:]
+        if any(skip.shape[2:] != size for skip in sources):
             raise ValueError(
-                f"fusedseg.unet.Up: skips must have one spatial size, got {[tuple(skip.shape) for skip in skips]}"
+                f"fusedseg.unet.Up: skips must have one spatial size, got {[tuple(skip.shape) for skip in sources]}"
             )
-        sources = [*skips, self._enlarged(x, skips[0].shape[2:])]
+        sources.append(self._enlarged(x, size))
+        take_off(x)
+        take_off(skips)
+        if handing():
+            handed = Handed(sources)
+            # Only this list holds the tensors now, and the convolution takes them off it.
+            del sources
+            return self.conv(handed)
         # The names are rebound, so that the enlarged map is freed before the convolutions allocate.
-        joined = torch.cat(sources, dim=1) if self.plain else sources  # type: ignore[arg-type]
+        joined = torch.cat(sources, dim=1) if self.plain else sources
         del sources
         return self.conv(joined)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.handed import Handed, handing
 from ..nn.leaf import proxy_in
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
@@ -111,9 +112,14 @@ class MultiEncoderUNet(nn.Module):
         levels = [[inc(x) for inc, x in zip(self.incs, images, strict=True)]]
         for downs in zip(*self.downs, strict=True):
             levels.append([down(x) for down, x in zip(downs, levels[-1], strict=True)])
-        x: Tensor | list[Tensor] = levels.pop()
+        x: Any = levels.pop()
         for up in self.ups:
-            x = up(x, levels.pop())
+            if handing():
+                # The caller of ``up`` must hold neither x nor the skips.
+                x = Handed(x if isinstance(x, list) else [x])
+                x = up(x, Handed(levels.pop()))
+            else:
+                x = up(x, levels.pop())
         return self.out(x)
 
     def _check(self, images: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.memory import measure
+from fusedseg.ops.recompute import guide
 from fusedseg.ops.recompute.knapsack import SAME
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_small
 from tests.ops.test_recompute_networks import CASES, nnunet
@@ -124,6 +125,44 @@ def test_another_size_and_another_precision_keep_the_choice():
             owned = [*net.parameters(), *plain.parameters()]
             ours, without = (measure(fn, image, owned=owned).saved for fn in (net, plain))
         assert ours < 0.8 * without
+
+
+def test_a_size_that_misses_the_bytes_gets_its_own_choice():
+    """Bytes as the budget: a larger input follows the old choice once, and keeps to the bytes from then on."""
+    case = CASES["U-Net"]
+    net, small, large = case.make(**case.small), torch.randn(2, 3, 32, 32), torch.randn(2, 3, 48, 48)
+    plain = copy.deepcopy(net)
+    fusedseg.convert(plain, example_inputs=small)
+    wanted = int(0.8 * measure(plain, large).saved)
+    report = fusedseg.convert(net, example_inputs=small, budget=wanted)
+    assert not report.twice.choice.again
+    sizes = net._fusedseg_wiring.make_guide.__self__
+    kept = [measure(net, large).saved for _ in range(3)]
+    assert kept[0] > wanted * 1.01
+    assert kept[1] == kept[2] <= wanted * 1.01
+    assert len(sizes.known) == 1
+    # The example and smaller batches keep the choice that was planned.
+    for image in (small, small[:1]):
+        owned = [*net.parameters(), *plain.parameters()]
+        assert measure(net, image, owned=owned).saved == measure(plain, image, owned=owned).saved
+    for image in (large, small, small[:1], large):
+        results = []
+        for fn in (plain, net):
+            fn.zero_grad()
+            fn(image).square().mean().backward()
+            results.append([p.grad for p in fn.parameters()])
+        assert all(torch.equal(g, e) for g, e in zip(*results, strict=True))
+    assert len(sizes.known) == 2
+
+
+def test_a_model_remembers_a_few_sizes(monkeypatch):
+    monkeypatch.setattr(guide, "REMEMBERED", 3)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    fusedseg.convert(net, example_inputs=torch.randn(1, 1, 16, 16), budget=0.3)
+    sizes = net._fusedseg_wiring.make_guide.__self__
+    for size in range(10, 20):
+        net(torch.randn(1, 1, size, size)).mean().backward()
+    assert len(sizes.known) == 3
 
 
 def test_without_an_example_the_first_step_chooses():

@@ -137,16 +137,17 @@ def test_concatenations_that_are_not_of_channels(image, apart, seen):
 
 
 def test_the_peak_goes_down():
-    """On fake tensors; the concatenation is larger than all other tensors at the peak together."""
+    """On tensors without values, with a concatenation that is larger than the other tensors at the peak."""
     with FakeTensorMode():
         model, x = Joins(ENLARGE["bilinear"]), torch.empty(2, 3, 512, 512)
+        stock = measure(model, x)
         fusedseg.convert(model, example_inputs=x)
         ours = measure(model, x)
         model.conv.__class__ = nn.Conv2d
         scope_alone = measure(model, x)
     assert ours.saved == scope_alone.saved
-    # The difference is half of the concatenation: the peak is now in forward, which forms it for a moment.
-    assert ours.peak < scope_alone.peak - 2 * 6 * 512 * 512 * 4
+    # The scope alone rebuilds the concatenation source by source.  Both peak in forward, which forms it for a moment.
+    assert ours.peak <= scope_alone.peak < stock.peak
 
 
 def test_a_join_under_autocast(image, apart, seen):

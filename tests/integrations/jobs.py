@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -54,13 +55,21 @@ def trained(net, rank, world):
     return losses, end(net)
 
 
+class ByFunction(nn.BatchNorm2d):
+    """Calls the function of the package, as timm's ``InplaceAbn`` does."""
+
+    def forward(self, x):
+        function = inplace_abn.inplace_abn_sync if dist.is_initialized() else inplace_abn.inplace_abn
+        return function(x, self.weight, self.bias, self.running_mean, self.running_var, self.training)
+
+
 def package(rank, world):
     """The names of the package ``inplace_abn``, with an activation that has an inverse and with slope 0."""
     torch.manual_seed(0)
     kind = inplace_abn.InPlaceABNSync if world > 1 else inplace_abn.InPlaceABN
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1), kind(6), nn.Conv2d(6, 6, 3, padding=1), kind(6, activation_param=0.0),
-        nn.Conv2d(6, 4, 1), kind(4, activation="identity"), nn.Conv2d(4, 2, 1),
+        nn.Conv2d(6, 4, 1), kind(4, activation="identity"), nn.Conv2d(4, 4, 1), ByFunction(4), nn.Conv2d(4, 2, 1),
     )  # fmt: skip
     return trained(net.double(), rank, world)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from torch import nn
 import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
-from fusedseg.integrations.nnunet import UnknownLoss, fused_loss
+from fusedseg.integrations.nnunet import UnknownLoss, fused_loss, plan
 from tests.integrations import nnunet_ddp
 from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
 from tests.integrations.real import framework, without_fusedseg
+from tests.nnunet import PlainConvUNet
 
 TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "Leaky", "Budget", "Bits8", "Bits4"))
 HERE = Path(__file__).parent
@@ -55,6 +57,26 @@ def test_another_loss_is_refused_by_name():
 def test_refusals_of_plan(argv, said, capsys):
     assert main(["plan", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_plan_has_a_row_for_each_trainer(monkeypatch):
+    """A budget needs fewer bytes than conversion alone; without nnU-Net's own code."""
+    monkeypatch.setattr(plan, "fused_loss", lambda loss: loss)
+    monkeypatch.setattr(plan, "largest", lambda total, usable: 2)
+    monkeypatch.setattr(plan, "_largest_patch", lambda planned, total, usable: None)
+
+    class Squares(nn.Module):
+        def forward(self, out, targets):
+            return out.square().mean()
+
+    build = partial(PlainConvUNet, widths=(8, 16))
+    planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
+    fits = {way: plan._fit(planned, way, 2**24, print) for way in plan.WAYS}
+    stock, ours, budget = (fits[way].total for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))
+    assert stock > ours > budget
+    assert fits["fusedseg, 8 bits (noise)"].total > fits["fusedseg, 4 bits (noise)"].total
+    text = str(plan.NnunetPlan(planned, 2**24, 2**24, fits))
+    assert "fusedseg, budget 0.3 " in text
 
 
 @pytest.mark.parametrize("ddp", [False, True])

@@ -1,16 +1,21 @@
 """``plan`` and its strategies."""
 
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
+from fusedseg.conversion import Ladder
 from fusedseg.memory import checkpoint_blocks, plan, profile
-from fusedseg.memory.plan import Option, Plan, largest, parse_budget
+from fusedseg.memory.plan import Option, Plan, parse_budget
+from fusedseg.memory.search import fitting, largest, within
 from fusedseg.memory.strategy import Strategy
 from fusedseg.unet import UNet
+from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 
 SHAPE = (3, 64, 64)
@@ -99,7 +104,7 @@ def test_largest_batches_fit_and_one_more_does_not(found):
     by_label = {option.label: option for option in found.options}
     assert by_label["fusedseg"].batch > by_label["eager"].batch
     assert by_label["eager"].total <= found.usable
-    assert by_label["eager"].convolutions == 0 < by_label["checkpoint"].convolutions
+    assert by_label["eager"].repeated == 0 < by_label["checkpoint"].repeated
     batch = by_label["eager"].batch
     options = step_alone(PLAIN, SHAPE, found.usable, batch=batch + 1, reserve=0.0).options
     assert options[0].total > found.usable
@@ -114,34 +119,75 @@ def test_the_plan_names_the_useful_choices(found):
     by_label = {option.label: option for option in found.options}
     first, *more = found.choices
     assert found.cheapest is first
-    assert first.batch == max(option.batch for option in found.options if not option.convolutions)
+    assert first.batch == max(option.batch for option in found.options if not option.repeated)
     assert [option.batch for option in found.choices] == sorted({option.batch for option in found.choices})
-    assert f"Largest batch without extra arithmetic: {first.batch}, with {first.label}." in str(found)
+    assert f"Largest batch without repeated arithmetic: {first.batch}, with {first.label}." in str(found)
     assert f"Without autocast, which rounds to half precision: {by_label['fusedseg'].batch}, with fusedseg." in str(
         found
     )
     for option in more:
-        assert option.recomputed > first.recomputed
+        assert option.repeated > first.repeated
         assert f"arithmetic buys {option.batch} (+" in str(found)
     assert found.to_dict()["choices"] == [option.label for option in found.choices]
 
 
-def option(label, batch, recomputed=0.0, total=1):
-    return Option(label, Strategy.parse(label, "fusedseg"), batch, total, batch, True, recomputed, int(recomputed > 0))
+def option(label, batch, repeated=0.0, total=1):
+    return Option(label, Strategy.parse(label, "fusedseg"), batch, total, batch, True, total, repeated)
 
 
 def test_what_gains_nothing_is_marked():
-    """The plan did not say that ``fusedseg+checkpoint`` gained nothing over ``fusedseg``, at 35 % more arithmetic."""
-    options = (option("eager", 100), option("fusedseg", 200), option("fusedseg+checkpoint", 200, 0.35))
+    """The plan did not say that ``fusedseg+checkpoint`` gained nothing over ``fusedseg``, but repeated arithmetic."""
+    options = (option("eager", 100), option("fusedseg", 200), option("fusedseg+checkpoint", 200, 0.95))
     found = Plan("Net", options, 10, 10, None)
     lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}
-    assert lines["fusedseg+checkpoint"].endswith("+35%  no gain over fusedseg")
+    assert lines["fusedseg+checkpoint"].endswith("95.0%  no gain over fusedseg")
     assert not any("no gain" in lines[label] for label in ("eager", "fusedseg"))
     assert found.choices == [options[1]]
     assert "More arithmetic buys no larger batch." in str(found)
     # If the batch is given, less memory is the gain.
-    needs = tuple(option(label, 8, r, total) for label, r, total in (("eager", 0.0, 5), ("checkpoint", 0.3, 5)))
+    needs = tuple(option(label, 8, r, total) for label, r, total in (("eager", 0.0, 5), ("checkpoint", 0.9, 5)))
     assert "no gain over eager" in Plan("Net", needs, 10, 10, 8).table()
+
+
+def test_noisy_ways_come_last():
+    """8 and 4 bits are named after all exact ways, and never marked as better than one."""
+    options = (
+        option("fusedseg", 100), option("fusedseg+budget=0.3", 150, 0.1), option("fusedseg+bits=8", 300),
+        option("fusedseg+bits=4", 500),
+    )  # fmt: skip
+    found = Plan("Net", options, 10, 10, None)
+    assert found.cheapest is found.exact is options[0]
+    assert found.choices == list(options[:2])
+    text = str(found)
+    assert text.index("buys 150") < text.index("With noise in the gradient: 300, with fusedseg+bits=8.")
+    assert text.index("fusedseg+bits=8.") < text.index("With noise in the gradient: 500, with fusedseg+bits=4.")
+    lines = {line.split()[0]: line for line in found.table().splitlines()[2:]}
+    assert lines["fusedseg+bits=8"].endswith(" noise")
+    assert not any("no gain" in line for line in lines.values())
+    # A wanted batch: an exact way comes first, however much arithmetic it repeats.
+    found = Plan("Net", options[1:], 10, 10, 8)
+    assert found.cheapest is options[1]
+    assert "With noise in the gradient: fusedseg+bits=8, " in str(found)
+    assert Plan("Net", options[2:], 10, 10, 8).cheapest is options[2]
+
+
+def test_bits_are_planned_after_exact_ways():
+    def converted(model, **options):
+        fusedseg.convert(model, example_inputs=torch.empty(2, *SHAPE), **options)
+        return model
+
+    found = step_alone(PLAIN, SHAPE, "1GiB", batch=2, convert=converted, bits=(8, 4))
+    noisy = [option for option in found.options if option.noisy]
+    assert [option.label for option in noisy] == [
+        "fusedseg+bits=8", "fusedseg+amp+bits=8", "fusedseg+bits=4", "fusedseg+amp+bits=4",
+    ]  # fmt: skip
+    by_label = {option.label: option for option in found.options}
+    # The image is kept as it is.
+    image = 4 * 2 * 3 * 64 * 64
+    assert noisy[2].kept - image < 0.6 * (noisy[0].kept - image)
+    assert noisy[0].kept < 0.6 * by_label["fusedseg"].kept
+    assert noisy[2].code.endswith(", bits=4)")
+    assert found.cheapest.label == "eager"
 
 
 def test_a_model_without_blocks_is_planned_without_checkpoints():
@@ -175,6 +221,83 @@ def test_the_cheapest_way_to_a_batch():
     least = min(needs.values())
     with pytest.raises(ValueError, match=r"Sequential with batch 8 needs .* at least \(.*amp\+checkpoint\), and"):
         step_alone(PLAIN, SHAPE, least - 1, batch=8, convert=convert, reserve=0.0)
+
+
+class Rung(NamedTuple):
+    budget: float | None
+    kept: int
+    peak: int
+    repeated: float
+
+
+def rungs(peaks):
+    return [Rung(1.0 - i / 100 if i else None, 0, peak, i / 100) for i, peak in enumerate(peaks)]
+
+
+def test_the_rung_that_fits_is_found_with_few_steps():
+    """Totals are 50 above the peaks of the rungs, or fall half as much, as under autocast."""
+    peaks = list(range(1000, 0, -10))
+    for total, first in ((lambda rung: rung.peak + 50, 46), (lambda rung: rung.peak // 2 + 400, 60)):
+        measured = []
+
+        def measure(rung, total=total, measured=measured):
+            measured.append(rung)
+            return total(rung)
+
+        found = fitting(rungs(peaks), measure, 600 if first == 60 else 590)
+        assert found.repeated == pytest.approx(first / 100)
+        assert len(set(measured)) < 10
+    # Nothing fits: the last rung.  The first one fits: no other rung is searched.
+    assert fitting(rungs(peaks), lambda rung: rung.peak, 5).peak == 10
+    assert fitting(iter(rungs(peaks[:1])), lambda rung: rung.peak, 1000).budget is None
+
+
+def test_the_rungs_within_shares_of_arithmetic():
+    walked = []
+    ladder = (walked.append(rung) or rung for rung in rungs(range(100, 0, -1)))
+    assert [rung.repeated for rung in within(ladder, (0.02, 0.1, 0.3))] == [0.02, 0.1, 0.3]
+    assert len(walked) == 32
+    assert [rung.repeated for rung in within(rungs([9, 8]), (0.005, 0.02, 0.1))] == [0.0, 0.01]
+
+
+def test_a_budget_costs_less_arithmetic_than_checkpoints(monkeypatch):
+    """A wanted batch that conversion alone cannot hold: the code of the plan gives a model that keeps these bytes."""
+    ways = [Strategy(), Strategy(checkpoint=True), Strategy(converted=True)]
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: ways)
+    make, shape = partial(PlainConvUNet, widths=(8, 16, 32)), (1, 16, 16, 16)
+
+    def convert(model):
+        fusedseg.convert(model, example_inputs=torch.empty(2, *shape))
+        return model
+
+    task = partial(step_alone, make, shape, batch=2, convert=convert, budgets=Ladder, reserve=0.0)
+    needs = {option.label: option.total for option in task("1GiB").options}
+    # Without need for a budget none is tried.
+    assert not any("budget" in label for label in needs)
+    found = task(int(0.95 * needs["fusedseg"]))
+    best = found.exact
+    assert best is not None
+    assert best.label == f"fusedseg+budget={best.strategy.budget:g}"
+    assert 0.0 < best.repeated < 0.5 < {option.label: option for option in found.options}["checkpoint"].repeated
+    assert str(found).endswith(f"\n\n{best.label}:\n    {best.code}")
+    with FakeTensorMode():
+        model = make()
+        report = eval(best.code, {"fusedseg": fusedseg, "torch": torch, "model": model})
+    assert report.after.saved == best.kept
+
+
+def test_budgets_buy_larger_batches(monkeypatch):
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy(), Strategy(converted)])
+    monkeypatch.setattr("fusedseg.memory.search.SHARES", (0.3,))
+    make, shape = partial(PlainConvUNet, widths=(4, 8)), (1, 8, 8, 8)
+    found = step_alone(
+        make, shape, "4MiB", convert=lambda model: Ladder(model, torch.empty(2, *shape)).model, budgets=Ladder
+    )
+    exact = [option for option in found.options if not option.strategy.amp]
+    assert [option.label for option in exact][:2] == ["eager", "fusedseg"]
+    assert len(exact) == 3
+    assert exact[0].batch < exact[1].batch < exact[2].batch
+    assert 0.0 < exact[2].repeated <= 0.3
 
 
 @pytest.mark.parametrize(
@@ -224,8 +347,8 @@ def test_a_scope_within_the_checkpoints():
     nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     reports, grads = [], []
-    for net, within in zip(nets, (None, fusedseg.recompute()), strict=True):
-        checkpoint_blocks(net, within=within)
+    for net, scope in zip(nets, (None, fusedseg.recompute()), strict=True):
+        checkpoint_blocks(net, within=scope)
         reports.append(profile(net, x))
         net(x).square().mean().backward()
         grads.append([p.grad for p in net.parameters()])
@@ -237,7 +360,7 @@ def test_a_scope_within_the_checkpoints():
 
 
 def test_labels_are_read_back():
-    for label in ("eager", "amp", "fusedseg+amp+checkpoint"):
+    for label in ("eager", "amp", "fusedseg+amp+checkpoint", "fusedseg+amp+budget=0.3", "fusedseg+bits=4"):
         assert Strategy.parse(label, "fusedseg").label("fusedseg") == label
     for label in ("fast", "amp+amp", "eager+amp", ""):
         with pytest.raises(ValueError, match="expected eager, or fusedseg, amp, checkpoint joined by"):

@@ -6,8 +6,9 @@ from itertools import combinations
 import pytest
 
 from fusedseg.ops.recompute.choice import Call
-from fusedseg.ops.recompute.graph import Graph, Node
-from fusedseg.ops.recompute.knapsack import SAME, Knapsack, Limits
+from fusedseg.ops.recompute.graph import Graph
+from fusedseg.ops.recompute.knapsack import CLOSE, SAME, Knapsack, Limits
+from fusedseg.ops.recompute.replay import Node, Others
 
 
 def random_graph(seed: int, calls: int) -> Graph:
@@ -36,7 +37,7 @@ def sets(graph: Graph):
 @pytest.mark.parametrize("seed", range(12))
 def test_the_cheapest_of_all_sets(seed):
     graph = random_graph(seed, 6)
-    knapsack = Knapsack(graph.choosable, graph.cost)
+    knapsack = Knapsack(graph)
     costs = [cost for again in sets(graph) if (cost := graph.cost(again)) is not None]
     for share in (0.8, 0.6, 0.4, 0.2):
         for peak in (float("inf"), knapsack.nothing.peak):
@@ -45,8 +46,7 @@ def test_the_cheapest_of_all_sets(seed):
             found = knapsack.solve(limits)
             assert (found is None) == (not allowed)
             if found is not None:
-                assert found.exact
-                assert found.cost.flops == min(allowed)
+                assert found.cost.flops <= min(allowed) + CLOSE * sum(call.flops for call in graph.calls)
                 assert graph.cost(found.again) == found.cost
 
 
@@ -59,13 +59,35 @@ def test_the_bounds_are_bounds(seed):
     for again in sets(graph):
         cost = graph.cost(again)
         assert nothing.kept - cost.kept <= sum(nothing.kept - alone[i].kept for i in again)
-        assert cost.flops >= sum(alone[i].flops for i in again)
+        assert cost.flops >= sum(graph.calls[i].flops for i in again)
+        for moment in graph.moments():
+            assert cost.peak >= moment.nbytes - sum(moment.outputs.get(i, 0) for i in again)
+
+
+def test_a_value_that_is_needed_again_is_held():
+    """A skip is rebuilt in the decoder, and held until the encoder needs it, as long as the peak stays."""
+    graph = Graph()
+    image = graph.add(Node(10))
+    graph.save(image, 0)
+    graph.calls.append(Call("conv2d", 0, (), 20, 100))
+    skip = graph.add(Node(20, (image,), 0))
+    graph.of_call.append(skip)
+    graph.save(skip, 1)
+    for group in range(2, 14):
+        graph.save(graph.add(Node(4, (graph.add(Node(4)),))), group)
+    graph.save(skip, 14)
+    count = len(graph.packs)
+    graph.others = [Others(0, 40 if number == count - 1 else 0) for number in range(count)]
+    assert graph.cost({0}) == (10 + 12 * 4, 100, 10 + 12 * 4 + 20 + 40, {0})
+    # Beside large gradients in between, the call runs twice more, and the peak stays.
+    graph.others = [Others(0, 40 if number > 6 else 0) for number in range(count)]
+    assert graph.cost({0}) == (10 + 12 * 4, 200, 10 + 12 * 4 + 20 + 40, frozenset())
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_smaller_budget_has_no_higher_peak(seed):
     graph = random_graph(seed, 14)
-    knapsack = Knapsack(graph.choosable, graph.cost)
+    knapsack = Knapsack(graph)
     kept = knapsack.nothing.kept
     found = [knapsack.descend(kept, kept * share / 20, float("inf")) for share in range(20, 0, -1)]
     peak = found[0].cost.peak
@@ -78,7 +100,7 @@ def test_a_smaller_budget_has_no_higher_peak(seed):
 
 def test_arithmetic_as_the_limit():
     graph = random_graph(3, 10)
-    knapsack = Knapsack(graph.choosable, graph.cost)
+    knapsack = Knapsack(graph)
     total = sum(call.flops for call in graph.calls)
     kept = []
     for share in (0.0, 0.2, 0.5, 1.0):

@@ -74,8 +74,11 @@ PARTS = {
         {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel", "segmentation_positions_kernel"},
     ),
     "fewer-bits": Part(
-        [*cases("test_low_bit.py::test_the_bits_of_aten_with_a_kink", "channel-planes-torch.float16")],
-        {"low_bit_pack_kernel", "low_bit_unpack_kernel"},
+        [
+            *cases("test_low_bit.py::test_the_bits_of_aten_with_a_kink", "channel-planes-torch.float16"),
+            *cases("test_norm_act_packed.py::test_on_chip", "small-planes-input"),
+        ],
+        {"low_bit_pack_kernel", "low_bit_unpack_kernel", "norm_act_fwd_onchip_kernel", "norm_act_bwd_onchip_kernel"},
     ),
 }  # fmt: skip
 # Every kernel and branch on small tensors, and what only compiled code can get wrong.

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,22 @@ from torch import nn
 
 from ...conversion import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.plan import gib, largest, parse_budget
+from ...memory.plan import gib, parse_budget
+from ...memory.search import largest
 from ...memory.tables import table, wrapped
 from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
+# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last three are
+# those of the trainers whose names end with Budget, Bits8 and Bits4.
+WAYS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    FUSED: {},
+    "fusedseg, budget 0.3": {"budget": 0.3},
+    "fusedseg, 8 bits (noise)": {"bits": 8},
+    "fusedseg, 4 bits (noise)": {"bits": 4},
+}
 # The search for a patch enlarges all axes by sixteenths of the planned patch.
 PARTS = 16
 
@@ -100,7 +111,9 @@ def plan(
     reserve: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> NnunetPlan:
-    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with ``nnUNetTrainerFusedseg``.
+    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with the trainers of this package.
+
+    These are ``nnUNetTrainerFusedseg``, and those with a byte budget, 8 bits and 4 bits.
 
     Args:
         plans: the path of a plans file, such as ``nnUNetPlans.json`` in the folder of a preprocessed dataset.
@@ -117,7 +130,7 @@ def plan(
     nbytes = parse_budget(budget)
     usable = int(nbytes * (1 - reserve))
     planned = read(Path(plans), configuration)
-    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in (STOCK, FUSED)}
+    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in WAYS}
     return NnunetPlan(planned, nbytes, usable, fits)
 
 
@@ -128,7 +141,7 @@ def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) ->
     @functools.cache
     def total(shape: tuple[int, ...]) -> int:
         say(f"{way}, {_text(shape)}")
-        return _total(planned, way == FUSED, shape)
+        return _total(planned, WAYS[way], shape)
 
     batch = largest(lambda n: total((n, *planned.shape[1:])), usable)
     return Fit(total(planned.shape), batch, _largest_patch(planned, total, usable))
@@ -195,15 +208,18 @@ def read(path: Path, configuration: str) -> Planned:
     return Planned(name, shape, total, heads, labels.has_regions, build, loss, scales)
 
 
-def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
+def _total(planned: Planned, converted: dict[str, Any] | None, shape: tuple[int, ...]) -> int:
     """The bytes of a whole training step, with parameters and the state of the optimizer."""
     batch, patch = shape[0], shape[2:]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.99, nesterov=True)
     with fake_mode() as mode:
         net = fake_model(planned.build, mode, torch.float32)
         loss = planned.loss()
-        if fused:
-            convert(net, example_inputs=torch.empty(shape))
+        if converted is not None:
+            with warnings.catch_warnings():
+                # A table has no room for the bytes that a budget cannot reach.
+                warnings.simplefilter("ignore", UserWarning)
+                convert(net, example_inputs=torch.empty(shape), **converted)
             loss = fused_loss(loss)
         channels = planned.heads if planned.regions else 1
         kind = torch.bool if planned.regions else torch.int16

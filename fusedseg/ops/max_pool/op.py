@@ -20,7 +20,7 @@ from ..conv.convolution import per_dimension
 from ..double_backward import batched, one_by_one
 from ..layout import FORMATS, dense
 from ..recompute import recipes
-from . import aten
+from . import aten, squeezed
 from .windows import Pool
 
 OP = "fusedseg.max_pool"
@@ -254,6 +254,9 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
         return max_pool_op(x, *pool, coded)[0]
     if not coded:
         return forward(x, pool, False)[0]
+    registry = recipes.packing() if recipes.PACKING else None
+    if registry is not None:
+        return squeezed.recorded(registry, lambda: MaxPoolFunction.apply(x, pool), pick, x, pool)
     z = MaxPoolFunction.apply(x, pool)
     recipes.offer(z, lambda x: forward(x, pool, False)[0], x)
     return z

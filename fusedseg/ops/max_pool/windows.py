@@ -1,14 +1,10 @@
 """The windows of a max-pool: their description, and where they begin."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-# For up to this number of outputs of a plane, the positions of the windows are remembered for later calls.
-FEW_WINDOWS = 2**14
 
 
 class Pool(NamedTuple):
@@ -51,25 +47,11 @@ def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
 def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
     """The flat index of the first position of every window.
 
-    This position may lie in the padding; with ``inside`` it is the first position inside x.  The caller must not change
-    the result, because later calls may get the same tensor.
+    This position may lie in the padding; with ``inside`` it is the first position inside x.
     """
-    few = like.device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS
-    if few and not torch.compiler.is_compiling():
-        return _remembered(size, out_size, pool, dtype, inside)
-    return _computed(size, out_size, pool, like.device, dtype, inside)
-
-
-@functools.lru_cache(16)
-def _remembered(size, out_size, pool: Pool, dtype: torch.dtype, inside: bool) -> Tensor:
-    # Computing them takes ten calls, which cost more than the pooling of a small tensor.
-    return _computed(size, out_size, pool, torch.device("cpu"), dtype, inside)
-
-
-def _computed(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool) -> Tensor:
-    first = torch.zeros((), dtype=torch.int64, device=device)
+    first = torch.zeros((), dtype=torch.int64, device=like.device)
     for axis, (step, s, p, d) in enumerate(zip(steps(size), *pool[1:4], strict=True)):
-        along = torch.arange(-p, out_size[axis] * s - p, s, device=device)
+        along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
         if inside:
             along = torch.where(along < 0, along + -(along // d) * d, along)
         first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))

@@ -18,8 +18,7 @@ def kink_of(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | No
     """The kinks of a norm of ``x`` of shape (N, C, *spatial).
 
     Args:
-        mean, rstd: one value for each channel, for each channel of each sample, or for each group of channels of each
-            sample, in this order.
+        mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
         weight, bias: (C,), or None.
         shape: the shape of x.
 
@@ -27,13 +26,8 @@ def kink_of(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | No
         (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
         bias.
     """
-    samples, channels = shape[:2]
     wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
     mean, rstd = (v.detach().to(wide).flatten() for v in (mean, rstd))
-    if mean.numel() not in (channels, samples * channels):
-        # These are the statistics of groups.
-        each = samples * channels // mean.numel()
-        mean, rstd = (v.repeat_interleave(each) for v in (mean, rstd))
     if bias is None:
         return mean
     shift = bias.detach().to(wide)
@@ -41,4 +35,9 @@ def kink_of(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | No
         shift = shift / weight.detach().to(wide)
     # 0 / 0 of a channel without weight and bias is NaN.
     shift = shift.nan_to_num(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST).clamp(-FARTHEST, FARTHEST)
-    return mean - shift.repeat(mean.numel() // channels) / rstd
+    return mean - shift.repeat(mean.numel() // shape[1]) / rstd
+
+
+def of_channels(statistics: Tensor, shape: torch.Size) -> Tensor:
+    """The statistics of groups, (N groups,) or (N, groups), for each channel of each sample, (N C,)."""
+    return statistics.flatten().repeat_interleave(shape[0] * shape[1] // statistics.numel())

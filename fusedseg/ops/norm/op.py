@@ -27,7 +27,7 @@ from ..layout import dense, like
 from ..recompute import recipes
 from . import packed
 from .kept import Kept
-from .passes import again_in_place, backward, fits_over, forward, offer_output
+from .passes import again_in_place, backward, fits, forward, offer_output
 from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
 
 
@@ -98,13 +98,13 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and fits_over(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
-            into = dz
-        elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
-            into = tensors[0].detach()
+        if into is None and dz.nbytes >= reuse.LEAST_BYTES:
+            if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+                into = dz
+            elif spec.keep == "output" and reuse.alone(tensors, 0):
+                into = tensors[0].detach()
         rebuilt = None if output is None else [output]
-        # Only the list holds the output now, so the code that takes it off the list can free it.
-        del output
+        del output  # so that the code that takes it off the list frees it
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
         if recorded or batched((dz,)):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
@@ -117,14 +117,13 @@ class NormFunction(torch.autograd.Function):
         return None, *_of_inputs(grads, dz if passed_on else None, needs)
 
 
-# ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors.  The checks refuse both, so this
-# shorter way is enough.
+# ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors, which the checks refuse.
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def _recorded(call, x: Tensor, *others: Tensor | None) -> Tensor:
-    """The node of the op.  A scope with ``bits`` packs what it saves."""
-    registry = recipes.packing() if recipes.PACKING else None
+def _packing(call, x: Tensor, *others: Tensor | None) -> Tensor:
+    """``_apply`` where a scope with ``bits`` may pack what the op saves."""
+    registry = recipes.packing()
     if registry is None:
         return _apply(call, x, *others)
     return packed.recorded(registry, lambda: _apply(call, x, *others), x, call)
@@ -319,7 +318,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
         with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
-    z = _recorded(call, x, weight, bias, *more)
+    z = (_packing if recipes.PACKING else _apply)(call, x, weight, bias, *more)
     if saved:
         offer_output(z, saved[0], residual, spec, registry)
     return z
@@ -348,4 +347,5 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    return _recorded((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+    record = _packing if recipes.PACKING else _apply
+    return record((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)

@@ -14,7 +14,7 @@ from ... import _torch
 from ...activation import TABLE
 from ..recompute.packed import SMOOTH_BITS, PackingRegistry, Reading
 from ..recompute.packing import after_norm
-from .kink import kink_of
+from .kink import kink_of, of_channels
 from .spec import Passed, Saved, Spec
 
 # The activations that are linear on each side of 0.
@@ -30,7 +30,7 @@ def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, ca
     if spec.act.name not in PIECEWISE_LINEAR or (bends and spec.keep == "input" and passed.residual is not None):
         bits = max(bits, SMOOTH_BITS)
     registry.settle()
-    defers = spec.keep == "input" and passed.residual is None and bits == registry.rounding.bits
+    defers = spec.keep == "input" and passed.residual is None
     with registry.allowing(Reading(0, bits, own=True, defers=defers, sides=defers and bends)):
         z = run()
     if not registry.pending:
@@ -54,5 +54,8 @@ def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, ca
 def _kink(saved: Saved, passed: Passed, spec: Spec) -> Tensor | None:
     if saved.mean is None:
         return None
+    mean, shape = saved.mean, passed.x.shape
     rstd = torch.rsqrt(saved.second + spec.eps) if spec.keeps_variance else saved.second
-    return kink_of(saved.mean, rstd, passed.weight, passed.bias, passed.x.shape)
+    if spec.kind == "group":
+        mean, rstd = of_channels(mean, shape), of_channels(rstd, shape)
+    return kink_of(mean, rstd, passed.weight, passed.bias, shape)

@@ -111,6 +111,12 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     return backend_of(source, spec.act).backward(like(dz, source), _adjacent(saved), spec, layout, kept, wanted)
 
 
+def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
+    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
+    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
+    return alike and not TABLE[spec.act.name].identity
+
+
 def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
     """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
     # The recipe holds copies of the parameters, because an optimizer may change them before backward.
@@ -129,9 +135,3 @@ def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, r
         node.reader = reader = recipes.Reader()
     inputs = (saved.source,) if residual is None else (saved.source, residual)
     recipes.offer(z, again, *inputs, reader=reader, registry=registry)
-
-
-def fits_over(dz: Tensor, source: Tensor, spec: Spec) -> bool:
-    """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
-    alike = dz.dtype == source.dtype and dz.stride() == source.stride()
-    return alike and not TABLE[spec.act.name].identity

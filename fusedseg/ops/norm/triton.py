@@ -2,6 +2,7 @@
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,16 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 class Triton:
-    def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+    def forward(
+        self,
+        passed: Passed,
+        spec: Spec,
+        layout: Layout,
+        kept: Kept | None,
+        out: Tensor | None,
+        codes: Any = None,
+    ) -> Normalised:
+        """``codes`` is None or the ``Codes`` (``kernels/low_bit_tile.py``) to write of the tensor that is kept."""
         norm_act, _ = _kernels()
         x, weight, bias, residual, _, running_mean, running_var, batches = passed
         own = spec.own
@@ -41,6 +51,7 @@ class Triton:
                 kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
                 # An op that writes over x keeps no mean.  The means of samples are needed to move running statistics.
                 keep_mean=out is not x or not of_batch,
+                codes=codes, packs=spec.keep,
             )  # fmt: skip
         if batches is not None:
             torch.autograd.graph.increment_version(batches)
@@ -53,8 +64,16 @@ class Triton:
         return found
 
     def backward(
-        self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
+        self,
+        dz: Tensor,
+        saved: Saved,
+        spec: Spec,
+        layout: Layout,
+        kept: Kept | None,
+        wanted: Wanted,
+        codes: Any = None,
     ) -> Gradients:
+        """``codes`` is None or the ``Codes`` to read; then ``saved.source`` only gives the strides."""
         _, norm_act_bwd = _kernels()
         source, weight, rstd = saved.source, saved.weight, saved.second
         if spec.keep == "input" and spec.keeps_variance:
@@ -68,8 +87,9 @@ class Triton:
         with device_of(source):
             if wanted.exchange is None:
                 found = norm_act_bwd.norm_act_bwd(
-                    dz, source, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat, kept=slots, training=spec.own,
-                    act=spec.act, dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
+                    dz, source if codes is None else codes, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat,
+                    kept=slots, training=spec.own, act=spec.act,
+                    dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
                     dresidual=dresidual,
                 )  # fmt: skip
             else:

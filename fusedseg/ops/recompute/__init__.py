@@ -16,6 +16,7 @@ choice.py      the data objects: the budget, the calls, and the choice of those 
 twice.py       the calls that may run twice, and the rule by which they offer a recipe
 budgeted.py    the registry and the rules of such a scope
 guide.py       the guides that observe a step, make or remember a choice, or follow one
-graph.py       the bytes, the arithmetic and the peak of a choice
+graph.py       the tensors of a step, and the price of a choice: bytes, arithmetic and peak
+replay.py      backward under one choice, as plain numbers
 knapsack.py    the search for the cheapest choice
 """

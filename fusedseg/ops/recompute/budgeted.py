@@ -14,11 +14,13 @@ from torch import Tensor
 from ... import _torch
 from . import recipes, twice
 from .choice import Call
-from .graph import Graph, Node
+from .graph import Graph
 from .guide import Guide
 from .offers import Held, Input, Linked, Offer
+from .parts import in_parts
 from .plain import Place, is_trained_leaf
 from .registry import Registry
+from .replay import Node
 from .saved import AsItIs, Autocast, Data, Handle, Hooks
 from .stock import RULES
 
@@ -62,7 +64,7 @@ class BudgetRegistry(Registry):
         if offer.extra and offer.extra >= out.nbytes:
             return
         # Cheap recipes that follow are recorded or refused as if the output were kept, whatever was chosen.
-        offer.steps, offer.is_call = 0, True
+        offer.steps, offer.is_call, offer.is_held = 0, True, self.guide.holds(index)
         inputs = tuple(node for source, _ in known if (node := self._node_of(source)) >= 0)
         offer.node = memory.node = graph.of_call[index] = graph.add(Node(call.nbytes, inputs, index))
         if wanted and twice.same_bits(call, out, again, tensors):
@@ -143,8 +145,13 @@ class BudgetRegistry(Registry):
             if of_call:
                 # If the call is not chosen, the overwritten tensor is kept; see ``called``.
                 offer.steps = 0
+            # The value of a call that forward overwrites is held in the place of the output.
+            offer.is_held = alias and links[0][0].is_held
             overwrites, nbytes = offer.overwrite is not None, output.untyped_storage().nbytes()
-            offer.node = self.graph.add(Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs)))
+            parts = in_parts(offer.rebuild, at) and bool(inputs)
+            offer.node = self.graph.add(
+                Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs), in_parts=parts)
+            )
         return offer
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:

@@ -123,12 +123,16 @@ class Choice:
         again: the indices in ``calls`` of those that do, so that their output is not kept.
         kept: the bytes that the step keeps then; None if they are not known.
         flops: the arithmetic that backward repeats; a call may have to run more than once more.
+        hold: the calls whose values backward holds from the first use to the last one, so that they run only once more.
+        peak: the most bytes at once, as ``graph.Cost`` counts them; None if they are not known.
     """
 
     calls: tuple[Call, ...]
     again: frozenset[int]
     kept: int | None = None
     flops: int = 0
+    hold: frozenset[int] = frozenset()
+    peak: int | None = None
 
     def has(self, index: int, call: Call) -> bool:
         """Whether the call with this number is the one that was planned, for the same size or another one."""

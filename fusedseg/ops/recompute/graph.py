@@ -1,60 +1,32 @@
 """What a step keeps and rebuilds, as plain numbers, and the price of each choice of calls that run twice.
 
 ``Graph`` is written while one forward runs in a scope with a budget.  A node stands for a tensor: data that is kept
-anyway, the result of a cheap recipe, or the output of a call that may run twice.  ``Replay`` then goes through backward
-as the scope does (``saved.py``): in the reverse order of the saved tensors, with rebuilt values held while a saved
-tensor nearby asks for them.  So bytes, arithmetic and peak of a choice are known without another step.
+anyway, the result of a cheap recipe, or the output of a call that may run twice.  ``Replay`` (``replay.py``) then goes
+through backward.  So bytes, arithmetic and peak of a choice are known without another step.
 """
 
-from bisect import bisect_left
 from collections.abc import Collection
-from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from .choice import Call
-from .saved import NEAR
+from .replay import Cost, Node, Others, Replay, TooMuch
 
 # The longest chain of recipes that may rebuild one tensor.  Each of them needs two calls of Python inside each other.
 DEEPEST = 200
+# The number of values that ``Graph.cost`` tries to hold one by one, and how often a call may run on average without it.
+MOST_HELD = 6
+MOST_RUNS = 5
 
 
-class Node(NamedTuple):
-    """A tensor of the forward pass.
+class Moment(NamedTuple):
+    """A moment of the step in which no call runs twice: the bytes then, and the outputs of calls among them.
 
-    nbytes: bytes of its memory.
-    inputs: the nodes that it is rebuilt from; empty for data.
-    call: the index of the call that computes it, or -1.
-    overwrites: whether it may be rebuilt over the memory of its first input.
-    alias: whether it lies in the memory of its first input, which forward has overwritten.  If that input is kept, so
-        is this tensor, in its place.
+    outputs: for each call whose output is kept at this moment and not read, the bytes of the output.
     """
 
     nbytes: int
-    inputs: tuple[int, ...] = ()
-    call: int = -1
-    overwrites: bool = False
-    alias: bool = False
-
-
-class Cost(NamedTuple):
-    """The bytes that a choice keeps, the arithmetic that backward repeats for it, and the bytes at the peak.
-
-    The peak is that of the kept and rebuilt tensors, plus what ``Graph.others`` adds.
-    """
-
-    kept: int
-    flops: int
-    peak: int
-
-
-class Others(NamedTuple):
-    """The bytes that are neither kept nor rebuilt tensors, when a saved tensor is asked for and until the next is.
-
-    These are gradients, and memory that backward functions allocate.  They do not depend on the choice.
-    """
-
-    before: int
-    after: int
+    outputs: dict[int, int]
 
 
 class Graph:
@@ -100,134 +72,54 @@ class Graph:
         return [i for i, node in enumerate(self.of_call) if node is not None]
 
     def cost(self, again: Collection[int]) -> Cost | None:
-        """The price of running these calls twice; None if a tensor would need too long a chain of recipes."""
-        replay = Replay(self, again)
+        """The price of running these calls twice; None if a tensor would need too long a chain of recipes.
+
+        A value that backward needs several times is held where that does not raise the peak, or where the calls would
+        run more than ``MOST_RUNS`` times otherwise.
+        """
+        most = MOST_RUNS * sum(self.calls[i].flops for i in again)
+        best = self._replayed(again, frozenset(), most)
+        if best is None:
+            best = self._replayed(again, frozenset(again), most)
+            return None if best is None else best.cost()
+        repeated = [i for i, count in best.runs.items() if count > 1]
+        if repeated:
+            # A run of a call may need runs of calls before it, so several values may save more than each by itself.
+            runs = best.runs
+            order = sorted(repeated, key=lambda i: self.calls[i].flops * (1 - runs[i]))
+            for hold in (frozenset(order), *(frozenset((i,)) for i in order[:MOST_HELD])):
+                found = self._replayed(again, best.hold | hold, most)
+                if found is not None and found.peak <= best.peak and found.flops < best.flops:
+                    best = found
+                    if len(hold) == len(order):
+                        break
+        return best.cost()
+
+    def _replayed(self, again: Collection[int], hold: frozenset[int], most: float = inf) -> Replay | None:
+        """The replay, or None if a chain is too long or the repeated arithmetic is more than ``most``."""
+        replay = Replay(self, again, hold)
         if replay.depth > DEEPEST:
             return None
-        replay.run()
-        return Cost(replay.kept, replay.flops, replay.peak)
+        replay.most = most
+        try:
+            replay.run()
+        except TooMuch:
+            return None
+        return replay
 
-
-class Replay:
-    """Backward under one choice.
-
-    Attributes:
-        kept: bytes that are kept at the end of forward.
-        flops: arithmetic of the calls that run again, each time that it runs.
-        peak: the most bytes at once.
-        depth: the longest chain of recipes.
-        own: for each saved tensor, the bytes of kept and rebuilt tensors when it is asked for, and when it is returned.
-    """
-
-    def __init__(self, graph: Graph, again: Collection[int]) -> None:
-        self._graph, self._nodes = graph, graph.nodes
-        self._data: list[bool] = []
-        for node in graph.nodes:
-            kept = not node.inputs or (node.call >= 0 and node.call not in again)
-            self._data.append(kept or (node.alias and self._data[node.inputs[0]]))
-        # For data, the number of the first saved tensor that needs it, which is the last one in backward; -1 for none.
-        self._last = [-1] * len(graph.nodes)
-        self.kept, self.flops, self.peak, self._live, self._top = 0, 0, 0, 0, 0
-        self.depth = 0
-        self._find_kept()
-        self.own: list[tuple[int, int]] = [(0, 0)] * len(graph.packs)
-        # The numbers of the handles of each node, in ascending order.
-        self._orders: dict[int, list[int]] = {}
-        self._order_of: list[int] = []
-        count = 0
-        for i in graph.packs:
-            if self._data[i]:
-                self._order_of.append(-1)
-                continue
-            self._orders.setdefault(i, []).append(count)
-            self._order_of.append(count)
-            count += 1
-        self._held: list[int] = []
-
-    def _find_kept(self) -> None:
-        nodes, data, last = self._nodes, self._data, self._last
-        for number, start in enumerate(self._graph.packs):
-            stack = [start]
-            while stack:
-                i = stack.pop()
-                while data[i] and nodes[i].alias:
-                    # The memory is that of the first input.
-                    i = nodes[i].inputs[0]
-                if last[i] >= 0:
-                    continue
-                last[i] = number
-                if data[i]:
-                    self.kept += nodes[i].nbytes
-                else:
-                    stack.extend(nodes[i].inputs)
-        depth = [0] * len(nodes)
-        for i, node in enumerate(nodes):
-            if not data[i] and last[i] >= 0:
-                depth[i] = 1 + max(depth[j] for j in node.inputs)
-        self.depth = max(depth, default=0)
-
-    def _near(self, i: int, order: int) -> bool:
-        own = self._orders.get(i)
-        if own is None:
-            return False
-        at = bisect_left(own, order)
-        return at > 0 and own[at - 1] >= order - NEAR
-
-    def _load(self, i: int, order: int, for_call: bool = False) -> bool:
-        """Rebuilds a tensor unless it is held; returns whether the caller alone has it."""
-        held, node = i in self._held, self._nodes[i]
-        if not held:
-            is_call = node.call >= 0
-            mine = [j for j in node.inputs if not self._data[j] and self._load(j, order, for_call or is_call)]
-            if is_call:
-                self.flops += self._graph.calls[node.call].flops
-            if node.overwrites and mine[:1] == list(node.inputs[:1]):
-                del mine[0]
-            else:
-                self._live += node.nbytes
-                self._top = max(self._top, self._live)
-            for j in mine:
-                self._live -= self._nodes[j].nbytes
-        if self._near(i, order) and (held or not for_call or node.call >= 0):
-            if not held:
-                self._held.append(i)
-            return False
-        if held:
-            self._held.remove(i)
-        return True
-
-    def _peak_of_forward(self) -> int:
-        """The most bytes in forward, where an output that is kept stays alive when forward no longer needs it."""
-        graph = self._graph
-        stays = [0] * (len(graph.tops) + 1)
-        for call, at in graph.dies.items():
-            i = graph.of_call[call]
-            if i is not None and self._data[i] and self._last[i] >= 0:
-                stays[at + 1] += self._nodes[i].nbytes
-        return max(map(sum, zip(graph.tops, accumulate(stays), strict=False)), default=0)
-
-    def run(self) -> None:
-        graph, nodes = self._graph, self._nodes
-        self.peak = self._peak_of_forward()
-        release: dict[int, int] = {}
-        for i, number in enumerate(self._last):
-            if number >= 0 and self._data[i]:
-                release[number] = release.get(number, 0) + nodes[i].nbytes
-        self._live, group, returned = self.kept, -1, 0
-        for number in reversed(range(len(graph.packs))):
-            if graph.groups[number] != group:
-                # The operation before has ended, and frees what it was given and what only it has kept.
-                self._live -= returned
-                group, returned = graph.groups[number], 0
-            before = self._top = self._live
-            i, order = graph.packs[number], self._order_of[number]
-            if order >= 0:
-                for j in [j for j in self._held if not self._near(j, order + 1)]:
-                    self._held.remove(j)
-                    self._live -= nodes[j].nbytes
-                if self._load(i, order):
-                    returned += nodes[i].nbytes
-            returned += release.get(number, 0)
-            self.own[number] = before, self._live
-            others = graph.others[number] if graph.others else Others(0, 0)
-            self.peak = max(self.peak, self._top + others.before, self._live + others.after)
+    def moments(self) -> list[Moment]:
+        """Moments at which the peak of a choice may lie: it needs the bytes of each, less the outputs not kept then."""
+        replay = Replay(self, ())
+        sizes = {i: (node, self.nodes[node].nbytes) for i, node in enumerate(self.of_call) if node is not None}
+        found = []
+        for at, nbytes in enumerate(replay.tops()):
+            alive = {i: size for i, (_, size) in sizes.items() if self.dies.get(i, inf) < at}
+            found.append(Moment(nbytes, alive))
+        live, released = 0, replay.released
+        for number, node in enumerate(self.packs):
+            alive = {i: size for i, (own, size) in sizes.items() if 0 <= replay.first_use(own) < number}
+            live += sum(released.get(number, ()))
+            rebuilt = self.nodes[node].nbytes if not replay.is_data(node) else 0
+            others = self.others[number] if self.others else Others(0, 0)
+            found.append(Moment(live + max(others.before, rebuilt + others.after), alive))
+        return found

@@ -7,24 +7,30 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 
 import threading
 import weakref
-from math import inf
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor
 
 from .choice import Budget, Call, Choice
-from .graph import Graph, Others, Replay
+from .graph import Graph
 from .knapsack import Knapsack
+from .replay import Others, Replay
 from .saved import AsItIs, Data, Handle, unpack
 
-# The number of choices that bare scopes remember.
+# The number of choices that bare scopes remember, and that each model remembers.
 REMEMBERED = 32
+# The share by which another size may keep more than the budget before the model gets another choice for it.
+CLOSE = 0.01
 
 
 class Guide(Protocol):
     """Decides for each call, in their order, whether it runs twice."""
 
     def wants(self, index: int, call: Call) -> bool: ...
+
+    def holds(self, index: int) -> bool:
+        """Whether backward holds the value of a call that runs twice from the first use to the last one."""
 
     def made(self, index: int, out: Tensor) -> None:
         """Called with the output of each call."""
@@ -40,7 +46,10 @@ class Guide(Protocol):
 
 
 class _Quiet:
-    """A guide that does not look at tensors."""
+    """A guide that does not look at tensors, and holds no values."""
+
+    def holds(self, index: int) -> bool:
+        return False
 
     def made(self, index: int, out: Tensor) -> None:
         pass
@@ -150,6 +159,69 @@ class Follow(_Quiet):
         self._lost = self._lost or not self.choice.has(index, call)
         return not self._lost and index in self.choice.again
 
+    def holds(self, index: int) -> bool:
+        return not self._lost and index in self.choice.hold
+
+
+class Sizes:
+    """The choices of one model, by the sizes and dtypes of its calls.
+
+    The choice that was planned serves other sizes too, where it keeps to the budget; bytes scale with the sizes.
+    Elsewhere another choice is made at the end of the first forward with these sizes.
+
+    Args:
+        budget: the budget.
+        planned: the choice for the example.
+        eager: bytes that the model keeps without fusedseg on the example.
+        seen: bytes that autograd was about to save on the example (``Graph.eager``).
+    """
+
+    def __init__(self, budget: Budget, planned: Choice, eager: int, seen: int) -> None:
+        self.budget, self.planned, self.eager, self.seen = budget, planned, eager, seen
+        self.known: tuple[Choice, ...] = ()
+
+    def guide(self) -> "Follow":
+        return _Sized(self)
+
+    def learn(self, graph: Graph) -> None:
+        """Remembers a choice for the calls of ``graph``, which has the calls of the planned choice in other sizes."""
+        planned, eager = self.planned, int(self.eager * graph.eager / max(1, self.seen))
+        most, cost = self.budget.bytes_of(eager), graph.cost(planned.again)
+        if cost is None:
+            return
+        total = sum(call.flops for call in graph.calls)
+        choice = Choice(tuple(graph.calls), planned.again, cost.kept, cost.flops, planned.hold)
+        fits = (most is None or cost.kept <= most * (1 + CLOSE)) and cost.flops <= self.budget.most_flops * total
+        if not fits and len(self.known) < REMEMBERED:
+            choice = choose(graph, self.budget, eager)
+        # One assignment, because other threads may read it.
+        self.known = (*self.known[-REMEMBERED + 1 :], choice)
+
+
+class _Sized(Follow):
+    """Follows the choice for the sizes of the calls, or the planned one until these sizes are known."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes.planned)
+        self._sizes, self._fits = sizes, sizes.known
+        # Whether all calls so far have the sizes of the example.
+        self._planned = True
+
+    def wants(self, index: int, call: Call) -> bool:
+        self._lost = self._lost or not self.choice.has(index, call)
+        if self._lost:
+            return False
+        signature = call.signature
+        self._planned = self._planned and self._sizes.planned.calls[index].signature == signature
+        self._fits = tuple(choice for choice in self._fits if choice.calls[index].signature == signature)
+        self.choice = self._sizes.planned if self._planned or not self._fits else self._fits[-1]
+        return index in self.choice.again
+
+    def ends(self, graph: Graph) -> None:
+        complete = not self._lost and len(graph.calls) == len(self._sizes.planned.calls)
+        if complete and not self._planned and not self._fits:
+            self._sizes.learn(graph)
+
 
 _remembered: list[tuple[Budget, Choice]] = []
 _lock = threading.Lock()
@@ -171,6 +243,9 @@ class Learn(_Quiet):
         ]
         return bool(self._fits) and index in self._fits[0].again
 
+    def holds(self, index: int) -> bool:
+        return bool(self._fits) and index in self._fits[0].hold
+
     def ends(self, graph: Graph) -> None:
         if not graph.calls or any(len(choice.calls) == len(graph.calls) for choice in self._fits):
             return
@@ -187,15 +262,30 @@ def forget() -> None:
 
 
 def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) -> Choice:
-    """The cheapest choice for a budget.
+    """The cheapest choice for a budget: the first one of ``choices`` that keeps no more, or else the last one.
 
     Args:
         graph: the step.
         eager: bytes that the step keeps without fusedseg.
         kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
     """
-    knapsack = Knapsack(graph.choosable, graph.cost)
+    most = budget.bytes_of(eager)
+    for choice in choices(graph, eager, kept, budget.most_flops):
+        assert choice.kept is not None
+        if most is not None and choice.kept <= most:
+            break
+    return choice
+
+
+def choices(graph: Graph, eager: int, kept: int | None = None, most_flops: float = Budget.MOST) -> Iterator[Choice]:
+    """All choices that budgets lead to, by falling bytes; the first one lets no call run twice.
+
+    The next choice is searched only when it is asked for.  ``most_flops`` is the largest share of the arithmetic that
+    may run twice; the other arguments are those of ``choose``.
+    """
+    knapsack = Knapsack(graph)
     unknown = 0 if kept is None else kept - knapsack.nothing.kept
-    total, most = sum(call.flops for call in graph.calls), budget.bytes_of(eager)
-    found = knapsack.descend(eager, -inf if most is None else most - unknown, budget.most_flops * total)
-    return Choice(tuple(graph.calls), found.again, found.cost.kept + unknown, found.cost.flops)
+    total = sum(call.flops for call in graph.calls)
+    for found in knapsack.steps(eager, most_flops * total, unknown):
+        cost = found.cost
+        yield Choice(tuple(graph.calls), found.again, cost.kept + unknown, cost.flops, cost.hold, cost.peak)

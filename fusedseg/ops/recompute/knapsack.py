@@ -1,32 +1,36 @@
 """Chooses which calls run twice: branch and bound over a price that is not additive.
 
-The price of a set of calls is bytes, arithmetic and peak (``Graph.cost``).  Sums over the calls bound bytes and
-arithmetic: a set saves at most the sum of the bytes that each call saves by itself, and repeats at least the sum of the
-arithmetic that each call repeats by itself, because a call can only be needed more often if other calls run twice too.
-If a part of a call could run twice, these sums would be least for the calls with the least arithmetic per byte, and a
-part of the last one.  This bound prunes the search, and the true price decides.
+The price of a set of calls is bytes, arithmetic and peak (``Graph.cost``).  Sums over the calls bound it: a set saves
+at most the sum of the bytes that each call saves by itself, and repeats at least the sum of the arithmetic of its
+calls.  At each moment of the step (``Graph.moments``), it lowers the bytes by at most the outputs that are kept then.
+So a limit of the bytes, or of the peak, demands a weight that the calls of a set must have together.  If a part of a
+call could run twice, each demand would be met at the least by the calls with the least arithmetic per weight, and a
+part of the last one.  The largest of these bounds prunes the search, and the true price decides.
 
 ``descend`` lowers the bytes in small steps that do not depend on the budget.  Each step takes the set with the least
 arithmetic among those whose peak is not above the lowest peak so far.  So a smaller budget never has a larger peak, but
 for ``SAME``, the share by which the peak may rise for small tensors such as copies of biases.
 """
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate
 from math import inf
 
-from .graph import Cost
+from .graph import Graph
+from .replay import Cost
 
-# A search ends after this many prices or this many steps, with the best set so far.  Up to about eight calls, it
-# always ends before.
-MOST_PRICES = 150
-MOST_STEPS = 20_000
+# A search ends after this many prices or this many steps, with the best set so far.
+MOST_PRICES = 60
+MOST_STEPS = 3000
+# The search may miss this share of the arithmetic of all calls.
+CLOSE = 2e-4
 # The number of steps into which ``descend`` divides the bytes that a step keeps without fusedseg.
 STEPS = 100
 SAME = 1e-3
 
-Price = Callable[[frozenset[int]], Cost | None]
 Again = frozenset[int]
 
 
@@ -44,11 +48,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Found:
-    """A set of calls and its price.  ``exact`` says that the search ended by itself, so that no set is better."""
+    """A set of calls and its price."""
 
     again: Again
     cost: Cost
-    exact: bool
 
     def is_better_than(self, other: "Found | None") -> bool:
         return other is None or (self.cost.flops, self.cost.peak, self.cost.kept) < (
@@ -60,144 +63,183 @@ class Found:
 
 @dataclass(frozen=True)
 class Item:
-    """A call by itself: the bytes that it saves, and the arithmetic that it repeats."""
+    """A call by itself: the bytes that it saves, and the arithmetic of one run."""
 
     index: int
     saves: int
     flops: int
 
 
-class Knapsack:
-    """The problem: the calls that may run twice, and the price of each set of them.
+class Weights:
+    """The weight of each item for one demand, and the least arithmetic of a weight.
 
     Args:
-        calls: the indices of the calls.
-        price: returns the price of a set, or None if the set is not possible.
+        items: the items, in the order of the search.
+        weights: their weights.
     """
 
-    def __init__(self, calls: Iterable[int], price: Price) -> None:
-        self._price = price
+    def __init__(self, items: list[Item], weights: list[int]) -> None:
+        self.weights = weights
+        # For the items from each position on: sums of weights and of arithmetic, the cheapest items first.
+        self._sums: list[tuple[list[int], list[int]]] = []
+        self._items = items
+        order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: items[i].flops / weights[i])
+        for at in range(len(items) + 1):
+            own = [i for i in order if i >= at]
+            self._sums.append(([*accumulate(weights[i] for i in own)], [0, *accumulate(items[i].flops for i in own)]))
+
+    def least(self, at: int, need: float) -> float:
+        """The least arithmetic by which the items from ``at`` on weigh ``need``, in parts if necessary."""
+        if need <= 0:
+            return 0.0
+        weights, flops = self._sums[at]
+        i = bisect_left(weights, need)
+        if i == len(weights):
+            return inf
+        before = weights[i - 1] if i else 0
+        return flops[i] + (flops[i + 1] - flops[i]) * (need - before) / (weights[i] - before)
+
+
+class Knapsack:
+    """The problem: the calls of a step that may run twice, and the price of each set of them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
         self._known: dict[Again, Cost | None] = {}
         nothing = self.cost(frozenset())
         assert nothing is not None
         self.nothing = nothing
-        alone = {i: self.cost(frozenset((i,))) for i in calls}
+        alone = {i: self.cost(frozenset((i,))) for i in graph.choosable}
         items = [
-            Item(i, nothing.kept - cost.kept, cost.flops - nothing.flops)
+            Item(i, nothing.kept - cost.kept, graph.calls[i].flops)
             for i, cost in alone.items()
             if cost is not None and cost.kept < nothing.kept
         ]
         self._items = sorted(items, key=lambda item: item.flops / item.saves)
-        # The bytes that the items from each position on save together.
-        self._left = [sum(item.saves for item in self._items[at:]) for at in range(len(items) + 1)]
+        self._saves = Weights(self._items, [item.saves for item in self._items])
+        self._moments = sorted(graph.moments(), key=lambda moment: sum(moment.outputs.values()))
+        self._weights: dict[int, Weights] = {}
+        self._close = CLOSE * sum(item.flops for item in items)
 
     def cost(self, again: Again) -> Cost | None:
         if again not in self._known:
-            self._known[again] = self._price(again)
+            self._known[again] = self._graph.cost(again)
         return self._known[again]
+
+    def _demands(self, limits: Limits) -> list[tuple[Weights, float]]:
+        """What a set must weigh at least to be within the limits."""
+        demands = [(self._saves, self.nothing.kept - limits.kept)]
+        most = 0.0
+        for i, moment in enumerate(self._moments):
+            need = moment.nbytes - limits.peak
+            # A moment with more outputs demands less than one with fewer outputs and more bytes.
+            if need > most:
+                most = need
+                if i not in self._weights:
+                    weights = [moment.outputs.get(item.index, 0) for item in self._items]
+                    self._weights[i] = Weights(self._items, weights)
+                demands.append((self._weights[i], need))
+        return demands
 
     def solve(self, limits: Limits, start: Again = frozenset()) -> Found | None:
         """The set with the least arithmetic within the limits; None if none was found.
 
         ``start`` is a set that nearly fits, from which the search may go on.
         """
-        best = self._first(limits, frozenset())
-        if start:
-            other = self._first(limits, start)
-            best = other if other is not None and other.is_better_than(best) else best
-        items, need = self._items, self.nothing.kept - limits.kept
+        items, demands = self._items, self._demands(limits)
+        weights = [demand.weights for demand, _ in demands]
+        best: Found | None = None
+        for first in (start, frozenset()):
+            found = self._greedy(limits, demands, first)
+            if found is not None and found.is_better_than(best):
+                best = found
         prices = steps = 0
-        # (position, set, bytes that it saves at most, arithmetic that it repeats at least); the last one is next.
-        stack: list[tuple[int, Again, int, int]] = [(0, frozenset(), 0, 0)]
+        # (position, set, its arithmetic at least, what it must weigh beyond its weights); the last one is next.
+        stack: list[tuple[int, Again, int, tuple[float, ...]]] = [(0, frozenset(), 0, tuple(n for _, n in demands))]
         while stack and prices < MOST_PRICES and steps < MOST_STEPS:
-            at, again, saves, flops = stack.pop()
+            at, again, flops, needs = stack.pop()
             steps += 1
-            if saves + self._left[at] < need:
+            bound = flops + max(demand.least(at, need) for (demand, _), need in zip(demands, needs, strict=True))
+            if bound > limits.flops or (best is not None and bound >= best.cost.flops - self._close):
                 continue
-            bound = flops + self._least(at, need - saves)
-            if bound > limits.flops or (best is not None and bound >= best.cost.flops):
-                continue
-            if saves >= need:
+            if max(needs) <= 0:
                 cost = self.cost(again)
                 prices += 1
                 if cost is None or cost.flops > limits.flops:
                     # More calls would only make it worse.
                     continue
                 if limits.allow(cost):
-                    found = Found(again, cost, exact=True)
+                    found = Found(again, cost)
                     best = found if found.is_better_than(best) else best
                     continue
             if at == len(items):
                 continue
             item = items[at]
-            stack.append((at + 1, again, saves, flops))
-            stack.append((at + 1, again | {item.index}, saves + item.saves, flops + item.flops))
-        return best if best is None or not stack else Found(best.again, best.cost, exact=False)
-
-    def _least(self, at: int, need: float) -> float:
-        """The least arithmetic by which the items from ``at`` on save ``need`` bytes, in parts if necessary."""
-        flops = 0.0
-        for item in self._items[at:]:
-            if need <= 0:
-                break
-            flops += item.flops * min(1.0, need / item.saves)
-            need -= item.saves
-        return flops
-
-    def _first(self, limits: Limits, again: Again) -> Found | None:
-        """A good first set: items by their arithmetic per byte until the bytes are reached, and then exchanges."""
-        best: Found | None = None
-        for item in (None, *self._items):
-            again = again if item is None else again | {item.index}
-            cost = self.cost(again)
-            if limits.allow(cost):
-                assert cost is not None
-                best = Found(again, cost, exact=True)
-                break
-        left = MOST_PRICES
-        better = best is not None
-        while better and best is not None and left > 0:
-            better = False
-            for changed in islice(self._neighbours(best.again), left):
-                left -= 1
-                cost = self.cost(changed)
-                if limits.allow(cost):
-                    assert cost is not None
-                    found = Found(changed, cost, exact=True)
-                    if found.is_better_than(best):
-                        best, better = found, True
-                        break
+            stack.append((at + 1, again, flops, needs))
+            less = tuple(need - weight[at] for need, weight in zip(needs, weights, strict=True))
+            stack.append((at + 1, again | {item.index}, flops + item.flops, less))
         return best
 
-    def _neighbours(self, again: Again) -> Iterable[Again]:
-        """Sets without one of the calls, and sets with a cheaper call in its place."""
-        for i in again:
-            yield again - {i}
-        flops = {item.index: item.flops for item in self._items}
-        for i in again:
-            for item in self._items:
-                if item.index not in again and item.flops < flops.get(i, inf):
-                    yield again - {i} | {item.index}
+    def _greedy(self, limits: Limits, demands: list[tuple[Weights, float]], again: Again) -> Found | None:
+        """A good first set: items by their arithmetic per weight until all demands are met, without needless ones."""
+        left = {at: item for at, item in enumerate(self._items) if item.index not in again}
+        needs = [
+            need - sum(w for item, w in zip(self._items, of.weights, strict=True) if item.index in again)
+            for of, need in demands
+        ]
+        while left:
+            if max(needs) <= 0 and limits.allow(self.cost(again)):
+                break
+            unmet = [(of.weights, need) for (of, _), need in zip(demands, needs, strict=True) if need > 0]
+            at = min(left, key=partial(self._dearness, unmet=unmet))
+            again = again | {left.pop(at).index}
+            needs = [need - of.weights[at] for (of, _), need in zip(demands, needs, strict=True)]
+        cost = self.cost(again)
+        if not limits.allow(cost):
+            return None
+        assert cost is not None
+        best = Found(again, cost)
+        for item in sorted(self._items, key=lambda item: -item.flops):
+            if item.index in best.again:
+                fewer = best.again - {item.index}
+                cost = self.cost(fewer)
+                if limits.allow(cost):
+                    assert cost is not None
+                    best = Found(fewer, cost)
+        return best
 
-    def descend(self, eager: int, most_bytes: float, most_flops: float) -> Found:
+    def _dearness(self, at: int, unmet: list[tuple[list[int], float]]) -> float:
+        """The arithmetic of an item for its shares of the unmet demands, or for its bytes if all demands are met."""
+        item = self._items[at]
+        gain = sum(min(1.0, weights[at] / need) for weights, need in unmet) if unmet else item.saves
+        return item.flops / gain if gain else inf
+
+    def descend(self, eager: int, most_bytes: float, most_flops: float, unknown: int = 0) -> Found:
         """The set for a budget: the first one within ``most_bytes`` on the way down, or else the last one.
 
         Args:
-            eager: bytes that the step keeps without fusedseg; a hundredth of them is the height of a step.
+            eager: bytes that the step keeps without fusedseg; the steps end at hundredths of them.
             most_bytes: the bytes that may be kept; -inf for as few as possible.
             most_flops: the arithmetic that may be repeated.
+            unknown: bytes that are kept but not priced.
         """
-        best = Found(frozenset(), self.nothing, exact=True)
-        height = max(1, eager // STEPS)
-        level, peak = float(self.nothing.kept), self.nothing.peak
-        while best.cost.kept > most_bytes:
-            level -= height
-            if level < 0:
+        for best in self.steps(eager, most_flops, unknown):
+            if best.cost.kept <= most_bytes:
                 break
+        return best
+
+    def steps(self, eager: int, most_flops: float, unknown: int = 0) -> Iterator[Found]:
+        """The sets on the way down, in order; the first one is empty.  Arguments as in ``descend``."""
+        best, peak = Found(frozenset(), self.nothing), self.nothing.peak
+        yield best
+        for step in reversed(range(STEPS)):
+            level = step * eager / STEPS - unknown
+            if level < 0:
+                return
             if best.cost.kept <= level:
                 continue
             found = self.solve(Limits(level, most_flops, peak * (1 + SAME)), best.again)
             if found is None:
-                break
+                return
             best, peak = found, min(peak, found.cost.peak)
-        return best
+            yield best

@@ -96,7 +96,7 @@ class Offer:
     _recipe: "weakref.ref[Recipe] | None" = None
     reader: Reader | None = None
     # As in ``Recipe``.
-    node, is_call = -1, False
+    node, is_call, is_held = -1, False, False
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Offer:
                 source.in_recipe = True
             inputs.append((source, at))
         recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
-        recipe.node, recipe.is_call = self.node, self.is_call
+        recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
         recipe.bits = min((source.bits for source, _ in inputs), default=EXACT)
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:

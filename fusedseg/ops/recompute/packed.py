@@ -9,13 +9,15 @@ may read and how it may save a tensor; ``packing.py`` sets it for each call.  Ou
 """
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import _torch
 from ..low_bit.op import pack, unpack
@@ -44,26 +46,27 @@ class Rounding:
         bits: 8 or 4.
         seed: an integer.  Its steps are counted here, so that equal programs get equal bits.  None shares one count
             of steps with all other scopes without a seed.
-        exact: modules that keep everything as it is.
+        unrounded: modules that keep everything as it is.
     """
 
-    def __init__(self, bits: int, seed: int | None = None, exact: Sequence[torch.nn.Module] = ()) -> None:
-        self.bits, self.seed, self.exact, self.steps = bits, seed, tuple(exact), 0
+    def __init__(self, bits: int, seed: int | None = None, unrounded: Sequence[torch.nn.Module] = ()) -> None:
+        self.bits, self.seed, self.unrounded, self.steps = bits, seed, tuple(unrounded), 0
 
     @classmethod
-    def parse(cls, op: str, bits: Any, seed: Any, exact: Sequence[torch.nn.Module] = ()) -> "Rounding | None":
+    def parse(cls, op: str, bits: Any, seed: Any, unrounded: Sequence[torch.nn.Module] = ()) -> "Rounding | None":
         """Raises TypeError or ValueError if an argument does not fit.  None if ``bits`` is None."""
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"{op}: seed must be an integer or None, got {type(seed).__name__}")
         if bits is None:
-            if seed is not None:
-                raise ValueError(f"{op}: seed is given without bits")
+            for name, given in (("seed", seed is not None), ("unrounded", len(unrounded) > 0)):
+                if given:
+                    raise ValueError(f"{op}: {name} is given without bits")
             return None
         if isinstance(bits, bool) or not isinstance(bits, int):
             raise TypeError(f"{op}: bits must be 8, 4 or None, got {type(bits).__name__}")
         if bits not in CHOICES:
             raise ValueError(f"{op}: bits must be 8, 4 or None, got {bits}")
-        return cls(bits, seed, exact)
+        return cls(bits, seed, unrounded)
 
     def key(self) -> tuple[int, int, int]:
         """What the rounding of the next step depends on, beside the place in the step."""
@@ -162,10 +165,14 @@ class PackedData(Recipe):
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
+    rounds = True
+
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
         self.rounding, self._step, self._places = rounding, rounding.key(), itertools.count()
         self.reading = UNKNOWN
+        # The number of modules of ``Rounding.unrounded`` that run now.
+        self._inside = 0
         # The tensors that are packed before the next call, when it is known what reads the output of their norm.
         self.pending: list[PackedData] = []
 
@@ -215,6 +222,9 @@ class PackingRegistry(Registry):
         offer = memory.offer_of(at, version)
         return offer is not None and offer.bits < EXACT
 
+    def packs(self, t: Tensor) -> bool:
+        return self.reading.bits is not None and self._takes(t)
+
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""
         reading = self.reading
@@ -231,11 +241,30 @@ class PackingRegistry(Registry):
 
     @contextmanager
     def allowing(self, reading: Reading) -> Any:
-        before, self.reading = self.reading, reading
+        """A context for a known call, which is exact inside of ``Rounding.unrounded``."""
+        before, self.reading = self.reading, UNKNOWN if self._inside else reading
         try:
             yield
         finally:
             self.reading = before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the modules of ``Rounding.unrounded`` are noticed when this thread calls them."""
+        modules, thread = set(self.rounding.unrounded), threading.get_ident()
+
+        def count(step: int, module: torch.nn.Module) -> None:
+            if module in modules and threading.get_ident() == thread:
+                self._inside += step
+
+        # Hooks of a module itself would change how converted convolutions run.
+        before = register_module_forward_pre_hook(lambda module, args: count(1, module))
+        after = register_module_forward_hook(lambda module, *call: count(-1, module), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
 
     def linear(self, spared: Tensor | None = None) -> Any:
         """A context for a call whose saved tensors enter the gradient linearly."""

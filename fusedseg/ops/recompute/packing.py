@@ -4,9 +4,9 @@
     bending    has a derivative that jumps at 0: the sign of what it saves must be exact
     smooth     has a derivative that varies: rounding biases the gradient, so at least 8 bits are kept for it
 
-A norm is linear, but what reads its output decides how its input is packed: with the kink of the norm for a bending
-function, in 8 bits for a smooth one.  So its input is packed just before the next call of a known function, when the
-network has usually let go of it.
+A norm is linear, but what reads its output decides how its input is packed: with the kink of the norm for an
+activation, and in 8 bits for a smooth one.  So its input is packed just before the next call of a known function, when
+the network has usually let go of it.
 """
 
 import weakref
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _torch
-from ..norm.kink import kink_of
+from ..norm.kink import kink_of, of_channels
 from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
-from .stock import CONVOLUTIONS, RULES, Function, Rule
-from .stock_norm import NAMES
+from .stock import CONVOLUTIONS, RULES, Function
+from .stock_norm import NAMES, by_statistics, statistics_of
 
 LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
 NORMS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
@@ -53,13 +53,13 @@ def _first(args: Any, kwargs: Any) -> Tensor | None:
 def _settle(registry: PackingRegistry, kind: str, x: Tensor | None) -> bool:
     """Packs what is pending before a call of a function that reads ``x``.
 
-    Returns whether the function bends and reads the output of a norm whose input is packed with the kink now.
+    Returns whether the function reads the output of a norm whose input is packed with the kink now.
     """
     pending, registry.pending = registry.pending, []
     exact = False
     for data in pending:
         reads = x is not None and plain(x) and data.output is not None and data.output() is x.untyped_storage()
-        kink = data.kink_of_norm() if reads and kind == BENDING and data.kink_of_norm is not None else None
+        kink = data.kink_of_norm() if reads and kind != LINEAR and data.kink_of_norm is not None else None
         exact |= kink is not None
         data.settle(max(data.bits, SMOOTH_BITS) if reads and kind == SMOOTH else data.bits, kink)
     return exact
@@ -80,17 +80,16 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
     return Reading(0, bits, defers=func in NORMS, spared=spared)
 
 
-def _rule(registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Rule, kind: str) -> Any:
+def _rule(
+    registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Callable[..., Any], kind: str
+) -> Any:
     with _torch.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
-    before, registry.reading = registry.reading, reading
-    try:
+    with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
-    finally:
-        registry.reading = before
-    if registry.pending and isinstance(out, Tensor):
+    if registry.pending and func in NAMES:
         with _torch.DisableTorchFunction():
-            after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs, weakref.ref(out)))
+            after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))
     return out
 
 
@@ -100,33 +99,35 @@ def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor
         data.output, data.kink_of_norm = weakref.ref(out.untyped_storage()), kink
 
 
-def _kink_of_stock(
-    collected: list[Tensor], func: Function, args: Any, kwargs: Any, out: "weakref.ref[Tensor]"
-) -> Tensor | None:
-    """The kink of one of ``NORMS``; None if its statistics are not at hand."""
-    if func is F.layer_norm:
-        # Its statistics are not those of channels.
-        return None
-    names, default = NAMES.get(func, (("input", "num_groups", "weight", "bias", "eps", ""), None))
+def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: Any) -> Tensor | None:
+    """The kink of ``F.batch_norm`` or ``F.instance_norm``; None if its statistics are not at hand."""
+    names, default = NAMES[func]
     named = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, bias = named["input"], named.get("weight"), named.get("bias")
-    if func is F.group_norm:
-        node: Any = getattr(out(), "grad_fn", None)
-        if node is None or node.name() != "NativeGroupNormBackward0":
-            return None
-        mean, rstd = node._saved_result1, node._saved_result2
-    elif named.get(names[5], default):
-        # The statistics come last.
-        count = x.shape[1] * (x.shape[0] if func is F.instance_norm else 1)
-        found = [v for v in collected if v.is_floating_point() and v.numel() == count]
-        if len(found) < 2:
-            return None
-        mean, rstd = found[-2:]
+    x = named["input"]
+    if named.get(names[5], default):
+        found = statistics_of(collected, x.shape[1] * (x.shape[0] if func is F.instance_norm else 1))
     else:
-        mean, rstd = named["running_mean"], (named["running_var"] + named.get("eps", 1e-5)).rsqrt()
-    return kink_of(mean, rstd, weight, bias, x.shape)
+        found = named["running_mean"], (named["running_var"] + named.get("eps", 1e-5)).rsqrt()
+    return None if found is None else kink_of(*found, named.get("weight"), named.get("bias"), x.shape)
+
+
+def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:
+    """The rule of ``F.group_norm``: it is rebuilt from its statistics.
+
+    Those of rounded values would move its kink, and many rounded values lie next to the kink.
+    """
+    out = func(*args, **kwargs)
+    named = dict(zip(("input", "num_groups", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = named["input"], named.get("weight"), named.get("bias")
+    node = out.grad_fn
+    if node is None or node.name() != "NativeGroupNormBackward0":
+        return out
+    mean, rstd = (of_channels(v, x.shape) for v in (node._saved_result1, node._saved_result2))
+    registry.offer(out, by_statistics(x, weight, bias, mean, rstd), [x])
+    after_norm(registry, out, partial(kink_of, mean, rstd, weight, bias, x.shape))
+    return out
 
 
 PACKING_RULES: dict[Function, Any] = {
-    func: partial(_rule, stock=stock, kind=KINDS[func]) for func, stock in RULES.items()
+    func: partial(_rule, stock=stock, kind=KINDS[func]) for func, stock in (RULES | {F.group_norm: _group_norm}).items()
 }

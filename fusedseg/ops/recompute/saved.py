@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from .parts import in_parts
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
 # A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
@@ -199,14 +200,14 @@ class Recipe:
     # The number of the ``Reader`` (``offers.py``), if there is one.
     own: float | None = None
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # As in ``Data``; the fewest bits of its sources; its calls; and whether a call that runs twice makes the tensor.
-    node, bits, steps, is_call = -1, EXACT, 1, False
+    # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
+    node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
 
     def __init__(
         self,
         at: Place,
         device: torch.device,
-        rebuild: Callable[..., Tensor],
+        rebuild: Any,
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: Sequence[tuple["Data | Recipe", Place]],
@@ -220,7 +221,7 @@ class Recipe:
         if self.own is not None and order - NEAR <= self.own < order:
             return True
         i = bisect_left(self.orders, order)
-        return i > 0 and self.orders[i - 1] >= order - NEAR
+        return i > 0 and (self.is_held or self.orders[i - 1] >= order - NEAR)
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
         """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
@@ -229,23 +230,23 @@ class Recipe:
             value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-        if (self.is_call or not for_call or self.held) and self.near(order) and (self.held is not None or _hold(self)):
+        stays = self.held is not None or self.is_call or self.is_held or not for_call
+        if stays and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
         return value, True
 
+    def _input(self, i: int, order: int, for_call: bool) -> tuple[Tensor, bool]:
+        source, at = self.inputs[i]
+        t, ours = source.load(order, for_call) if isinstance(source, Recipe) else (source.load_for_recipe(), False)
+        return seen_as(t, source.at, at), ours
+
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        inputs: list[Tensor] = []
-        first_is_ours = False
-        for source, at in self.inputs:
-            if isinstance(source, Recipe):
-                t, ours = source.load(order, for_call)
-                first_is_ours |= ours and not inputs
-            else:
-                t = source.load_for_recipe()
-            inputs.append(seen_as(t, source.at, at))
-        call = self.overwrite if self.overwrite is not None and first_is_ours else self.rebuild
+        if in_parts(self.rebuild, self.at):
+            return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
+        inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
+        call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
         with _torch.DisableTorchFunction():
@@ -281,8 +282,7 @@ class Handle:
         held, recipe = _thread.held, self.recipe
         if held:
             _let_go(held, self.order)
-        value = recipe.load(self.order)[0] if recipe.data is None else recipe.data.load()
-        return seen_as(value, recipe.at, self.at)
+        return seen_as(recipe.load(self.order)[0] if recipe.data is None else recipe.data.load(), recipe.at, self.at)
 
 
 class _Thread(threading.local):

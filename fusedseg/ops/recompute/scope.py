@@ -1,6 +1,6 @@
 """The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator, ExitStack
 from functools import partial
 
@@ -59,6 +59,7 @@ class recompute(ContextDecorator):
             but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
         seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
             entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
+        unrounded: with ``bits``, modules whose calls keep everything as it is.
 
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
@@ -92,8 +93,14 @@ class recompute(ContextDecorator):
         extra_flops: float | None = None,
         bits: int | None = None,
         seed: int | None = None,
+        unrounded: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._rounding = Rounding.parse("fusedseg.recompute", bits, seed)
+        for module in unrounded:
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    f"fusedseg.recompute: unrounded must be a sequence of modules, got {type(module).__name__}"
+                )
+        self._rounding = Rounding.parse("fusedseg.recompute", bits, seed, unrounded)
         if bits is not None and (budget is not None or extra_flops is not None):
             raise ValueError("fusedseg.recompute: bits and a budget cannot be given together")
         self._make_guide: Callable[[], Guide] | None = None
@@ -147,6 +154,8 @@ class recompute(ContextDecorator):
                 registry, rules = PackingRegistry(outer, self._rounding), PACKING_RULES
                 PACKING.append(registry)
                 stack.callback(PACKING.remove, registry)
+                if self._rounding.unrounded:
+                    stack.enter_context(registry.watching())
             else:
                 assert self._make_guide is not None
                 registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES

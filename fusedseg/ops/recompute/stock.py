@@ -35,9 +35,11 @@ from ..max_pool import op as max_pool
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted
+from .parts import joined
 from .plain import Place, plain
 from .registry import Registry
 from .saved import Autocast, Data, Handle, Recipe
+from .stock_conv import convolution
 from .stock_norm import norm
 
 Function = Callable[..., Any]
@@ -115,6 +117,12 @@ def _forms(func: Function) -> tuple[Function, Function]:
     return func, functools.partial(func, inplace=True)
 
 
+def _cat(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+    """The rule of ``torch.cat``, whose result is rebuilt part by part."""
+    again, tensors = replay(func, args, kwargs)
+    return _call(registry, func, args, kwargs, tensors, joined(again, args, kwargs), None)
+
+
 def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
     """The rule of max-pooling: the package's own pool, which keeps a byte per element, runs if its result is equal."""
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
@@ -145,7 +153,7 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
     Under autocast the call casts the weight, or finds a cast of an earlier call in autocast's cache.
     """
     if not _torch.is_any_autocast_enabled():
-        return func(*args, **kwargs)
+        return convolution(registry, func, args, kwargs)
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or not Autocast.of(weight).enabled:
         return func(*args, **kwargs)
@@ -259,7 +267,7 @@ def _rules() -> dict[Function, Rule]:
         rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
     rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
     rules.update(dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu))
-    rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_pure, note_cat)))
+    rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_cat, note_cat)))
     rules[F.interpolate] = noted(_pure, note_interpolated)
     for name in TWINS:
         for home in (torch, Tensor):

@@ -44,7 +44,10 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
-    again = _again(x, named.get("weight"), named.get("bias"), vectors, instance) if own else None
+    again, count = None, x.shape[1] * (x.shape[0] if instance else 1)
+    if own and (registry.rounds or _is_certain(x, vectors, count, instance)):
+        found = statistics_of(vectors, count)
+        again = None if found is None else by_statistics(x, named.get("weight"), named.get("bias"), *found)
     if again is not None:
         registry.offer(out, again, [x])
         return out
@@ -57,29 +60,44 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _again(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: list[Tensor], instance: bool
-) -> Callable[[Tensor], Tensor] | None:
-    """A function that rebuilds the output from the vectors that the call has saved.  The statistics come last in them.
+def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1 / sqrt(var + eps) among what a norm has saved, where they come last; None if they are not there."""
+    found = [v for v in vectors if v.numel() == count and v.is_floating_point()]
+    return (found[-2], found[-1]) if len(found) > 1 else None
 
-    The result is None on other devices than a CPU, if the vectors may be something else, and if aten computes the two
-    calls differently.  With parameters in half precision, aten rounds the statistics; in memory with gaps or with
-    another order of dimensions, it multiplies in another order.
+
+def _is_certain(x: Tensor, vectors: list[Tensor], count: int, instance: bool) -> bool:
+    """Whether ``by_statistics`` gives the same bits as the norm.
+
+    It may not on other devices than a CPU, and if the vectors may be something else.  With parameters in half
+    precision, aten rounds the statistics; in memory with gaps or with another order of dimensions, it multiplies in
+    another order.
     """
     dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
     if len(vectors) < 2 or not x.is_cpu or not (instance or dense):
-        return None
-    (mean, scale), count = vectors[-2:], x.shape[0] * x.shape[1] if instance else x.shape[1]
-    if mean.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or mean.numel() != count:
-        return None
+        return False
+    mean = vectors[-2]
+    return mean.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and mean.numel() == count
+
+
+def by_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """A function that rebuilds the output of a norm of ``x``.
+
+    mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
+    """
+    samples, channels = x.shape[:2]
+    instance, count = mean.numel() != channels, mean.numel()
+    scale = rstd
     # These are copies, because an optimizer may change the parameters before backward.
     if weight is not None:
         weight = weight.detach()
-        scale = scale * (weight.repeat(len(x)) if instance else weight)
+        scale = scale * (weight.repeat(samples) if instance else weight)
     if bias is not None:
         bias = bias.detach()
         bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
-        bias = bias.repeat(len(x)) if instance else bias
+        bias = bias.repeat(samples) if instance else bias
 
     def again(x: Tensor) -> Tensor:
         # Instance norm is computed as the batch norm of one sample that has the channels of all samples.

@@ -1,0 +1,118 @@
+"""What ``torch.compile`` keeps for backward, read from the graphs that its partitioner makes.
+
+The partitioner divides the graph of forward and backward in two, and decides which values forward keeps and which ones
+backward computes again.  It works on shapes alone, so a model without values is enough, and no code is generated.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._torch import partitioner
+from .meter import key_of, mean_of
+
+OP = "fusedseg.memory.partitions"
+
+
+class Partition(NamedTuple):
+    """What one way to divide the graph keeps.
+
+    Attributes:
+        kept: bytes that forward keeps for backward, without parameters and buffers.
+        repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
+        flops: this arithmetic of forward, as far as ops of PyTorch do it.
+    """
+
+    kept: int
+    repeated: float
+    flops: int
+
+
+def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
+    """Compiles a model, and partitions its graph for each ``activation_memory_budget`` of the compiler.
+
+    The graph is decomposed as for Inductor.  The compiler's caches are emptied before and after, so that functions that
+    were compiled before are compiled again when they are called next.
+
+    Args:
+        model: any module that ``torch.compile(fullgraph=True)`` can trace; it may be fake, inside its fake mode.
+        inputs: its arguments.
+        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
+
+    Raises:
+        RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
+    """
+    parts = partitioner()
+    found: dict[float, Partition] = {}
+    owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
+
+    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        for budget in budgets:
+            with warnings.catch_warnings():
+                # Copying a graph warns of a class of PyTorch that its own copy uses.
+                warnings.simplefilter("ignore", FutureWarning)
+                twin = copy.deepcopy(joint)
+            forward, backward = _divided(parts, twin, joint_inputs, budget, options)
+            found[budget] = _partition(joint, forward, backward, owned, options["num_fwd_outputs"])
+        return _divided(parts, joint, joint_inputs, 1.0, options)
+
+    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+        return parts.make_boxed_func(graph.forward)
+
+    backend = parts.aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=parts.decompositions
+    )
+    torch.compiler.reset()
+    try:
+        mean_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs))
+    # The compiler may raise any error.
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)
+        first = next(iter(str(cause).strip().splitlines()), "")
+        raise RuntimeError(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {first}") from error
+    finally:
+        torch.compiler.reset()
+    if not found:
+        raise RuntimeError(f"{OP}: no part of the model needs a gradient")
+    return found
+
+
+def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, options: dict[str, Any]) -> Any:
+    with parts.config.patch(activation_memory_budget=budget):
+        return parts.min_cut(joint, inputs, compiler="inductor", **options)
+
+
+def _partition(
+    joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int
+) -> Partition:
+    """The bytes and the arithmetic of one division; ``owned`` has the shapes of parameters and buffers."""
+    (returned,) = next(node for node in forward.graph.nodes if node.op == "output").args
+    kept: dict[int, int] = {}
+    for node in returned[outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        # Parameters are inputs of the graph.
+        if isinstance(value, Tensor) and not (node.op == "placeholder" and tuple(value.shape) in owned):
+            kept[key_of(value)] = value.untyped_storage().nbytes()
+    first = _flops(forward)
+    again = first + _flops(backward) - _flops(joint)
+    return Partition(sum(kept.values()), again / max(first, 1), first)
+
+
+def _flops(module: fx.GraphModule) -> int:
+    """The arithmetic of the convolutions and matrix products of a graph; a product and a sum count as two."""
+    from torch.utils.flop_counter import flop_registry
+
+    def value_of(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    total = 0
+    for node in module.graph.nodes:
+        count: Callable[..., int] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if node.op == "call_function" and count is not None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+            total += count(*args, **kwargs, out_val=node.meta["val"])
+    return total

@@ -1,0 +1,330 @@
+"""``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import FakeTensorMode
+from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
+from .plan import OP, Option, Plan, gib, parse_budget
+from .report import MemoryReport
+from .step import OptimizerFactory
+from .strategy import Budgets, Convert, Ladder, NoBlocks, Rung, Strategy, combinations
+
+# The search ends here, because a model that needs no memory has no largest batch.
+LARGEST = 2**20
+# The batch on which budgets are chosen if a plan looks for the largest batch.
+EXAMPLE = 2
+# The shares of the forward's arithmetic for which a plan that looks for the largest batch tries byte budgets.
+SHARES = (0.02, 0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of ``plan``, which describes them; ``usable`` has the bytes of the budget without the reserve."""
+
+    model: Model
+    input_shape: Sequence[Any]
+    usable: int
+    batch: int | None
+    convert: Convert | None
+    budgets: Budgets | None
+    bits: Sequence[int]
+    converted: str
+    code: str | None
+    dtype: torch.dtype
+    autocast: torch.dtype
+    optimizer: OptimizerFactory | None
+    loss: Callable[..., Tensor] | None
+    progress: Callable[[str], None] | None
+
+
+def plan(
+    model: Model,
+    input_shape: Sequence[Any],
+    budget: int | str,
+    *,
+    batch: int | None = None,
+    convert: Convert | None = None,
+    budgets: Budgets | None = None,
+    bits: Sequence[int] = (),
+    converted: str = "fusedseg",
+    code: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype = torch.float16,
+    optimizer: OptimizerFactory | None = torch.optim.AdamW,
+    loss: Callable[..., Tensor] | None = None,
+    reserve: float = 0.1,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Finds the largest batch that fits in a budget, or the cheapest way to fit a wanted ``batch``.
+
+    It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.  With
+    ``budgets`` it also tries converted models with a byte budget, whose backward repeats a part of the forward's
+    arithmetic.  For a wanted batch this is the budget with the least repeated arithmetic that fits, if conversion alone
+    does not fit.  For the largest batch these are the budgets that repeat at most 2 %, 10 % and 30 %.  Their calls are
+    chosen on tensors of ``dtype``, with the wanted batch or a batch of 2.
+
+    Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
+    ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
+
+    Args:
+        model: a function that builds the model, or a module, which is copied without its values.
+        input_shape: the shape of one sample without the batch, or a sequence of such shapes, one for each input.
+        budget: bytes of the whole step, or a text such as "16GiB".
+        batch: the wanted batch; None looks for the largest batch.
+        convert: a function that is called with a copy of the model and returns the converted model; None leaves out the
+            combinations with conversion.
+        budgets: a function that is called with a copy of the model and its inputs, and returns the ladder of its
+            budgets: ``fusedseg.conversion.Ladder``.  None leaves out byte budgets.
+        bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
+            with the keyword ``bits`` then.  They add noise to the gradient, so they come after all other combinations.
+        converted: the name of the converted model in labels.
+        code: the line of Python that makes the converted model; the default is a call of ``fusedseg.convert``.
+        dtype: the dtype of the model.
+        autocast: the dtype of autocast, in the combinations that use it.
+        optimizer: as in ``profile``; its state is part of the memory.
+        loss: as in ``profile``, but called with the output only.
+        reserve: the share of the budget that is kept free for workspaces and fragmentation, which an estimate cannot
+            know.
+        progress: a function that is called with a short text before each estimated step.
+
+    Returns:
+        A ``Plan``.
+
+    Raises:
+        ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
+            [0, 1).
+        ``estimate`` lists further errors.
+    """
+    nbytes = parse_budget(budget)
+    if not 0.0 <= reserve < 1.0:
+        raise ValueError(f"{OP}: reserve must be at least 0 and below 1, got {reserve}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
+    usable = int(nbytes * (1 - reserve))
+    task = Task(
+        model, input_shape, usable, batch, convert, budgets,
+        bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast, optimizer=optimizer, loss=loss,
+        progress=progress,
+    )  # fmt: skip
+    with fake_mode() as mode:
+        search = _Search(task, mode)
+        search.run()
+    options = tuple(search.options)
+    if not any(option.fits for option in options):
+        least = min(options, key=lambda option: option.total)
+        raise ValueError(
+            f"{OP}: {search.name} with batch {batch or least.smallest} needs {gib(least.total)} at least "
+            f"({least.label}), and {gib(usable)} of the budget of {gib(nbytes)} may be used"
+        )
+    return Plan(search.name, options, nbytes, usable, batch, search.left_out)
+
+
+class _Search:
+    """Measures all ways to run the step of a task; must be used inside its fake mode."""
+
+    def __init__(self, task: Task, mode: FakeTensorMode) -> None:
+        self._task, self._mode = task, mode
+        self.options: list[Option] = []
+        self.left_out: dict[str, str] = {}
+        self.name = ""
+        # Models are shared by the strategies with and without autocast; the keys are those without.
+        self._nets: dict[Strategy, nn.Module] = {}
+        self._ladder: Ladder | None = None
+
+    def run(self) -> None:
+        strategies = combinations(self._task.convert is not None)
+        budgets = [Strategy(converted=True, amp=amp) for amp in (False, True)] if self._task.budgets else []
+        noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
+        tries = [*((self._try, s) for s in strategies), *((self._try_budgets, s) for s in budgets)]
+        tries += [(self._try, strategy) for strategy in noisy]
+        for number, (run, strategy) in enumerate(tries, 1):
+            run(strategy, f"({number} of {len(tries)})")
+
+    def _try(self, strategy: Strategy, place: str) -> None:
+        label = strategy.label(self._task.converted)
+        try:
+            net = self._net(strategy)
+        except NoBlocks as error:
+            self.left_out[label] = str(error).partition(": ")[2]
+            return
+        self._add(strategy, partial(self._report, net, strategy, f"{label} {place}"))
+
+    def _try_budgets(self, strategy: Strategy, place: str) -> None:
+        task, label = self._task, f"{strategy.label(self._task.converted)}+budget"
+        if task.batch is not None and any(o.fits and o.strategy == strategy for o in self.options):
+            # No arithmetic needs to be repeated.
+            return
+        said = f"{label} {place}"
+        self._say(said)
+        try:
+            ladder = self._budgets()
+        except ValueError as error:
+            self.left_out[label] = str(error).partition(": ")[2]
+            return
+
+        def report(rung: Rung, n: int) -> MemoryReport:
+            ladder.follow(rung)
+            return self._report(ladder.model, strategy, said, n)
+
+        if task.batch is None:
+            rungs = within(ladder, SHARES)
+        else:
+            batch = task.batch
+            seen: dict[float | None, MemoryReport] = {}
+
+            def total(rung: Rung) -> int:
+                if rung.budget not in seen:
+                    seen[rung.budget] = report(rung, batch)
+                return seen[rung.budget].total
+
+            rungs = [fitting(ladder, total, task.usable)]
+        for rung in rungs:
+            if rung.budget is not None:
+                self._add(Strategy(True, strategy.amp, budget=rung.budget), partial(report, rung), rung.repeated)
+
+    def _budgets(self) -> Ladder:
+        if self._ladder is None:
+            task = self._task
+            assert task.budgets is not None
+            net = fake_model(task.model, self._mode, task.dtype)
+            self._ladder = task.budgets(net, fake_inputs(batched(task.input_shape, task.batch or EXAMPLE), task.dtype))
+        return self._ladder
+
+    def _net(self, strategy: Strategy) -> nn.Module:
+        key = replace(strategy, amp=False)
+        if key not in self._nets:
+            net = fake_model(self._task.model, self._mode, self._task.dtype)
+            self.name = self.name or type(net).__name__
+            self._nets[key] = strategy.prepare(net, self._task.convert)
+        return self._nets[key]
+
+    def _say(self, text: str) -> None:
+        if self._task.progress is not None:
+            self._task.progress(text)
+
+    def _report(self, net: nn.Module, strategy: Strategy, said: str, n: int) -> MemoryReport:
+        task = self._task
+        self._say(f"{said}, batch {n}")
+        inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
+        return profile_fake(
+            net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
+        )
+
+    def _add(self, strategy: Strategy, report: Callable[[int], MemoryReport], repeated: float | None = None) -> None:
+        seen: dict[int, MemoryReport] = {}
+
+        def total(n: int) -> int:
+            if n not in seen:
+                seen[n] = report(n)
+            return seen[n].total
+
+        task = self._task
+        found = largest(total, task.usable) if task.batch is None else task.batch
+        at = found or min(seen)
+        fits = total(at) <= task.usable
+        of = seen[at]
+        again = of.repeated if repeated is None else repeated
+        label, code = strategy.label(task.converted), self._code(strategy)
+        self.options.append(
+            Option(label, strategy, found, of.total, at, fits, kept=of.saved, repeated=again, code=code)
+        )
+
+    def _code(self, strategy: Strategy) -> str:
+        """The lines of Python that make a model run in this way."""
+        task, lines = self._task, []
+        if strategy.converted:
+            options = "".join(f", {name}={value:g}" for name, value in strategy.options.items())
+            own = task.code if not options else None
+            lines.append(own or f"fusedseg.convert(model, example_inputs={self._example()}{options})")
+        if strategy.checkpoint:
+            lines.append("fusedseg.memory.checkpoint_blocks(model)")
+        return "\n".join(lines)
+
+    def _example(self) -> str:
+        task = self._task
+        shapes = batched(task.input_shape, task.batch or EXAMPLE)
+        dtype = "" if task.dtype == torch.float32 else f", dtype={task.dtype}"
+        inputs = [f"torch.empty({', '.join(map(str, shape))}{dtype})" for shape in shapes]
+        return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
+
+
+def within(ladder: Iterable[Rung], shares: Sequence[float]) -> list[Rung]:
+    """For each share of arithmetic the rung with the fewest bytes that repeats no more; each rung once."""
+    chosen: dict[float, Rung] = {}
+    for rung in ladder:
+        if rung.repeated > max(shares):
+            break
+        chosen |= {share: rung for share in shares if rung.repeated <= share}
+    return list({rung.budget: rung for share, rung in sorted(chosen.items(), key=lambda item: item[0])}.values())
+
+
+def fitting(ladder: Iterable[Rung], total: Callable[[Rung], int], usable: int) -> Rung:
+    """The first rung whose total is at most ``usable``; the last one if there is none.
+
+    Only a few rungs are measured: between them, the total falls as the rungs' own peak does.
+    """
+    walked: list[Rung] = []
+    beside = 0
+    for rung in ladder:
+        walked.append(rung)
+        if len(walked) > 1 and rung.peak + beside > usable:
+            continue
+        measured = total(rung)
+        if measured <= usable:
+            break
+        beside = measured - rung.peak
+    # Peaks of a step under autocast fall less than those of the rungs, and other predictions are not exact either.
+    while len(walked) > 1 and total(walked[-1]) <= usable and total(walked[-2]) <= usable:
+        walked.pop()
+    return walked[-1]
+
+
+def largest(total: Callable[[int], int], usable: int) -> int:
+    """The largest batch whose total is at most ``usable``; 0 if none is.
+
+    Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
+    lines that bend, a guess halves the remaining range if the guess before has not, and steps upwards grow until a
+    batch does not fit.
+    """
+    low, high = 2, 4
+    if total(low) > usable:
+        # BatchNorm refuses a batch of one if a channel has a single value.
+        with suppress(ValueError):
+            return int(total(1) <= usable)
+        return 0
+    fits, fails = low, LARGEST + 1
+    known = {low: total(low), high: total(high)}
+    halve, step = False, 1
+    remaining = fails - fits
+    while fails - fits > 1:
+        nearest = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
+        (a, of_a), (b, of_b) = ((n, known[n]) for n in (fits, fails)) if fails in known else nearest
+        slope = (of_b - of_a) / (b - a)
+        guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
+        if halve:
+            guess = (fits + fails) // 2
+        guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
+        known[guess] = total(guess)
+        if known[guess] <= usable:
+            fits, step = guess, 2 * step
+        else:
+            fails = guess
+        # Halving starts once a batch has failed.  Before that, half of the remaining range is far too large.
+        halve = not halve and fails in known and fails - fits > remaining / 2
+        remaining = fails - fits
+    return fits
+
+
+def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
+    """The shapes of all inputs with their batch."""
+    if not isinstance(input_shape, Sequence) or not input_shape:
+        raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
+    shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape
+    return [(batch, *shape) for shape in shapes]

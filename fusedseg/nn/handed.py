@@ -1,0 +1,31 @@
+"""Tensors that a block hands over to the next one, in a recompute scope.
+
+A tensor that is an argument of a module lives until the module returns, because the frames of Python hold it.  Without
+a scope that costs nothing, because autograd keeps the tensor anyway.  In a scope, where autograd keeps a recipe or a
+packed copy, the peak of forward would hold the tensor for nothing.  A ``Handed`` is a list from which the called module
+takes the tensors.
+"""
+
+from typing import Any
+
+import torch
+
+from ..ops.recompute import recipes
+
+
+class Handed(list):
+    """Tensors that nobody needs after the module that gets the list."""
+
+
+def handing() -> bool:
+    """Whether a recompute scope keeps what this thread computes.
+
+    It is not so inside a checkpoint, which calls the module again with the same list.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and recipes.innermost() is not None
+
+
+def take_off(x: Any) -> None:
+    """Empties ``x`` if it is a ``Handed`` and its tensors may be freed."""
+    if type(x) is Handed and handing():
+        x.clear()

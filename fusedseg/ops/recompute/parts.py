@@ -1,0 +1,54 @@
+"""Concatenations that are rebuilt part by part, so that only one source lies beside the result at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+from .calls import Function, Replay
+from .plain import Place
+
+# A smaller concatenation is rebuilt in one call, which takes less time.
+LEAST_BYTES = 2**20
+
+
+class Joined(Replay):
+    """A call of ``torch.cat`` along the dimension ``dim``."""
+
+    __slots__ = ("dim",)
+
+    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any], dim: int) -> None:
+        super().__init__(func, args, kwargs)
+        self.dim = dim
+
+    def in_parts(self, at: Place, device: torch.device, load: Callable[[int], Tensor]) -> Tensor:
+        """The result, with the bits of the call.  ``load(i)`` makes source i, which is freed before the next is made.
+
+        The first source is made before the memory of the result is allocated.
+        """
+        source: Tensor | None = load(0)
+        with torch.no_grad(), _torch.DisableTorchFunction():
+            out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=device)
+            start = i = 0
+            while start < at.size[self.dim]:
+                source = load(i) if source is None else source
+                i += 1
+                # torch.cat leaves out empty tensors of one dimension.
+                if source.dim() == out.dim():
+                    out.narrow(self.dim, start, source.shape[self.dim]).copy_(source)
+                    start += source.shape[self.dim]
+                source = None
+        return out
+
+
+def in_parts(rebuild: Any, at: Place) -> bool:
+    """Whether the result of a recipe with this place is rebuilt part by part."""
+    return type(rebuild) is Joined and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
+
+
+def joined(again: Replay, args: Any, kwargs: dict[str, Any]) -> Joined:
+    """``again``, a call of ``torch.cat`` with these arguments, as a ``Joined``."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    return Joined(again.func, again.args, again.kwargs, dim)

@@ -1,0 +1,96 @@
+"""Byte budgets on the command line: ``convert --budget``, ``plan``, its ``--curve``, and ``profile --compare``."""
+
+import json
+import sys
+
+import pytest
+
+from fusedseg.__main__ import main
+from fusedseg.memory import curve
+from tests.nnunet import PlainConvUNet
+
+NETWORK = "tests.cli.test_budgets:small"
+VOLUME = ["--input", "2,1,16,16,16"]
+
+
+def small():
+    return PlainConvUNet(widths=(8, 16))
+
+
+def test_convert_with_a_budget(capsys):
+    assert main(["convert", NETWORK, *VOLUME, "--budget", "0.4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["after"]["saved"] <= 0.4 * report["before"]["saved"]
+    assert report["twice"]["calls"]
+    assert main(["convert", NETWORK, *VOLUME, "--budget", f"{report['after']['saved']}B"]) == 0
+    assert "calls run twice" in capsys.readouterr().out
+    assert main(["convert", NETWORK, *VOLUME, "--extra-flops", "0.02"]) == 0
+    assert "For extra_flops 0.02, " in capsys.readouterr().out
+
+
+def test_convert_with_bits(capsys):
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["after"]["saved"] <= 0.12 * report["before"]["saved"]
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--budget", "0.3"]) == 2
+    assert "bits and a budget cannot be given together" in capsys.readouterr().err
+
+
+def test_profile_names_packed_bytes(capsys, tmp_path):
+    figures = tmp_path / "found.json"
+    assert main(["profile", NETWORK, *VOLUME, "--compare", "fusedseg+bits=4,eager", "--json", str(figures)]) == 0
+    packed, eager = json.loads(figures.read_text())["reports"]
+    # What is not packed is the image and a few vectors.
+    assert packed["saved_by"]["kind"]["packed"] > 0.7 * packed["saved_bytes"]
+    assert packed["saved_bytes"] < 0.12 * eager["saved_bytes"]
+    assert main(["profile", NETWORK, *VOLUME, "--compare", "fusedseg+bits=5"]) == 2
+    assert "--compare: bits must be 8 or 4, got 'fusedseg+bits=5'" in capsys.readouterr().err
+
+
+def test_profile_compares_budgets(capsys, tmp_path):
+    figures = tmp_path / "found.json"
+    labels = ["eager", "fusedseg", "fusedseg+budget=0.4"]
+    assert main(["profile", NETWORK, *VOLUME, "--compare", ",".join(labels), "--json", str(figures)]) == 0
+    reports = json.loads(figures.read_text())["reports"]
+    assert [report["label"] for report in reports] == labels
+    eager, converted, budget = reports
+    assert budget["saved_bytes"] <= 0.4 * eager["saved_bytes"]
+    assert budget["saved_bytes"] < converted["saved_bytes"]
+    assert budget["convolutions"]["recomputed"] > 0 == converted["convolutions"]["recomputed"]
+
+
+def test_plan_ends_with_the_line_of_code(capsys, tmp_path):
+    figures = tmp_path / "plan.json"
+    argv = ["plan", NETWORK, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
+    assert main([*argv, "1GiB", "--json", str(figures)]) == 0
+    needs = {option["label"]: option["total_bytes"] for option in json.loads(figures.read_text())["options"]}
+    capsys.readouterr()
+    assert main([*argv, f"{int(0.95 * needs['fusedseg'])}B"]) == 0
+    out = capsys.readouterr().out
+    line = out.splitlines()[-1].strip()
+    assert line.startswith("fusedseg.convert(model, example_inputs=torch.empty(2, 1, 16, 16, 16), budget=0.")
+    assert "Without autocast, which rounds to half precision: fusedseg+budget=" in " ".join(out.split())
+
+
+def test_a_curve_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plan", NETWORK, *VOLUME, "--curve", str(tmp_path / "curve.png")]) == 2
+    assert '--curve needs matplotlib: pip install "fusedseg[plot]"' in capsys.readouterr().err
+
+
+def test_plan_draws_a_curve(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    # Compiling takes seconds; tests/memory/test_curve.py has a curve of compiled models.
+    monkeypatch.setattr("fusedseg.cli.plan.curve", lambda *args, **options: curve(*args, **options, compiled=False))
+    picture, figures = tmp_path / "curve.png", tmp_path / "curve.json"
+    argv = ["plan", NETWORK, *VOLUME, "--curve", str(picture), "--json", str(figures)]
+    assert main(argv) == 0
+    assert "bytes kept against arithmetic repeated" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+    ways = json.loads(figures.read_text())["curve"]["ways"]
+    assert list(ways) == ["eager", "checkpoint", "fusedseg"]
+    assert main(argv) == 2
+    assert "exists: choose another path, or pass --overwrite" in capsys.readouterr().err
+    assert main([*argv[:-4], "--curve", str(tmp_path / "curve.txt")]) == 2
+    assert "--curve: curve writes " in capsys.readouterr().err

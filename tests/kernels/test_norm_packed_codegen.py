@@ -1,0 +1,46 @@
+"""Checks the compiled norm kernels that write and read packed copies: no spills, and wide loads and stores."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.tools.codegen import TARGETS, check_spills
+
+MODULE = "tests.kernels.norm_packed_launches"
+SUITES = [("FEW", "sm_90")]
+SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
+suites = pytest.mark.parametrize(("cases", "target"), SUITES)
+
+
+@pytest.fixture
+def launches(compiled, cases, target):
+    found = compiled(MODULE, cases, ("sm_90",) if cases == "FEW" else TARGETS)[target]
+    return [of for of in found if of["kernel"].startswith("norm_act")]
+
+
+@suites
+def test_no_spills(launches, record_property):
+    assert check_spills(launches, {}, record_property) == {
+        f"norm_act_{name}_kernel" for name in ("fwd_apply", "fwd_onchip", "bwd_reduce", "bwd_apply", "bwd_onchip")
+    }
+
+
+@suites
+def test_16_byte_stores(launches):
+    """z and dx.  Codes are a half to a quarter as wide; a group's range is two numbers."""
+    narrow = []
+    for of in launches:
+        for name in ("out_ptr", "dx_ptr"):
+            widths = set(of["accesses"].get(name, {}).get("store", {}))
+            if widths - {"16"}:
+                narrow.append(f"{of['case']} {of['kernel']}: {name} {widths}")
+    assert not narrow
+
+
+@suites
+def test_wide_codes(launches):
+    """A thread moves the codes of its 8 values at once: 4 bytes at 4 bits."""
+    for of in launches:
+        widths = of["accesses"]["codes_ptr"]["store" if "fwd" in of["kernel"] else "load"]
+        assert widths
+        assert min(map(int, widths)) >= 2, (of["case"], of["kernel"], widths)
