@@ -29,8 +29,8 @@ class StockNorm(Unscriptable, nn.Module):
     # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # The kind of statistics (``Spec.kind``), the attribute that holds the number of channels, the numbers of dimensions
-    # that x may have, the words for them in errors, and whether x must have that number of channels.
+    # The kind of statistics (``Spec.kind``), the attribute that holds the number of channels, the least and the largest
+    # number of dimensions of x, the words for them in errors, and whether x must have that number of channels.
     KIND: str
     CHANNELS: str
     DIMS: tuple[int, int]

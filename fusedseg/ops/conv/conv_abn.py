@@ -269,13 +269,12 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not is_tensor(sources):
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         y = convolve_sources(sources, w, None if spec.own else conv_bias, geometry)
-        # The compiler before PyTorch 2.10 cannot follow ``_replace``.
-        z = norm_op.normalise(Passed(y, *norm[1:]), spec, kept)
+        z = norm_op.normalise(norm.with_x(y), spec, kept)
     else:
         z, stats, _ = conv_abn_op(*_flat(*step))
         if spec.own:
             found = Normalised(z, *stats)
-            move_running(Passed(z, *norm[1:]), spec, found, z.numel() // z.shape[1])
+            move_running(norm.with_x(z), spec, found, z.numel() // z.shape[1])
     if moved is not None and running_mean is not None:
         with torch.no_grad():
             running_mean.add_(moved, alpha=spec.momentum)

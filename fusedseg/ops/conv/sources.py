@@ -109,7 +109,9 @@ class Interpolated:
         return torch.Size([*self.x.shape[:2], *self.enlarge.size])
 
     def formed(self) -> Tensor:
-        return self.enlarge(self.x)
+        # The compiler before PyTorch 2.11 cannot follow the call of a named tuple.
+        size, mode, align_corners = self.enlarge
+        return F.interpolate(self.x, size=size, mode=mode, align_corners=align_corners)
 
     def channels(self, start: int, stop: int) -> "Interpolated":
         return Interpolated(self.x[:, start:stop], *self.enlarge)

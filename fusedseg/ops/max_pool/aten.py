@@ -49,7 +49,7 @@ def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tupl
     nbytes = ROWS_CHUNK_BYTES if rows else CHUNK_BYTES
     planes = max(1, nbytes // (x.element_size() * x[0, 0].numel()))
     samples, channels = max(1, planes // C), C if rows else min(planes, C)
-    k, s, p, d = (values[0] for values in pool[:4])
+    (k, *_), (s, *_), (p, *_), (d, *_), _ = pool
     step = count
     if rows and samples == 1 and p == 0 and (k - 1) * d < s:
         step = max(1, nbytes // (x.element_size() * s * x[0, :, 0].numel()))
@@ -256,7 +256,9 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
 def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
     """``backward`` for windows that do not overlap: each position of the window selects its values from dz."""
     size, count = dx.shape[2:], dz.shape[2:]
-    if any(s != k or d > 1 or c * s - p < n for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True)):
+    kernel, stride, padding, dilation, _ = pool
+    each = zip(size, count, kernel, stride, padding, dilation, strict=True)
+    if any(s != k or d > 1 or c * s - p < n for n, c, k, s, p, d in each):
         # Some elements of x lie in no window.
         dx.zero_()
     # For each position: the windows whose position lies inside x, along the first dimension and along all later
@@ -264,7 +266,7 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
     parts = []
     for position in itertools.product(*map(range, pool.kernel)):
         of, at = [slice(None)] * 2, [slice(None)] * 2
-        for j, n, c, s, p, d in zip(position, size, count, *pool[1:4], strict=True):
+        for j, n, c, s, p, d in zip(position, size, count, stride, padding, dilation, strict=True):
             shift = j * d - p
             low, high = max(0, -(shift // s)), min(c, -((shift - n) // s))
             of.append(slice(low, max(low, high)))

@@ -63,7 +63,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     from ...kernels.max_pool import max_pool_fwd
 
     with _backend.device_of(x):
-        max_pool_fwd(x, z, codes, rows, pool.kernel, (*pool[1:4], 1))
+        max_pool_fwd(x, z, codes, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
     return z, codes
 
 
@@ -79,7 +79,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
     from ...kernels.max_pool import max_pool_bwd
 
     with _backend.device_of(dz):
-        max_pool_bwd(dz, codes, dx, rows, pool.kernel, (*pool[1:4], 1))
+        max_pool_bwd(dz, codes, dx, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
     return dx
 
 
@@ -233,7 +233,8 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
             f"{op}: kernel_size {pool.kernel} with dilation {pool.dilation} does not fit in x {tuple(x.shape)} with "
             f"padding {pool.padding}"
         )
-    for n, count, s, p, d, k in zip(size, pool.output_size(size), *pool[1:4], pool.kernel, strict=True):
+    kernel, stride, padding, dilation, _ = pool
+    for n, count, s, p, d, k in zip(size, pool.output_size(size), stride, padding, dilation, kernel, strict=True):
         # Only a window that begins in the padding can step over all of x.
         if d > 1 and any(-(-(p - o * s) // d) >= k or -(p - o * s) % d >= n for o in range(min(count, -(-p // s)))):
             raise ValueError(

@@ -22,7 +22,9 @@ class Pool(NamedTuple):
 
     def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
         out = []
-        for n, k, s, p, d in zip(size, *self[:4], strict=True):
+        # The compiler before PyTorch 2.10 cannot follow a slice of a named tuple.
+        kernel, stride, padding, dilation, _ = self
+        for n, k, s, p, d in zip(size, kernel, stride, padding, dilation, strict=True):
             count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if self.ceil_mode else 0)) // s + 1
             # No window begins in the padding on the right.
             out.append(count - 1 if self.ceil_mode and (count - 1) * s >= n + p else count)
@@ -50,7 +52,7 @@ def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype
     This position may lie in the padding; with ``inside`` it is the first position inside x.
     """
     first = torch.zeros((), dtype=torch.int64, device=like.device)
-    for axis, (step, s, p, d) in enumerate(zip(steps(size), *pool[1:4], strict=True)):
+    for axis, (step, s, p, d) in enumerate(zip(steps(size), pool.stride, pool.padding, pool.dilation, strict=True)):
         along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
         if inside:
             along = torch.where(along < 0, along + -(along // d) * d, along)

@@ -281,8 +281,7 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         return normalise_eagerly(passed, spec, kept)
     x, residual, batches = passed.x, passed.residual, passed.batches
     if residual is not None and residual.dtype != x.dtype:
-        # The compiler before PyTorch 2.10 cannot follow ``_replace``.
-        passed = Passed(*passed[:3], residual.to(x.dtype), *passed[4:])
+        passed = passed.with_residual(residual.to(x.dtype))
     z = unfused.norm_act(passed, spec) if exported else _compiled(passed, _of_given(spec), kept)
     if batches is not None:
         batches.add_(1)
@@ -326,7 +325,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
 
 def _of_given(spec: Spec) -> Spec:
     """The spec of the call as a batch norm if statistics are passed in, because they are the same for every sample."""
-    return spec if spec.own or spec.kind == "batch" else spec._replace(kind="batch", groups=0)
+    return spec if spec.own or spec.kind == "batch" else spec.as_batch_norm()
 
 
 def _compiled(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:

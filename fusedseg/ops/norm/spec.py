@@ -40,6 +40,10 @@ class Spec(NamedTuple):
     groups: int = 0
     process_group: str | None = None
 
+    def as_batch_norm(self) -> "Spec":
+        # See ``Passed.with_x``.
+        return Spec(self.keep, self.act, self.eps, self.momentum, self.own, "batch", 0, self.process_group)
+
     @property
     def name(self) -> str:
         """The name of the op in errors."""
@@ -72,6 +76,15 @@ class Passed(NamedTuple):
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
     batches: Tensor | None = None
+
+    # The compiler before PyTorch 2.10 cannot follow ``_replace``.
+    def with_x(self, x: Tensor) -> "Passed":
+        _, weight, bias, residual, slope, mean, var, batches = self
+        return Passed(x, weight, bias, residual, slope, mean, var, batches)
+
+    def with_residual(self, residual: Tensor) -> "Passed":
+        x, weight, bias, _, slope, mean, var, batches = self
+        return Passed(x, weight, bias, residual, slope, mean, var, batches)
 
 
 class Normalised(NamedTuple):
