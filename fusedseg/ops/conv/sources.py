@@ -43,9 +43,6 @@ class Enlarge(NamedTuple):
     mode: str
     align_corners: bool | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.interpolate(x, size=self.size, mode=self.mode, align_corners=self.align_corners)
-
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
         """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
         dims = x.dim() - 2
@@ -109,7 +106,6 @@ class Interpolated:
         return torch.Size([*self.x.shape[:2], *self.enlarge.size])
 
     def formed(self) -> Tensor:
-        # The compiler before PyTorch 2.11 cannot follow the call of a named tuple.
         size, mode, align_corners = self.enlarge
         return F.interpolate(self.x, size=size, mode=mode, align_corners=align_corners)
 
