@@ -301,8 +301,14 @@ _COMPILED = (
 )
 
 
+# Before this version, the compiler takes labels of checkpoints only; other labels gave errors and other values.
+COMPILES_SCOPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
 def compiled_problem() -> str:
     """The reason why a recompute scope does nothing in compiled code with this PyTorch, or ""."""
+    if not COMPILES_SCOPES:
+        return f"the compiler of PyTorch {torch.__version__} takes no labels of a scope, which it does since 2.10"
     missing = [path for path in _COMPILED if _find(path) is _ABSENT]
     return f"PyTorch {torch.__version__} does not have {', '.join(missing)}" if missing else ""
 

@@ -19,7 +19,11 @@ def proxy_in(value: Any) -> Proxy | None:
     if isinstance(value, Interpolated):
         return proxy_in(value.x)
     if isinstance(value, (tuple, list)):
-        return next((found for part in value if (found := proxy_in(part)) is not None), None)
+        # The compiler of PyTorch 2.11 and earlier cannot follow a generator that assigns a name.
+        for part in value:
+            found = proxy_in(part)
+            if found is not None:
+                return found
     return None
 
 

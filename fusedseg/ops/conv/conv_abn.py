@@ -269,12 +269,13 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not is_tensor(sources):
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         y = convolve_sources(sources, w, None if spec.own else conv_bias, geometry)
-        z = norm_op.normalise(norm._replace(x=y), spec, kept)
+        # The compiler before PyTorch 2.10 cannot follow ``_replace``.
+        z = norm_op.normalise(Passed(y, *norm[1:]), spec, kept)
     else:
         z, stats, _ = conv_abn_op(*_flat(*step))
         if spec.own:
             found = Normalised(z, *stats)
-            move_running(norm._replace(x=z), spec, found, z.numel() // z.shape[1])
+            move_running(Passed(z, *norm[1:]), spec, found, z.numel() // z.shape[1])
     if moved is not None and running_mean is not None:
         with torch.no_grad():
             running_mean.add_(moved, alpha=spec.momentum)

@@ -199,7 +199,8 @@ def parse_pool(
 ) -> Pool:
     """The arguments of a pool as a ``Pool``.  Raises ValueError if an argument is out of range."""
 
-    def parsed(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
+    # Without types, which the compiler before PyTorch 2.10 cannot follow in an inner function.
+    def parsed(name, value, least):
         if isinstance(value, Sequence) and len(value) == 1:
             value = value[0]
         return per_dimension(op, name, value, dims, least)

@@ -281,7 +281,7 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
         return normalise_eagerly(passed, spec, kept)
     x, residual, batches = passed.x, passed.residual, passed.batches
     if residual is not None and residual.dtype != x.dtype:
-        passed = passed._replace(residual=residual.to(x.dtype))
+        passed = Passed(*passed[:3], residual.to(x.dtype), *passed[4:])  # PyTorch 2.9 does not compile ``_replace``
     z = unfused.norm_act(passed, spec) if exported else _compiled(passed, _of_given(spec), kept)
     if batches is not None:
         batches.add_(1)
