@@ -59,7 +59,7 @@ class BatchStatistics:
 
     KIND = "batch"
     CHANNELS = "num_features"
-    DIMS = range(2, 6)
+    DIMS = 2, 5
     SPATIAL = "with up to three spatial dimensions after it"
     channels_matter = True
     stock = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -116,7 +116,7 @@ class InstanceStatistics:
 
     KIND = "instance"
     CHANNELS = "num_features"
-    DIMS = range(3, 6)
+    DIMS = 3, 5
     SPATIAL = "with one to three spatial dimensions after it"
     stock = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 
@@ -145,7 +145,7 @@ class GroupStatistics:
 
     KIND = "group"
     CHANNELS = "num_channels"
-    DIMS = range(2, sys.maxsize)
+    DIMS = 2, sys.maxsize
     SPATIAL = "with any spatial dimensions after it"
     channels_matter = True
     stock = (nn.GroupNorm,)

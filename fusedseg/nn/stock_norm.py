@@ -33,7 +33,7 @@ class StockNorm(Unscriptable, nn.Module):
     # that x may have, the words for them in errors, and whether x must have that number of channels.
     KIND: str
     CHANNELS: str
-    DIMS: range
+    DIMS: tuple[int, int]
     SPATIAL: str
     channels_matter: bool
     # The names of the parameters in the order of ``Passed``; a subclass adds ``slope``.
@@ -103,14 +103,14 @@ class StockNorm(Unscriptable, nn.Module):
 
     def _check_shape(self, x: Tensor) -> None:
         channels = getattr(self, self.CHANNELS)
-        if not isinstance(x, Tensor) or x.dim() not in self.DIMS or x.shape[1] != channels:
+        if not isinstance(x, Tensor) or not self.DIMS[0] <= x.dim() <= self.DIMS[1] or x.shape[1] != channels:
             self._wrong_shape(x, channels)
 
     def _wrong_shape(self, x: Any, channels: int) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
         text = f"{self.OP}: x must have shape (N, {channels}) {self.SPATIAL}, got {tuple(x.shape)}"
-        if x.dim() not in self.DIMS or self.channels_matter:
+        if not self.DIMS[0] <= x.dim() <= self.DIMS[1] or self.channels_matter:
             raise ValueError(text)
         # The caller of the module is six frames above.
         warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=6)
