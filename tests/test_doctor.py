@@ -99,7 +99,7 @@ def test_tested_versions_bring_no_warning():
 
 @pytest.mark.parametrize(
     ("name", "version", "side"),
-    [("torch", "2.7.1+cu126", "older"), ("torch", "2.16.0", "newer"), ("torch", "3.0", "newer")],
+    [("torch", "2.5.1+cu124", "older"), ("torch", "2.16.0", "newer"), ("torch", "3.0", "newer")],
 )
 def test_another_torch_brings_a_warning(monkeypatch, name, version, side):
     monkeypatch.setattr(torch, "__version__", version)
