@@ -180,6 +180,11 @@ class PackingRegistry(Registry):
     def needs(self) -> int:  # type: ignore[override]
         return self.reading.needs
 
+    @property
+    def spares(self) -> bool:
+        """Whether a module of ``Rounding.unrounded`` runs now."""
+        return self._inside > 0
+
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         saved = super().pack(t)
         return Handle(saved, Place.of(t)) if isinstance(saved, PackedData) else saved
@@ -210,17 +215,17 @@ class PackingRegistry(Registry):
             made.settle(reading.bits)
         return made
 
-    def has_rounded_recipe(self, x: Tensor) -> bool:
-        """Whether ``x`` would be rebuilt from rounded values, so that its sign is not certain."""
+    def rounded_steps(self, x: Tensor) -> int | None:
+        """The calls that would rebuild ``x`` from rounded values; None if its sign is certain."""
         memory = self._find(x.untyped_storage()) if plain(x) else None
         if memory is None:
-            return False
+            return None
         at, version = Place.of(x), x._version
         known: Any = memory.kept_at(at, version)
         if known is not None:
-            return isinstance(known, PackedData) and known.has_kink
+            return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
-        return offer is not None and offer.bits < EXACT
+        return None if offer is None or offer.bits >= EXACT else offer.steps
 
     def packs(self, t: Tensor) -> bool:
         return self.reading.bits is not None and self._takes(t)
@@ -242,7 +247,7 @@ class PackingRegistry(Registry):
     @contextmanager
     def allowing(self, reading: Reading) -> Any:
         """A context for a known call, which is exact inside of ``Rounding.unrounded``."""
-        before, self.reading = self.reading, UNKNOWN if self._inside else reading
+        before, self.reading = self.reading, UNKNOWN if self.spares else reading
         try:
             yield
         finally:
