@@ -7,7 +7,6 @@ refuse 2 bits; they are measured here only.  All cases are slow: each trains a n
 import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedseg
-from fusedseg.demo import training
+from fusedseg.demo import slices, training
 from fusedseg.demo.problem import Problem
 from fusedseg.ops.recompute import packed
 from fusedseg.unet import UNet
@@ -28,7 +27,7 @@ from .results import aligned
 ROUNDINGS = 64
 BITS = (8, 4, 2)
 STEPS = 40
-WIDTHS, BATCH = {2: (8, 16, 32), 3: (6, 12, 24)}, {2: 8, 3: 1}
+WIDTHS, BATCH = (8, 16, 32), 8
 # Errors of the bits that users may ask for, as a share of that of bf16 autocast without bits.
 MOST = {8: 0.2, 4: 2.2}
 # The part of the squared error that may be a bias, where activations are linear on each side of 0.  The measurement
@@ -37,10 +36,9 @@ MOST_BIAS = 0.02
 
 
 class Case(NamedTuple):
-    """A network: the module after a convolution, its dimensions, and whether its activation is a smooth function."""
+    """A network: the module after a convolution, and whether its activation is a smooth function."""
 
     norm_act: Callable[[int], nn.Module]
-    dims: int = 2
     smooth: bool = False
 
 
@@ -52,22 +50,22 @@ def group(channels: int) -> nn.Module:
     return nn.GroupNorm(groups_of(channels), channels)
 
 
-instance = functools.partial(nn.InstanceNorm3d, affine=True)
-leaky = functools.partial(nn.LeakyReLU, 0.01)
+def in_place_group(channels: int) -> nn.Module:
+    return fusedseg.InPlaceGroupNormAct(groups_of(channels), channels)
+
+
 CASES = {
     "BatchNorm, ReLU": Case(stock(nn.BatchNorm2d, nn.ReLU)),
-    "InstanceNorm, LeakyReLU, 3D": Case(stock(instance, leaky), dims=3),
+    "InstanceNorm, LeakyReLU": Case(stock(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU)),
     "GroupNorm, ReLU": Case(stock(group, nn.ReLU)),
-    "BatchNorm, SiLU": Case(stock(nn.BatchNorm2d, nn.SiLU), smooth=True),
+    "GroupNorm, SiLU": Case(stock(group, nn.SiLU), smooth=True),
     "`InPlaceABN`, LeakyReLU": Case(fusedseg.InPlaceABN),
-    "`InPlaceInstanceNormAct`, LeakyReLU, 3D": Case(
-        lambda channels: fusedseg.InPlaceInstanceNormAct(channels, affine=True), dims=3
-    ),
+    "`InPlaceGroupNormAct`, LeakyReLU": Case(in_place_group),
 }
 
 
 class Found(NamedTuple):
-    """The error relative to the gradient, and the part of the squared error that is a bias; nan if it was not measured."""
+    """The error relative to the gradient, and the part of its square that is a bias; nan if it was not measured."""
 
     error: float
     bias: float = float("nan")
@@ -103,13 +101,10 @@ def counted() -> Iterator[Signs]:
 
 def trained(case: Case, device: torch.device) -> tuple[nn.Module, Problem]:
     """A small U-Net after some steps of training on the brain template, in fp32."""
-    demo = importlib.import_module("fusedseg.demo.slices" if case.dims == 2 else "fusedseg.demo.volume")
-    size = dataclasses.replace(demo.SIZES["cpu"], widths=WIDTHS[case.dims], batch=BATCH[case.dims])
-    problem = demo.problem(device, size)
+    size = dataclasses.replace(slices.SIZES["cpu"], widths=WIDTHS, batch=BATCH)
+    problem = slices.problem(device, size)
     torch.manual_seed(0)
-    net = UNet(
-        1, len(problem.classes), dims=case.dims, widths=size.widths, norm_act=case.norm_act, plain=True
-    ).to(device)
+    net = UNet(1, len(problem.classes), widths=WIDTHS, norm_act=case.norm_act, plain=True).to(device)
     training.train(problem, {"net": net}, STEPS, plain={"net": True})
     return net.train(), problem
 

@@ -1,6 +1,6 @@
 """ReLU and LeakyReLU of a tensor that a scope with ``bits`` would rebuild from rounded values, such as a sum.
 
-The sign of a rounded sum is not certain.  So one bit a value is kept, which is exact, and the activation becomes linear:
+The sign of a rounded sum is not certain.  So one bit a value is kept, which is exact, and the activation is linear:
 
     what its backward reads    1 where the argument is above 0, otherwise 0 or -1
     its output                 where(above, x, slope x), with the rebuilt x: right on average
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _torch
-from ..low_bit.signs import pack_signs, unpack_signs
+from ..low_bit.signs import pack_signs, parts_with_signs
 from ..low_bit.spec import is_dense
 from . import recipes
 from .packed import PackingRegistry, Reading
 from .plain import Place, plain
 from .registry import MAX_STEPS
-from .saved import EXACT, OFF, Handle, Recipe
+from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
 RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
@@ -57,8 +57,7 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
         # Either function saves one tensor: its argument or its result.
         return Handle(side, at) if plain(t) and Place.of(t).layout() == at.layout() else None
 
-    again = partial(_activated, at=at, slope=slope)
-    overwrite = partial(_relu_over, at=at) if slope == 0 else None
+    again, overwrite = partial(_apart, slope=slope), partial(_over, slope=slope)
     # What the output is rebuilt from may be rounded.
     with registry.allowing(Reading(0, registry.rounding.bits)):
         if in_place:
@@ -74,14 +73,22 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
 
 
 def _side(signs: Tensor, at: Place, below: float) -> Tensor:
-    above = unpack_signs(signs, at.size, at.stride)
-    side = above.to(at.dtype)
-    return side.mul_(1.0 - below).add_(below) if below else side
+    side = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=signs.device)
+    for part, above in parts_with_signs(side, signs):
+        part.copy_(above)
+        if below:
+            part.mul_(1.0 - below).add_(below)
+    return side
 
 
-def _activated(x: Tensor, signs: Tensor, at: Place, slope: float) -> Tensor:
-    return torch.where(unpack_signs(signs, at.size, at.stride), x, x * slope if slope else 0.0)
+def _over(x: Tensor, signs: Tensor, slope: float) -> Tensor:
+    for part, above in parts_with_signs(x, signs):
+        if slope:
+            torch.where(above, part, part * slope, out=part)
+        else:
+            part.masked_fill_(above.logical_not_(), 0.0)
+    return x
 
 
-def _relu_over(x: Tensor, signs: Tensor, at: Place) -> Tensor:
-    return x.masked_fill_(unpack_signs(signs, at.size, at.stride).logical_not_(), 0.0)
+def _apart(x: Tensor, signs: Tensor, slope: float) -> Tensor:
+    return _over(x.clone(), signs, slope)

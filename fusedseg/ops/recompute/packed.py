@@ -109,8 +109,8 @@ class PackedData(Recipe):
 
     copied = exposed = False
     in_recipe = in_graph = True
-    # Counted as data, not as a call.
-    steps = 0
+    # Counted as data, not as a call; but its values are rebuilt.
+    steps, needs = 0, 1
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
