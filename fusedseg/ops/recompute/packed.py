@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ... import _torch
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Packed, mixed
+from ..low_bit.spec import Packed, lines_of, mixed
 from .memory import Memory
 from .plain import Place, plain
 from .registry import Registry
@@ -124,7 +124,7 @@ class PackedData(Recipe):
         # The fields of ``Packed``: the tensors, as data if hooks around the scope hold them, and the others.
         self._parts: Sequence[Tensor | Data | None] = ()
         self._form: Sequence[Any] = ()
-        self.has_kink = False
+        self.has_kink, self.nbytes = False, t.untyped_storage().nbytes()
 
     def settle(self, bits: int, kink: Tensor | None = None) -> None:
         """Packs the tensor, unless it is packed or was changed unnoticed, which ``load`` tells."""
@@ -133,7 +133,7 @@ class PackedData(Recipe):
             return
         with _torch.DisableTorchFunction():
             packed = pack(t, bits, self._key, kink)
-            self._parts, self._form = packed[:4], packed[4:]
+            self._parts, self._form, self.nbytes = packed[:4], packed[4:], packed.nbytes
             if self.outer is not None:
                 self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
         self._dense, self.bits, self.has_kink = None, bits, kink is not None
@@ -160,6 +160,14 @@ class PackedData(Recipe):
         with _torch.DisableTorchFunction():
             parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
             return unpack(Packed._make([*parts, *self._form]))
+
+
+def packed_bytes(t: Tensor, bits: int) -> int:
+    """The bytes that are kept of ``t`` where it may be packed."""
+    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
+        return t.untyped_storage().nbytes()
+    lines = lines_of(t, 0)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
 
 
 class PackingRegistry(Registry):
