@@ -402,7 +402,6 @@ def test_compiled_code_says_that_it_rounds_nothing():
         ({"bits": True}, TypeError, "bits must be 8, 4 or None, got bool"),
         ({"bits": 4, "seed": 0.5}, TypeError, "seed must be an integer or None, got float"),
         ({"seed": 1}, ValueError, "seed is given without bits"),
-        ({"bits": 4, "budget": 0.3}, ValueError, "bits and a budget cannot be given together"),
         ({"bits": 4, "unrounded": (3,)}, TypeError, "unrounded must be .*modules, got int"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
