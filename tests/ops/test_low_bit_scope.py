@@ -378,22 +378,6 @@ def test_converted():
         assert not model(x).requires_grad
 
 
-def test_compiled_code_says_that_it_rounds_nothing():
-    torch._dynamo.reset()
-    conv = nn.Conv2d(3, 4, 3)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def inside(x):
-        with recompute(bits=4):
-            return conv(x)
-
-    with pytest.warns(UserWarning, match="bits has no effect in compiled code"):
-        inside(IMAGE).sum().backward()
-    around = torch.compile(conv, backend="aot_eager")
-    with pytest.warns(UserWarning, match="bits has no effect in compiled code"), recompute(bits=4):
-        around(IMAGE).sum().backward()
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

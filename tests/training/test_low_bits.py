@@ -72,3 +72,19 @@ def test_compiled_code_warns_once():
             F.relu(compiled(x)).sum().backward()
     told = [str(warning.message) for warning in caught if "bits has no effect in compiled code" in str(warning.message)]
     assert len(told) == 1
+
+
+def test_compiled_code_says_that_it_rounds_nothing():
+    torch._dynamo.reset()
+    conv, x = nn.Conv2d(3, 4, 3), torch.randn(1, 3, 16, 16)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def inside(x):
+        with fusedseg.recompute(bits=4):
+            return conv(x)
+
+    with pytest.warns(UserWarning, match="bits has no effect in compiled code"):
+        inside(x).sum().backward()
+    around = torch.compile(conv, backend="aot_eager")
+    with pytest.warns(UserWarning, match="bits has no effect in compiled code"), fusedseg.recompute(bits=4):
+        around(x).sum().backward()
