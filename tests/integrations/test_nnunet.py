@@ -99,6 +99,22 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     stock.load_state_dict(saved["network_weights"])
 
 
+def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
+    """On a GPU, where nnU-Net trains under float16 autocast; the network is still on the CPU when it is built."""
+    reports = {}
+    for device in ("cpu", "cuda"):
+        trainer = FusedStandIn(nn.BatchNorm2d(8))
+        trainer.device = torch.device(device)
+        monkeypatch.setattr(
+            nnunet.trainer, "convert", lambda *a, **k: reports.setdefault(device, fusedseg.convert(*a, **k))
+        )
+        trainer.initialize()
+        assert any(f"step in torch.float{'16 autocast' if device == 'cuda' else '32'} without" in t for t in trainer.log)
+    whole, half = (reports[device].after.saved for device in ("cpu", "cuda"))
+    # The image and the statistics of the norm stay in fp32.
+    assert 0.5 * whole < half < 0.6 * whole
+
+
 def test_plans_with_relu_get_leaky_relu():
     """nnU-Net builds the network from the plans that lie beside a checkpoint, also for prediction."""
     relu = {"nonlin": "torch.nn.ReLU", "nonlin_kwargs": {"inplace": True}}
