@@ -104,7 +104,8 @@ told(ours, stock, torch.randn(2, 3, 64, 64), torch.randint(3, (2,)), sys.argv[1]
 """
 
 # ML-Decoder's own TResNet and head: its file takes InPlaceABN from the package.  The stock network gets a norm of the
-# same keys from another module of that name.
+# same keys from another module of that name.  The head is older than PyTorch 2.0, whose decoder passes arguments that
+# its one layer does not take.
 DECODER = """
 class Norm(nn.BatchNorm2d):
     def __init__(self, num_features, activation="leaky_relu", activation_param=0.01):
@@ -116,6 +117,7 @@ class Norm(nn.BatchNorm2d):
 def net():
     from src_files.ml_decoder.ml_decoder import add_ml_decoder_head
     from src_files.models.tresnet import tresnet
+    nn.TransformerDecoder.forward = lambda self, x, memory: self.layers[0](x, memory)
     model = tresnet.TResNet([1, 2, 1, 1], num_classes=5, width_factor=0.25)
     model = add_ml_decoder_head(model, num_classes=5, num_of_groups=3, decoder_embedding=64)
     for module in model.modules():

@@ -102,18 +102,14 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
 
 def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     """On a GPU, where nnU-Net trains under float16 autocast; the network is still on the CPU when it is built."""
-    reports = {}
-    for device in ("cpu", "cuda"):
+    reports = []
+    monkeypatch.setattr(nnunet.trainer, "convert", lambda *a, **k: reports.append(fusedseg.convert(*a, **k)))
+    for device, dtype in (("cpu", "torch.float32"), ("cuda", "torch.float16 autocast")):
         trainer = FusedStandIn(nn.BatchNorm2d(8))
         trainer.device = torch.device(device)
-        monkeypatch.setattr(
-            nnunet.trainer, "convert", lambda *a, **k: reports.setdefault(device, fusedseg.convert(*a, **k))
-        )
         trainer.initialize()
-        assert any(
-            f"step in torch.float{'16 autocast' if device == 'cuda' else '32'} without" in t for t in trainer.log
-        )
-    whole, half = (reports[device].after.saved for device in ("cpu", "cuda"))
+        assert any(f"for a step in {dtype} without" in line for line in trainer.log)
+    whole, half = (report.after.saved for report in reports)
     # The image and the statistics of the norm stay in fp32.
     assert 0.5 * whole < half < 0.6 * whole
 
@@ -292,9 +288,8 @@ def test_training_in_fewer_bits_follows_the_exact_one(bits, tmp_path):
         kept = measure(trainer.network, share["data"], loss=lambda outputs: sum(out.mean() for out in outputs)).saved
         found[name] = kept, [float(trainer.train_step(share)["loss"]) for _ in range(20)]
     (stock_kept, stock), (exact_kept, exact), (kept, losses) = found.values()
-    print(
-        f"\nnnU-Net, {bits} bits: kept {stock_kept}, {exact_kept}, {kept}; last losses {stock[-1]}, {exact[-1]}, {losses[-1]}"
-    )
+    print(f"\nnnU-Net, stock, ours and {bits} bits: kept {stock_kept}, {exact_kept}, {kept} bytes", end="")
+    print(f"; last losses {stock[-1]:.6f}, {exact[-1]:.6f}, {losses[-1]:.6f}")
     # The losses of nnU-Net are sums in fp32.
     assert exact == pytest.approx(stock, rel=1e-5)
     # No step has changed a weight before the first loss, whose forward pass is exact; noise comes after it.
