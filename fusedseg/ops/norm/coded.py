@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ... import _backend
-from ..layout import Layout, like
+from ..layout import Layout, layout_of, like
 from ..low_bit.spec import Lines, Packed, lines_of, mixed, signed, wide_dtype
-from . import passes
 from .backend import TRITON, backend_of
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent
@@ -54,17 +53,18 @@ def _codes(x: Tensor, bits: int, key: int, kinks: int, lines: Lines) -> Any:
     return Codes(x.new_empty(lines.code_bytes(bits), dtype=torch.uint8), *ends, kink, bits, lines.row_bytes(bits), key)
 
 
-def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None, copy: Copy) -> Normalised:
-    """``passes.forward``, which also writes ``copy`` if it can; ``may_write`` is True."""
+def forward(
+    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None, copy: Copy
+) -> Normalised | None:
+    """``passes.forward``, which also writes ``copy``; None if the kernels cannot.  ``may_write`` is True."""
     from ...kernels.low_bit_tile import fits
 
     x = passed.x
     kinks = layout.I * layout.C if copy.kink else 0
     lines = lines_of(x, kinks)
-    if not fits(layout, lines, x.dtype) or not adjacent(
-        passed.weight, passed.bias, passed.running_mean, passed.running_var
-    ):
-        return passes.forward(passed, spec, layout, kept, out)
+    vectors = passed.weight, passed.bias, passed.running_mean, passed.running_var
+    if not (fits(layout, lines, x.dtype) and adjacent(*vectors)):
+        return None
     codes = _codes(x, copy.bits, signed(mixed(copy.seed())), kinks, lines)
     found = TRITON.forward(passed, spec, layout, kept, out, codes)
     copy.packed = Packed._make((*codes.tensors, copy.bits, tuple(x.shape), x.stride()))
@@ -72,14 +72,36 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     return found
 
 
+def _read(packed: Packed, t: Tensor, layout: Layout) -> Any:
+    """``Codes`` of a tensor with the strides of ``t``; None if kernels cannot read them."""
+    from ...kernels.low_bit_tile import Codes, fits
+
+    lines = lines_of(t, 0 if packed.kink is None else packed.kink.numel())
+    if layout.rows or not fits(layout, lines, t.dtype):
+        return None
+    return Codes(*packed[:4], packed.bits, lines.row_bytes(packed.bits))
+
+
+def rebuild(packed: Packed, spec: Spec) -> Callable[[Saved], Tensor] | None:
+    """``passes.rebuild`` of a packed ``Saved.source``, which is not read; None if kernels cannot read the codes."""
+    if not may_write(packed.lowest, spec):
+        return None
+    z = torch.empty_strided(packed.size, packed.stride, dtype=packed.lowest.dtype, device=packed.codes.device)
+    layout = layout_of(z)
+    codes = None if layout is None else _read(packed, z, spec.layout(z, layout))
+
+    def again(saved: Saved) -> Tensor:
+        residual = None if saved.residual is None else like(saved.residual, z)
+        return TRITON.rebuild(saved._replace(source=z, residual=residual), spec, codes)
+
+    return None if codes is None else again
+
+
 def backward(
     dz: Tensor, packed: Packed, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
 ) -> Gradients:
     """``passes.backward`` of the tensor that ``packed`` stands for; ``saved.source`` only gives the strides."""
-    from ...kernels.low_bit_tile import Codes
-
-    lines = lines_of(saved.source, 0 if packed.kink is None else packed.kink.numel())
-    codes = Codes(*packed[:4], packed.bits, lines.row_bytes(packed.bits))
+    codes = _read(packed, saved.source, layout)
     if dz.stride() != packed.stride:
         dz = torch.empty_strided(packed.size, packed.stride, dtype=dz.dtype, device=dz.device).copy_(dz)
     residual = None if saved.residual is None else like(saved.residual, dz)

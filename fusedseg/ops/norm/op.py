@@ -35,10 +35,11 @@ from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, of_inpu
 class NormFunction(torch.autograd.Function):
     """The autograd function of the norm op.  It keeps the tensors of ``Saved``.
 
-    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done``, ``saved`` and ``copy``.  A
-    layout says that x is dense.  If a convolution has computed the output already, x is that output, and ``done`` holds rstd
-    and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the call appends a
-    ``Saved``, from which other code may rebuild z.  ``copy`` is None, or the packed copy that forward may write.
+    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done``, ``saved`` and ``copy``.
+    A layout says that x is dense.  If a convolution has computed the output already, x is that output, and ``done``
+    holds rstd and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the
+    call appends a ``Saved``, from which other code may rebuild z.  ``copy`` is None, or the ``Copy`` (``coded.py``)
+    that forward writes if it can.
     ``tensors`` are x, weight and bias, followed by residual and slope unless both are None.  They are passed once more
     because autograd sees only tensors that are arguments themselves.
     """
@@ -59,7 +60,7 @@ class NormFunction(torch.autograd.Function):
             z, (second, xhat) = source, done
         else:
             given = passed, spec, layout, kept, source if in_place else None
-            found = forward(*given) if copy is None else coded.forward(*given, copy)
+            found = (None if copy is None else coded.forward(*given, copy)) or forward(*given)
             z, mean, second, xhat, total, share, counted = found
             if total is not None:
                 move_running(passed, spec, found, 0)

@@ -143,6 +143,9 @@ class PackedData(Recipe):
         self.output = self.kink_of_norm = None
 
     def packed(self) -> Packed:
+        self.settle(self.bits)
+        if self._dense is not None:
+            raise modified(self._dense, self.version)
         parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
         return Packed._make([*parts, *self._form])
 
@@ -161,17 +164,31 @@ class PackedData(Recipe):
     copy_for_recipes = copy_before_change
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        self.settle(self.bits)
-        if self._dense is not None:
-            raise modified(self._dense, self.version)
         with _torch.DisableTorchFunction():
             return unpack(self.packed())
+
+
+class RecipeOfCodes(Recipe):
+    """A recipe whose function may have a method ``from_codes``.
+
+    It is called with the ``Packed`` of the first input, and returns a function of the other inputs, or None if the
+    first input must be unpacked.
+    """
+
+    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
+        from_codes, (source, at) = getattr(self.rebuild, "from_codes", None), self.inputs[0]
+        if from_codes is not None and type(source) is PackedData and source.at == at:
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                again = from_codes(source.packed())
+                if again is not None:
+                    return again(*(self._input(i, order, for_call)[0] for i in range(1, len(self.inputs))))
+        return super()._rebuilt(order, for_call)
 
 
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds = True
+    rounds, recipe = True, RecipeOfCodes
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
