@@ -132,12 +132,22 @@ class PackedData(Recipe):
         if t is None or t._version != self.version:
             return
         with _torch.DisableTorchFunction():
-            packed = pack(t, bits, self._key, kink)
-            self._parts, self._form, self.nbytes = packed[:4], packed[4:], packed.nbytes
-            if self.outer is not None:
-                self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
-        self._dense, self.bits, self.has_kink = None, bits, kink is not None
+            self.take(pack(t, bits, self._key, kink))
+
+    def take(self, packed: Packed) -> None:
+        """Keeps ``packed`` in place of the tensor."""
+        self._parts, self._form, self.nbytes = packed[:4], packed[4:], packed.nbytes
+        if self.outer is not None:
+            self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
+        self._dense, self.bits, self.has_kink = None, packed.bits, packed.kink is not None
         self.output = self.kink_of_norm = None
+
+    def packed(self) -> Packed:
+        self.settle(self.bits)
+        if self._dense is not None:
+            raise modified(self._dense, self.version)
+        parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
+        return Packed._make([*parts, *self._form])
 
     def _given_away(self, part: Tensor) -> Data:
         data = Data(part, self.outer, Place.of(part))
@@ -154,12 +164,25 @@ class PackedData(Recipe):
     copy_for_recipes = copy_before_change
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        self.settle(self.bits)
-        if self._dense is not None:
-            raise modified(self._dense, self.version)
         with _torch.DisableTorchFunction():
-            parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
-            return unpack(Packed._make([*parts, *self._form]))
+            return unpack(self.packed())
+
+
+class RecipeOfCodes(Recipe):
+    """A recipe whose function may have a method ``from_codes``.
+
+    It is called with the ``Packed`` of the first input, and returns a function of the other inputs, or None if the
+    first input must be unpacked.
+    """
+
+    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
+        from_codes, (source, at) = getattr(self.rebuild, "from_codes", None), self.inputs[0]
+        if from_codes is not None and type(source) is PackedData and source.at == at:
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                again = from_codes(source.packed())
+                if again is not None:
+                    return again(*(self._input(i, order, for_call)[0] for i in range(1, len(self.inputs))))
+        return super()._rebuilt(order, for_call)
 
 
 def packed_bytes(t: Tensor, bits: int) -> int:
@@ -173,7 +196,7 @@ def packed_bytes(t: Tensor, bits: int) -> int:
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds = True
+    rounds, recipe = True, RecipeOfCodes
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
@@ -214,14 +237,41 @@ class PackingRegistry(Registry):
         elif known is not None:
             # The tensor is kept as it is for another reason.
             return super()._keep(t, at, memory)
-        made = PackedData(t, at, self.outer, reading.bits, mixed(*self._step, next(self._places)))
-        memory.kept = [ref for ref in memory.kept if ref() is not None]
-        memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
+        made = self._note(PackedData(t, at, self.outer, reading.bits, self.next_key()), memory)
         if reading.defers:
             self.pending.append(made)
         else:
             made.settle(reading.bits)
         return made
+
+    @staticmethod
+    def _note(made: PackedData, memory: Memory) -> PackedData:
+        memory.kept = [ref for ref in memory.kept if ref() is not None]
+        memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
+        return made
+
+    def next_key(self) -> int:
+        """The seed of the tensor that is packed next."""
+        return mixed(*self._step, next(self._places))
+
+    def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
+        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for.
+
+        overwritten: whether ``t`` gets other values before.
+        """
+        if not plain(t) or not self.packs(t):
+            return False
+        memory = self._find(t.untyped_storage())
+        if memory is None or memory.exposed:
+            return memory is None
+        at, version = Place.of(t), t._version
+        return overwritten or (memory.offer_of(at, version) is None and memory.kept_at(at, version) is None)
+
+    def keep_packed(self, t: Tensor, packed: Packed) -> PackedData:
+        """Keeps ``packed`` for ``t``, and for calls that save ``t`` later."""
+        made = PackedData(t, Place.of(t), self.outer, packed.bits, 0)
+        made.take(packed)
+        return self._note(made, self._memory(t.untyped_storage()))
 
     def rounded_steps(self, x: Tensor) -> int | None:
         """The calls that would rebuild ``x`` from rounded values; None if its sign is certain."""
