@@ -98,8 +98,7 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        # A compiler plans its own memory, and that of PyTorch 2.8 cannot read ``nbytes``.
-        if into is None and not torch.compiler.is_compiling() and dz.nbytes >= reuse.LEAST_BYTES:
+        if into is None and reuse.is_large(dz):
             if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
             elif spec.keep == "output" and reuse.alone(tensors, 0):
