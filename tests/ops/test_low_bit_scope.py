@@ -46,6 +46,18 @@ class Residual(nn.Module):
         return self.head(self.act(x + self.norm(self.conv(x))))
 
 
+class InPlaceResidual(Residual):
+    """As the blocks of torchvision's ResNets: the sum and the ReLU overwrite their arguments."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x if x.shape[1] == 8 else self.act(self.stem(x))
+            out = self.norm(self.conv(x))
+            out += x
+            x = self.act(out)
+        return self.head(x)
+
+
 def gradient(model, x=IMAGE, **scope):
     # A converted model has a scope of its own, which an outer scope would replace.
     with recompute(**scope) if scope else nullcontext():
@@ -93,6 +105,9 @@ NETWORKS = {
     "in place": lambda: network(InPlace, nn.Identity),
     "residual": Residual,
     "residual LeakyReLU": lambda: Residual(F.leaky_relu),
+    "residual PReLU": lambda: Residual(nn.PReLU()),
+    "residual in place": lambda: InPlaceResidual(nn.ReLU(inplace=True)),
+    "residual LeakyReLU in place": lambda: InPlaceResidual(nn.LeakyReLU(inplace=True)),
 }
 
 
