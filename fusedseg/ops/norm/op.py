@@ -114,6 +114,7 @@ class NormFunction(torch.autograd.Function):
         rebuilt = None if output is None else [output]
         del output  # so that the code that takes it off the list frees it
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
+        grads: Sequence[Tensor | None]
         if codes is not None:
             grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
         elif recorded or batched((dz,)):
