@@ -291,11 +291,8 @@ class DiceCELoss(_Loss):
         call = self.dice.form.call(input, target)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood
-        spec = call.spec._replace(
-            probability=call.spec.probability if self.lambda_dice else "none",
-            likelihood=likelihood if self.lambda_ce else "none",
-        )
-        found = sums(call.given, spec)
+        probability = call.spec.probability if self.lambda_dice else "none"
+        found = sums(call.given, call.spec.using(probability, likelihood if self.lambda_ce else "none"))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())

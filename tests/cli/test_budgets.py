@@ -9,12 +9,17 @@ from fusedseg.__main__ import main
 from fusedseg.memory import curve
 from tests.nnunet import PlainConvUNet
 
-NETWORK = "tests.cli.test_budgets:small"
+NETWORK, TINY = "tests.cli.test_budgets:small", "tests.cli.test_budgets:tiny"
 VOLUME = ["--input", "2,1,16,16,16"]
 
 
 def small():
     return PlainConvUNet(widths=(8, 16))
+
+
+def tiny():
+    """Makes two blocks and the last convolution: a plan runs dozens of steps."""
+    return PlainConvUNet(widths=(8,))
 
 
 def test_convert_with_a_budget(capsys):
@@ -61,7 +66,7 @@ def test_profile_compares_budgets(capsys, tmp_path):
 
 def test_plan_ends_with_the_line_of_code(capsys, tmp_path):
     figures = tmp_path / "plan.json"
-    argv = ["plan", NETWORK, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
+    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
     assert main([*argv, "1GiB", "--json", str(figures)]) == 0
     needs = {option["label"]: option["total_bytes"] for option in json.loads(figures.read_text())["options"]}
     capsys.readouterr()

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ... import _torch
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Packed, mixed
+from ..low_bit.spec import Packed, lines_of, mixed
 from .memory import Memory
 from .plain import Place, plain
 from .registry import Registry
@@ -109,8 +109,8 @@ class PackedData(Recipe):
 
     copied = exposed = False
     in_recipe = in_graph = True
-    # Counted as data, not as a call.
-    steps = 0
+    # Counted as data, not as a call; but its values are rebuilt.
+    steps, needs = 0, 1
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
@@ -124,7 +124,7 @@ class PackedData(Recipe):
         # The fields of ``Packed``: the tensors, as data if hooks around the scope hold them, and the others.
         self._parts: Sequence[Tensor | Data | None] = ()
         self._form: Sequence[Any] = ()
-        self.has_kink = False
+        self.has_kink, self.nbytes = False, t.untyped_storage().nbytes()
 
     def settle(self, bits: int, kink: Tensor | None = None) -> None:
         """Packs the tensor, unless it is packed or was changed unnoticed, which ``load`` tells."""
@@ -136,7 +136,7 @@ class PackedData(Recipe):
 
     def take(self, packed: Packed) -> None:
         """Keeps ``packed`` in place of the tensor."""
-        self._parts, self._form = packed[:4], packed[4:]
+        self._parts, self._form, self.nbytes = packed[:4], packed[4:], packed.nbytes
         if self.outer is not None:
             self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
         self._dense, self.bits, self.has_kink = None, packed.bits, packed.kink is not None
@@ -185,6 +185,14 @@ class RecipeOfCodes(Recipe):
         return super()._rebuilt(order, for_call)
 
 
+def packed_bytes(t: Tensor, bits: int) -> int:
+    """The bytes that are kept of ``t`` where it may be packed."""
+    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
+        return t.untyped_storage().nbytes()
+    lines = lines_of(t, 0)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
+
+
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
@@ -202,6 +210,11 @@ class PackingRegistry(Registry):
     @property
     def needs(self) -> int:  # type: ignore[override]
         return self.reading.needs
+
+    @property
+    def spares(self) -> bool:
+        """Whether a module of ``Rounding.unrounded`` runs now."""
+        return self._inside > 0
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         saved = super().pack(t)
@@ -260,17 +273,17 @@ class PackingRegistry(Registry):
         made.take(packed)
         return self._note(made, self._memory(t.untyped_storage()))
 
-    def has_rounded_recipe(self, x: Tensor) -> bool:
-        """Whether ``x`` would be rebuilt from rounded values, so that its sign is not certain."""
+    def rounded_steps(self, x: Tensor) -> int | None:
+        """The calls that would rebuild ``x`` from rounded values; None if its sign is certain."""
         memory = self._find(x.untyped_storage()) if plain(x) else None
         if memory is None:
-            return False
+            return None
         at, version = Place.of(x), x._version
         known: Any = memory.kept_at(at, version)
         if known is not None:
-            return isinstance(known, PackedData) and known.has_kink
+            return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
-        return offer is not None and offer.bits < EXACT
+        return None if offer is None or offer.bits >= EXACT else offer.steps
 
     def packs(self, t: Tensor) -> bool:
         return self.reading.bits is not None and self._takes(t)
@@ -292,7 +305,7 @@ class PackingRegistry(Registry):
     @contextmanager
     def allowing(self, reading: Reading) -> Any:
         """A context for a known call, which is exact inside of ``Rounding.unrounded``."""
-        before, self.reading = self.reading, UNKNOWN if self._inside else reading
+        before, self.reading = self.reading, UNKNOWN if self.spares else reading
         try:
             yield
         finally:
