@@ -273,7 +273,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(*step).z
-        if recipes.PACKING and _writes_codes(*step):
+        if recipes.PACKING and not recipes.BUDGETED and _writes_codes(*step):
             return _in_two_nodes(call, norm, spec, kept)
         # rstd and xhat of the kept channels, which the second node keeps beside z.
         done: list[Tensor | None] = []

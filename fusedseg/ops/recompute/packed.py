@@ -255,7 +255,7 @@ class PackingRegistry(Registry):
         return mixed(*self._step, next(self._places))
 
     def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
-        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for.
+        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for, so that an op may do it.
 
         overwritten: whether ``t`` gets other values before.
         """

@@ -75,6 +75,10 @@ class PackedBudgetRegistry(BudgetRegistry, PackingRegistry):
         offer = None if memory is None else memory.offer_of(Place.of(x), x._version)
         return offer is not None and offer.bits >= EXACT
 
+    def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
+        # The guide counts the values that backward unpacks, so no op reads codes.
+        return False
+
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Any:
         kept = PackingRegistry._keep(self, t, at, memory)
         nodes, nbytes = self.graph.nodes, t.untyped_storage().nbytes()
