@@ -36,7 +36,7 @@ CASES = {
     "3D large, fused": case(unet3d_large, VOLUME, {8: (786, 1733), 4: (408, 1453)}),
     "3D small, fused": case(unet3d_small, VOLUME, {8: (829, 1814), 4: (429, 1562)}),
     "two encoders, fused": case(lidar_optical_unet, IMAGES, {8: (542, 1014), 4: (283, 755)}),
-    "ResNet-50": case(ResNet50, [(128, 3, 224, 224)], {8: (2143, 2230), 4: (1116, 1364)}),
+    "ResNet-50": case(ResNet50, [(128, 3, 224, 224)], {8: (1563, 1764), 4: (861, 1378)}),
 }
 # A third of these cases shows all that the others do.
 SELDOM = ("3D small", "3D small, fused", "ResNet-50")

@@ -67,6 +67,19 @@ def test_the_gradient_is_right_on_average(name):
     assert bias_squared / error_squared < 0.05
 
 
+def test_a_large_weight_is_not_packed():
+    """The weight of the first convolution has 4,800 values; it was packed, so that the second run rounded it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 2, 1))
+    _, expected = gradient(model)
+    with everything(0):
+        out = model(IMAGE)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    grads = torch.autograd.grad((out * (weights + out)).mean(), list(model.parameters()))
+    # Nothing in this network is rounded.
+    assert torch.equal(torch.cat([g.flatten() for g in grads]), expected)
+
+
 def unet():
     torch.manual_seed(0)
     return MultiEncoderUNet((3, 2), 4, widths=(8, 16), plain=True)
