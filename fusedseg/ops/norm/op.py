@@ -106,8 +106,7 @@ class NormFunction(torch.autograd.Function):
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        # A compiler plans its own memory, and that of PyTorch 2.8 cannot read ``nbytes``.
-        if into is None and not torch.compiler.is_compiling() and dz.nbytes >= reuse.LEAST_BYTES:
+        if into is None and reuse.is_large(dz):
             if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
             elif codes is None and spec.keep == "output" and reuse.alone(tensors, 0):
