@@ -338,8 +338,9 @@ def test_checkpoints_keep_all_as_it_is(around):
     assert torch.equal(torch.cat([g.flatten() for g in grads]), expected)
 
 
-def test_hooks_around_the_scope_get_the_codes():
-    model = network()
+@pytest.mark.parametrize("name", ["BN ReLU", "residual in place"])
+def test_hooks_around_the_scope_get_the_codes(name):
+    model = NETWORKS[name]()
     expected = gradient(model, bits=4, seed=0)[1]
     sizes = []
 

@@ -67,10 +67,12 @@ def test_the_gradient_is_right_on_average(name):
     assert bias_squared / error_squared < 0.05
 
 
-def test_a_large_weight_is_not_packed():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_large_weight_is_not_packed(fused):
     """The weight of the first convolution has 4,800 values; it was packed, so that the second run rounded it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 2, 1))
+    norm = [fusedseg.BatchNormAct(64, activation="relu")] if fused else [nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(nn.Conv2d(3, 64, 5), *norm, nn.Conv2d(64, 2, 1))
     _, expected = gradient(model)
     with everything(0):
         out = model(IMAGE)
