@@ -109,6 +109,16 @@ def test_converted_keeps_what_was_planned():
     assert "kept in 4 bits" in text
 
 
+def test_convolutions_with_their_norm_run_once():
+    """When they ran twice, the network kept more than without a budget."""
+    kept = []
+    for options in ({}, {"extra_flops": 1.0}):
+        torch.manual_seed(0)
+        net = MultiEncoderUNet((3, 2), 4, widths=(8, 16))
+        kept.append(fusedseg.convert(net, example_inputs=IMAGES, bits=4, **options).after.saved)
+    assert kept[0] == kept[1]
+
+
 def test_a_budget_that_is_met_and_one_that_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
