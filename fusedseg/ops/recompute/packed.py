@@ -220,10 +220,11 @@ class PackingRegistry(Registry):
         saved = super().pack(t)
         return Handle(saved, Place.of(t)) if isinstance(saved, PackedData) else saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Any:
-        if not computed:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Any:
+        """Keeps ``t``: as the present call may; if ``computed``, as a result of a call; if it is False, as it is."""
+        if computed is None:
             return super().keep(t)
-        with self.allowing(self.reading._replace(own=True)):
+        with self.allowing(self.reading._replace(own=True) if computed else UNKNOWN):
             return super().keep(t)
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Any:

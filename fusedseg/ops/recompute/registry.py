@@ -90,7 +90,7 @@ class Registry:
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Data:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
