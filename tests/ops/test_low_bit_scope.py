@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedseg
-from fusedseg import _torch, recompute
+from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.unet import UNet
 
@@ -378,23 +378,6 @@ def test_converted():
         assert not model(x).requires_grad
 
 
-@pytest.mark.skipif(not _torch.COMPILES_SCOPES, reason="the scope does nothing in compiled code, and says so")
-def test_compiled_code_says_that_it_rounds_nothing():
-    torch._dynamo.reset()
-    conv = nn.Conv2d(3, 4, 3)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def inside(x):
-        with recompute(bits=4):
-            return conv(x)
-
-    with pytest.warns(UserWarning, match="bits has no effect in compiled code"):
-        inside(IMAGE).sum().backward()
-    around = torch.compile(conv, backend="aot_eager")
-    with pytest.warns(UserWarning, match="bits has no effect in compiled code"), recompute(bits=4):
-        around(IMAGE).sum().backward()
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
@@ -403,7 +386,6 @@ def test_compiled_code_says_that_it_rounds_nothing():
         ({"bits": True}, TypeError, "bits must be 8, 4 or None, got bool"),
         ({"bits": 4, "seed": 0.5}, TypeError, "seed must be an integer or None, got float"),
         ({"seed": 1}, ValueError, "seed is given without bits"),
-        ({"bits": 4, "budget": 0.3}, ValueError, "bits and a budget cannot be given together"),
         ({"bits": 4, "unrounded": (3,)}, TypeError, "unrounded must be .*modules, got int"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

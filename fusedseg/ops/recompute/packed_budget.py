@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..low_bit.spec import Packed
 from . import recipes, twice
 from .budgeted import BudgetRegistry
 from .choice import Call
@@ -85,8 +86,15 @@ class PackedBudgetRegistry(BudgetRegistry, PackingRegistry):
             nodes[memory.node] = nodes[memory.node]._replace(nbytes=nbytes)
             kept.node = memory.node
             return kept
+        return self._noted(kept, memory)
+
+    def keep_packed(self, t: Tensor, packed: Packed) -> PackedData:
+        return self._noted(super().keep_packed(t, packed), self._memory(t.untyped_storage()))
+
+    def _noted(self, kept: PackedData, memory: Any) -> PackedData:
         # The node of a call stands for its output, if the call does not run twice.
-        kept.node = memory.node if memory.node >= 0 and nodes[memory.node].call >= 0 else self.graph.add(Node(0))
+        is_output = memory.node >= 0 and self.graph.nodes[memory.node].call >= 0
+        kept.node = memory.node if is_output else self.graph.add(Node(0))
         self._nodes.append((weakref.ref(kept), kept.node))
         return kept
 

@@ -196,8 +196,7 @@ class Recipe:
     """
 
     data: Data | None = None
-    # The number of the ``Reader`` (``offers.py``), if there is one.
-    own: float | None = None
+    own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
     node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
