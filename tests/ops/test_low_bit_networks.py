@@ -38,8 +38,8 @@ CASES = {
     "two encoders, fused": case(lidar_optical_unet, IMAGES, {8: (542, 853), 4: (283, 658)}),
     "ResNet-50": case(ResNet50, [(128, 3, 224, 224)], {8: (1563, 1764), 4: (861, 1378)}),
 }
-# A third of these cases shows all that the others do.
-SELDOM = ("3D small", "3D small, fused", "ResNet-50")
+# A fourth of these cases shows all that the others do.
+SELDOM = ("3D small", "3D small, fused", "3D large, fused", "ResNet-50")
 
 
 def cases():
