@@ -129,6 +129,9 @@ def compared(seed, monkeypatch, choose):
     rng, precision = random.Random(seed), PRECISIONS[seed % 3]
     torch.manual_seed(seed)
     dims = rng.choice((2, 2, 2, 3))
+    if precision == "amp":
+        # PyTorch's gradients of conv3d in bf16 with few positions differ from run to run, without fusedseg too.
+        dims = 2
     stock = Net(rng, dims).to(torch.float64 if precision == "fp64" else torch.float32)
     x = torch.randn(2, 3, *((24, 32) if dims == 2 else (8, 8, 12))).to(next(stock.parameters()).dtype)
     if rng.random() < 0.3:
