@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from fusedseg import recompute
 from fusedseg.memory import measure
 from fusedseg.ops import reuse
+from fusedseg.ops.layout import FORMATS
+from fusedseg.ops.conv import slabs
 from fusedseg.ops.recompute import parts
 from fusedseg.unet import UNet
 from tests.ops.test_recompute_networks import CASES, test_gradients
@@ -23,6 +25,7 @@ def every_size(monkeypatch):
     """Small tensors are treated as large ones."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
     monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -91,6 +94,31 @@ def test_a_concatenation_of_several_dtypes_and_layouts(dim):
 
         results.append(torch.autograd.grad(recompute()(step)() if scope else step(), x)[0])
     assert torch.equal(*results)
+
+
+MODES = {
+    4: (("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bicubic", True)),
+    5: (("nearest", None), ("nearest-exact", None), ("area", None), ("trilinear", False), ("trilinear", True)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dims", "mode", "align_corners"), [(n, *mode) for n, of in MODES.items() for mode in of])
+def test_an_enlarged_source_in_slabs_has_the_same_bits(dims, mode, align_corners, dtype, threads):
+    """Sizes are those of long and of short rows, and the channels are more than a vector has, and fewer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size, channels in (((70, 33, 3), 3), ((9, 7, 67), 19), ((40, 60, 20), 5)):
+            for rows in (False, True):
+                x = torch.randn(3, channels, *size[: dims - 2]).to(dtype)
+                x = x.to(memory_format=FORMATS[dims]) if rows else x
+                kwargs = {"scale_factor": 2, "mode": mode, "align_corners": align_corners}
+                slabs_of = [F.interpolate(x[n : n + 1], **kwargs) for n in range(3)]
+                assert torch.equal(torch.cat(slabs_of), F.interpolate(x, **kwargs))
+    finally:
+        torch.set_num_threads(before)
 
 
 def peak_of(least, monkeypatch):

@@ -108,7 +108,7 @@ class PackedData(Recipe):
     """
 
     copied = exposed = False
-    in_recipe = in_graph = True
+    in_recipe = in_graph = unpacks = True
     # Counted as data, not as a call.
     steps = 0
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.

@@ -26,8 +26,7 @@ from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-# The bits of values that are not rounded.
-EXACT = 64
+EXACT = 64  # the bits of values that are not rounded
 
 
 def recomputing() -> bool:
@@ -54,8 +53,7 @@ def modified(t: Tensor, version: int) -> RuntimeError:
     )
 
 
-# A tensor, and its version when it was saved; -1 for an inference tensor, which has none.
-AsItIs = tuple[Tensor, int]
+AsItIs = tuple[Tensor, int]  # a tensor, and its version when it was saved; -1 for an inference tensor, which has none
 
 
 def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
@@ -202,6 +200,7 @@ class Recipe:
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
     node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
+    unpacks = False  # whether a rebuild unpacks the tensor (``packed.py``)
 
     def __init__(
         self,
@@ -239,12 +238,16 @@ class Recipe:
 
     def _input(self, i: int, order: int, for_call: bool) -> tuple[Tensor, bool]:
         source, at = self.inputs[i]
-        t, ours = source.load(order, for_call) if isinstance(source, Recipe) else (source.load_for_recipe(), False)
+        if not isinstance(source, Recipe):
+            return seen_as(source.load_for_recipe(), source.at, at), False
+        # A larger packed tensor, such as a pool's input, would lie beside the gradients of the next calls.
+        for_call = for_call or (source.unpacks and source.at.nbytes >= 2 * self.at.nbytes)
+        t, ours = source.load(order, for_call)
         return seen_as(t, source.at, at), ours
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
-            return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
+            return self.rebuild.in_parts(self, order, for_call)
         inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
@@ -296,8 +299,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _orders = itertools.count()
-# The number of the newest handle.
-_latest = -1
+_latest = -1  # the number of the newest handle
 
 
 def latest() -> int:
