@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import reuse
-from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn
+from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn, output_format
 from .slabs import Sum, slabs
-from .sources import Interpolated, Source, apart, concatenated, formed
+from .sources import Interpolated, Source, apart, concatenated, formed, shape_of, tensors_of
 
 
 class _Part(NamedTuple):
@@ -50,14 +50,18 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
     if not apart(sources, geometry):
         return convolve(concatenated(sources), w, bias, geometry)
     first, *others = _parts(sources, w)
-    y = convolve(concatenated([first.source]), first.w, bias, geometry)
-    ranges = slabs(y.shape[0], y.nbytes)
-    for part in others:
-        if len(ranges) == 1:
+    shape = geometry.output_shape(shape_of(sources), w.shape)
+    ranges = slabs(shape[0], shape.numel() * w.element_size())
+    if len(ranges) == 1:
+        y = convolve(concatenated([first.source]), first.w, bias, geometry)
+        for part in others:
             y += convolve(concatenated([part.source]), part.w, None, geometry)
-        else:
-            for n in ranges:
-                y[n] += convolve(formed(_samples(part.source, n)), part.w, None, geometry)
+        return y
+    y = torch.empty(shape, dtype=w.dtype, device=w.device, memory_format=output_format(tensors_of(sources)[0], w))
+    for n in ranges:
+        y[n] = convolve(formed(_samples(first.source, n)), first.w, bias, geometry)
+        for part in others:
+            y[n] += convolve(formed(_samples(part.source, n)), part.w, None, geometry)
     return y
 
 

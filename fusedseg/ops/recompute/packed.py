@@ -33,6 +33,8 @@ CHOICES = (8, 4)
 SMOOTH_BITS = 8
 # Smaller tensors are kept as they are.
 FEWEST_VALUES = 4096
+# Unpacked tensors of up to this many bytes are held for the next reader.
+HELD_BYTES = 2**24
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Steps of all scopes without a seed.
@@ -100,6 +102,12 @@ class Reading(NamedTuple):
 UNKNOWN = Reading()
 
 
+class Largest:
+    """The bytes of the largest tensor that a scope has packed, when it was not packed."""
+
+    nbytes = 0
+
+
 class PackedData(Recipe):
     """A tensor that is kept in fewer bits.  It shares no memory with the tensor, once it is packed.
 
@@ -114,6 +122,8 @@ class PackedData(Recipe):
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
+    # That of the scope.
+    largest = Largest()
 
     def __init__(self, t: Tensor, at: Place, outer: Hooks | None, bits: int, key: int) -> None:
         self.at, self.device, self.outer, self.version = at, t.device, outer, t._version
@@ -145,6 +155,10 @@ class PackedData(Recipe):
         data.in_recipe = True
         return data
 
+    def near(self, order: float) -> bool:
+        # The peak is where the largest tensors would be held, so each reader unpacks them for itself.
+        return self.at.nbytes <= max(HELD_BYTES, self.largest.nbytes // 2) and super().near(order)
+
     def changed(self) -> bool:
         return False
 
@@ -173,6 +187,7 @@ class PackingRegistry(Registry):
         self.reading = UNKNOWN
         # The number of modules of ``Rounding.unrounded`` that run now.
         self._inside = 0
+        self.largest = Largest()
         # The tensors that are packed before the next call, when it is known what reads the output of their norm.
         self.pending: list[PackedData] = []
 
@@ -202,6 +217,7 @@ class PackingRegistry(Registry):
             # The tensor is kept as it is for another reason.
             return super()._keep(t, at, memory)
         made = PackedData(t, at, self.outer, reading.bits, mixed(*self._step, next(self._places)))
+        made.largest, self.largest.nbytes = self.largest, max(self.largest.nbytes, at.nbytes)
         memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
         if reading.defers:
