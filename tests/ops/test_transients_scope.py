@@ -1,5 +1,7 @@
 """In the scope, rebuilt inputs of convolutions are freed early, and concatenations are rebuilt source by source."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,9 @@ from torch.nn import functional as F
 from fusedseg import recompute
 from fusedseg.memory import measure
 from fusedseg.ops import reuse
+from fusedseg.ops.conv import cat, slabs, sources
+from fusedseg.ops.conv.sources import Interpolated
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.conv import slabs
 from fusedseg.ops.recompute import parts
 from fusedseg.unet import UNet
 from tests.ops.test_recompute_networks import CASES, test_gradients
@@ -119,6 +122,28 @@ def test_an_enlarged_source_in_slabs_has_the_same_bits(dims, mode, align_corners
                 assert torch.equal(torch.cat(slabs_of), F.interpolate(x, **kwargs))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_a_network_that_hands_over_its_sources(align_corners, monkeypatch):
+    """Stock modules without a convolution before they enlarge: values and gradients have the bits of eager mode."""
+    monkeypatch.setattr(cat, "LEAST_BYTES", 1)
+    torch.manual_seed(0)
+    options = {"plain": True, "reduce": False, "norm_act": norm_and_relu, "align_corners": align_corners}
+    net = UNet(2, 3, widths=(4, 8, 8), **options)
+    x = torch.randn(3, 2, 21, 17)
+    calls = []
+    monkeypatch.setattr(cat, "formed", lambda source: calls.append(type(source)) or sources.formed(source))
+    results = []
+    # Nothing is rounded, but the paths are those of a scope with bits.
+    for scope in (nullcontext(), recompute(bits=4, unrounded=[net])):
+        with scope:
+            out = net(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*net.parameters()])])
+    # Two levels have three samples each.
+    assert calls.count(Interpolated) == 2 * 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def peak_of(least, monkeypatch):

@@ -1,7 +1,7 @@
 """Convolutions of sources (``sources.py``): of their small concatenation, or of each source by itself.
 
-What is added to a result or a gradient is computed in slabs of samples (``slabs.py``), so that only one slab lies beside
-the tensors of full size.
+What is added to a large result or gradient is computed in slabs of samples (``slabs.py``), so that only one slab lies
+beside the tensors of full size.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import reuse
 from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn, output_format
 from .slabs import Sum, slabs
-from .sources import Interpolated, Source, apart, concatenated, formed, shape_of, tensors_of
+from .sources import Interpolated, Source, apart, concatenated, formed, samples_of, shape_of, tensors_of
 
 
 class _Part(NamedTuple):
@@ -59,15 +59,10 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
         return y
     y = torch.empty(shape, dtype=w.dtype, device=w.device, memory_format=output_format(tensors_of(sources)[0], w))
     for n in ranges:
-        y[n] = convolve(formed(_samples(first.source, n)), first.w, bias, geometry)
+        y[n] = convolve(formed(samples_of(first.source, n)), first.w, bias, geometry)
         for part in others:
-            y[n] += convolve(formed(_samples(part.source, n)), part.w, None, geometry)
+            y[n] += convolve(formed(samples_of(part.source, n)), part.w, None, geometry)
     return y
-
-
-def _samples(source: Source, n: slice) -> Source:
-    """A range of the samples of a source."""
-    return Interpolated(source.x[n], *source.enlarge) if isinstance(source, Interpolated) else source[n]
 
 
 def convolve_sources_backward(
@@ -124,7 +119,7 @@ def _in_slabs(
     """The gradients of the tensor of a source, of its part of the weight, and of the bias."""
     dxs, dw, dbias = [], Sum(), Sum()
     for n in slabs(dy.shape[0], dy.nbytes):
-        of = _samples(source, n)
+        of = samples_of(source, n)
         assert isinstance(of, Interpolated)
         dlarge, dw_n, dbias_n = convolve_backward_in_turn(dy[n], [formed(of)], w, geometry, wanted)
         dxs.append(None if dlarge is None else of.enlarge.backward(dlarge, of.x))

@@ -162,6 +162,11 @@ def formed(source: Source) -> Tensor:
     return source.formed() if isinstance(source, Interpolated) else source
 
 
+def samples_of(source: Source, n: slice) -> Source:
+    """A range of the samples of a source."""
+    return Interpolated(source.x[n], *source.enlarge) if isinstance(source, Interpolated) else source[n]
+
+
 def concatenated(sources: Sequence[Source]) -> Tensor:
     """The concatenation of the sources, in one tensor."""
     if torch.compiler.is_compiling() and not is_tensor(sources) and not unfused.wanted():

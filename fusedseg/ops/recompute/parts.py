@@ -3,7 +3,7 @@
 A part is a source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ... import _torch
 from ..conv.slabs import slabs
+from ..conv.sources import Enlarge, Interpolated, concatenated, sources_of
 from .calls import Function, Replay
 from .plain import Place
 
@@ -30,6 +31,10 @@ class Joined(Replay):
     def __init__(self, func: Function, args: Any, kwargs: dict[str, Any], dim: int) -> None:
         super().__init__(func, args, kwargs)
         self.dim = dim
+
+    def enlarge(self, i: int) -> Enlarge | None:
+        """The way to enlarge input i before it is concatenated."""
+        return None
 
     def in_parts(self, recipe: "Recipe", order: int, for_call: bool) -> Tensor:
         """The result of ``recipe``, with the bits of the call.  Each part is freed before the next is made.
@@ -53,17 +58,36 @@ class Joined(Replay):
         return out
 
 
+class JoinedSources(Joined):
+    """The concatenation of sources along the channels, from their tensors."""
+
+    __slots__ = ("enlarges",)
+
+    def __init__(self, enlarges: Sequence[Enlarge | None]) -> None:
+        super().__init__(lambda *tensors: concatenated(sources_of(tensors, enlarges)), None, {}, 1)
+        self.enlarges = enlarges
+
+    def enlarge(self, i: int) -> Enlarge | None:
+        return self.enlarges[i]
+
+
 def _parts_of(recipe: "Recipe", i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
     """The parts of an input, with their places in it.  The values of a sample depend on no other sample."""
+    source: Any
     source, place = recipe.inputs[i]
-    ranges = slabs(place.size[0], place.nbytes)
-    if len(ranges) == 1 or not _enlarges(source, place, order):
+    enlarge = recipe.rebuild.enlarge(i)
+    nbytes = place.nbytes if enlarge is None else place.nbytes // place.size[2:].numel() * recipe.at.size[2:].numel()
+    ranges = slabs(place.size[0], nbytes)
+    if enlarge is not None:
+        small, enlarged = recipe._input(i, order, for_call)[0], lambda x: Interpolated(x, *enlarge).formed()
+    elif len(ranges) > 1 and _enlarges(source, place, order):
+        small, enlarged = source._input(0, order, for_call)[0], source.rebuild
+    else:
         yield ..., recipe._input(i, order, for_call)[0]
         return
-    small = source._input(0, order, for_call)[0]
     with torch.no_grad(), _torch.DisableTorchFunction():
         for n in ranges:
-            yield n, source.rebuild(small[n])
+            yield n, enlarged(small[n])
 
 
 def _enlarges(source: Any, place: Place, order: int) -> bool:
@@ -77,7 +101,7 @@ def _enlarges(source: Any, place: Place, order: int) -> bool:
 
 def in_parts(rebuild: Any, at: Place) -> bool:
     """Whether the result of a recipe with this place is rebuilt part by part."""
-    return type(rebuild) is Joined and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
+    return isinstance(rebuild, Joined) and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
 
 
 def joined(again: Replay, args: Any, kwargs: dict[str, Any]) -> Joined:
