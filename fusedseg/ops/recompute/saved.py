@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from .parts import in_parts
+from .parts import in_parts, turns
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
-# A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
-NEAR = 8
+NEAR = 8  # a rebuilt tensor is held for handles that were made at most so many handles before the one that is loaded
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 EXACT = 64  # the bits of values that are not rounded
@@ -60,8 +59,7 @@ def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
     """The object to hold for a tensor that no recipe reads."""
     if outer is not None:
         return Data(t, outer)
-    # An output that is saved together with its own graph would keep itself alive, so the graph is left out.  PyTorch
-    # itself holds a tensor without a graph as it is.
+    # An output that is saved with its own graph would keep itself alive, so the graph is left out, as PyTorch does.
     held = t.detach() if t.requires_grad and not is_trained_leaf(t) else t
     return held, -1 if t.is_inference() else t._version
 
@@ -74,7 +72,7 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps: as in ``Recipe``.
+    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps, needs: as in ``Recipe``.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -82,7 +80,7 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    node, bits, steps = -1, EXACT, 0
+    node, bits, steps, needs = -1, EXACT, 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
@@ -195,8 +193,7 @@ class Recipe:
     """
 
     data: Data | None = None
-    # The number of the ``Reader`` (``offers.py``), if there is one.
-    own: float | None = None
+    own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
     node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
@@ -213,8 +210,9 @@ class Recipe:
     ) -> None:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
-        # The numbers of the recipe's handles, in ascending order.
-        self.orders: list[int] = []
+        # The order in which inputs are rebuilt, and the tensors that live at once then.
+        self.turns, self.needs = turns(inputs, overwrite is not None)
+        self.orders: list[int] = []  # the numbers of the recipe's handles, in ascending order
 
     def near(self, order: float) -> bool:
         if self.own is not None and order - NEAR <= self.own < order:
@@ -248,7 +246,9 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
-        inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
+        inputs, ours = [*self.inputs], [False] * len(self.inputs)
+        for i in self.turns:
+            inputs[i], ours[i] = self._input(i, order, for_call)  # type: ignore[call-overload]
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
