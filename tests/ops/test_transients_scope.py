@@ -14,8 +14,10 @@ from fusedseg.ops import reuse
 from fusedseg.ops.conv import cat, slabs, sources
 from fusedseg.ops.conv.sources import Interpolated
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.recompute import parts
+from fusedseg.ops.recompute import packed, parts
 from fusedseg.unet import UNet
+from tests.ops.test_low_bit_scope import gradient as low_bit_gradient
+from tests.ops.test_low_bit_scope import network
 from tests.ops.test_recompute_networks import CASES, test_gradients
 
 NEVER = 2**60
@@ -144,6 +146,15 @@ def test_a_network_that_hands_over_its_sources(align_corners, monkeypatch):
     # Two levels have three samples each.
     assert calls.count(Interpolated) == 2 * 3
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+def test_a_tensor_that_is_unpacked_for_each_reader_gives_the_same(act, monkeypatch):
+    found = []
+    for most in (0, 2**60):
+        monkeypatch.setattr(packed, "HELD_BYTES", most)
+        found.append(low_bit_gradient(network(act=act), bits=4, seed=0)[1])
+    assert torch.equal(*found)
 
 
 def peak_of(least, monkeypatch):
