@@ -31,11 +31,11 @@ from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
 from ..recompute import recipes
 from . import choice, join_conv
+from .apart import convolve_sources
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
     Convolution,
     concatenated,
-    convolve_sources,
     enlarges_of,
     is_tensor,
     shape_of,

@@ -27,16 +27,14 @@ from .plain import Place, plain
 from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
 
-# The bits that users may ask for.
-CHOICES = (8, 4)
+CHOICES = (8, 4)  # the bits that users may ask for
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
-# Smaller tensors are kept as they are.
-FEWEST_VALUES = 4096
+FEWEST_VALUES = 4096  # smaller tensors are kept as they are
+HELD_BYTES = 2**24  # unpacked tensors of up to this many bytes are held for the next reader
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Steps of all scopes without a seed.
-_unseeded = itertools.count()
+_unseeded = itertools.count()  # steps of all scopes without a seed
 
 
 class Rounding:
@@ -108,12 +106,14 @@ class PackedData(Recipe):
     """
 
     copied = exposed = False
-    in_recipe = in_graph = True
+    in_recipe = in_graph = unpacks = True
     # Counted as data, not as a call; but its values are rebuilt.
     steps, needs = 0, 1
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
+    # A list of one number, which all packed tensors of a scope share: the bytes of the largest one when unpacked.
+    largest = [0]  # noqa: RUF012
 
     def __init__(self, t: Tensor, at: Place, outer: Hooks | None, bits: int, key: int) -> None:
         self.at, self.device, self.outer, self.version = at, t.device, outer, t._version
@@ -154,6 +154,10 @@ class PackedData(Recipe):
         # The hooks may return it only once.
         data.in_recipe = True
         return data
+
+    def near(self, order: float) -> bool:
+        # The peak is where the largest tensors would be held, so each reader unpacks them for itself.
+        return self.at.nbytes <= max(HELD_BYTES, self.largest[0] // 2) and super().near(order)
 
     def changed(self) -> bool:
         return False
@@ -204,6 +208,7 @@ class PackingRegistry(Registry):
         self.reading = UNKNOWN
         # The number of modules of ``Rounding.unrounded`` that run now.
         self._inside = 0
+        self.largest = [0]
         # The tensors that are packed before the next call, when it is known what reads the output of their norm.
         self.pending: list[PackedData] = []
 
@@ -245,8 +250,8 @@ class PackingRegistry(Registry):
             made.settle(reading.bits)
         return made
 
-    @staticmethod
-    def _note(made: PackedData, memory: Memory) -> PackedData:
+    def _note(self, made: PackedData, memory: Memory) -> PackedData:
+        made.largest, self.largest[0] = self.largest, max(self.largest[0], made.at.nbytes)
         memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
         return made

@@ -45,8 +45,8 @@ class Registry:
         self.collected: list[Tensor] = []
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
-        # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
-        self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
+        self.notes, self.joins = WeakIdKeyDictionary(), False
         self._memories: dict[int, Memory] = {}
         registry = weakref.ref(self)
 

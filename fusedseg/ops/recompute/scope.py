@@ -88,6 +88,9 @@ class recompute(ContextDecorator):
     # What is kept in fewer bits; None if nothing is.
     _rounding: Rounding | None = None
 
+    # Whether the scope is that of a converted model, whose convolutions look for notes (``joins.py``).
+    _joins = False
+
     def __init__(
         self,
         budget: float | str | None = None,
@@ -123,6 +126,7 @@ class recompute(ContextDecorator):
         """
         made = cls()
         made._make_guide, made._again, made._rounding = make_guide, again, rounding
+        made._joins = True
         return made
 
     def _recreate_cm(self) -> "recompute":
@@ -145,7 +149,9 @@ class recompute(ContextDecorator):
         if _torch.MISSING_FOR_SCOPE:
             warn_of_torch(_torch.scope_problem())
         # Inside another scope there is nothing left to do.
-        elif innermost() is None:
+        elif (around := innermost()) is not None:
+            around.joins |= self._joins
+        else:
             outer, rules, back = _torch.top_saved_tensors_default_hooks(True), RULES, unpack
             registry: Registry
             guide, rounding = None if self._make_guide is None else self._make_guide(), self._rounding
@@ -166,6 +172,7 @@ class recompute(ContextDecorator):
                 stack.callback(PACKING.remove, registry)
                 if registry.rounding.unrounded:
                     stack.enter_context(registry.watching())
+            registry.joins = self._joins
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, back))
             stack.enter_context(Watch(registry, rules))
