@@ -165,7 +165,7 @@ class PackedData(Recipe):
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds = True
+    rounds, chains = True, False
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)

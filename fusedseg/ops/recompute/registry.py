@@ -7,6 +7,7 @@ the contract with the ops.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import _torch
 from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
+from .parts import Chain
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
@@ -25,6 +27,8 @@ MAX_STEPS = 16
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
+_hooks = _torch.top_saved_tensors_default_hooks
+_pop_hooks, _push_hooks = _torch.pop_saved_tensors_default_hooks, _torch.push_saved_tensors_default_hooks
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -34,6 +38,8 @@ class Registry:
 
     # The fewest bits of a recipe that the present call may save, and whether tensors are rounded (``packed.py``).
     needs, rounds = 0, False
+    # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
+    chains = True
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
@@ -43,6 +49,8 @@ class Registry:
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
+        # True during a call of which only the first activation passes through ``pack`` (``call_bare``).
+        self.bare = False
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
@@ -71,6 +79,9 @@ class Registry:
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
+            if self.bare:
+                self.bare = False
+                _pop_hooks()
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
             if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
@@ -79,6 +90,23 @@ class Registry:
                 if recipe is not None:
                     return self._counted(Handle(recipe, at))
             return self._keep(t, at, memory)
+
+    def call_bare(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Calls ``func``, whose only activation among the tensors that it saves is its input.
+
+        Autograd itself holds what ``func`` saves after its input, because the hooks take most of the time of a small
+        norm.  Returns also whether the input was saved.
+        """
+        if not self.chains or self.outer is not None or _push_hooks is None or _pop_hooks is None:
+            return func(*args, **kwargs), False
+        hooks, self.bare = _hooks(True), True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            popped, self.bare = not self.bare, False
+            if popped:
+                _push_hooks(*hooks)
+        return out, popped
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -121,7 +149,7 @@ class Registry:
                 return None
         memory = self._memory(own)
         memory.made = True
-        return self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
+        return self._record(output, Place.of(output), memory, None, rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -129,39 +157,47 @@ class Registry:
         rebuild: Callable[..., Tensor],
         others: Sequence[Tensor],
         overwrite: Callable[..., Tensor] | None,
-    ) -> tuple[Recipe | None, Offer | None]:
+    ) -> tuple[Offer | None, Offer | None]:
         """Prepares for a call that overwrites ``x`` by ``rebuild(x, *others)``, and raises its version by one.
 
-        Returns the recipe of the present values of ``x``, and the offer of the new values.
+        Returns the offers of the present values of ``x`` and of the new values.
         """
         if not self.before_change(x):
             return None, None
         memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
-        offer = memory.offer_of(at, version)
-        before = None if offer is None else offer.source(self)
-        if offer is None or before is None or not (x.is_floating_point() and all(map(plain, others))):
+        before = memory.offer_of(at, version) if memory.offers else None
+        if before is None or not (x.is_floating_point() and all(map(plain, others))):
             return before, None
         if memory.exposed or memory.kept_at(at, version) is not None:
             # The data of x is kept, and is about to be overwritten.
             return before, None
-        return before, self._record(x, at, memory, [(offer, at)], rebuild, others, overwrite)
+        return before, self._record(x, at, memory, before, rebuild, others, overwrite)
 
     def _record(
         self,
         output: Tensor,
         at: Place,
         memory: Memory,
-        links: list[tuple[Input, Place]],
+        before: Offer | None,
         rebuild: Callable[..., Tensor],
         inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None,
     ) -> Offer | None:
         """Records a recipe, unless an input is not certain, or the recipe does not pay.
 
-        If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``links`` has it
-        already.
+        If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
+        offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
-        version, changes = output._version, len(links)
+        version, autocast, calls = output._version, Autocast.of(output), 1
+        links: list[tuple[Input, Place]] = []
+        if before is not None:
+            version += 1
+            if self.chains and before.is_alone(at, autocast):
+                links, calls, then = list(before.inputs), 1 + before.calls, overwrite or rebuild
+                rebuild = Chain(before.rebuild, len(links), at, then)
+                overwrite = None if before.overwrite is None else Chain(before.overwrite, len(links), at, then)
+            else:
+                links = [(before, at)]
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -172,14 +208,14 @@ class Registry:
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+        if before is None and overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # The result would differ if it were written over an input of another size, layout or dtype.
             overwrite = None
-        offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
+        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links, calls)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
         if memory.offers:
-            memory.offers = [other for other in memory.offers if other.version >= version]
+            memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
 

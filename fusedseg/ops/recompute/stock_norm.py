@@ -38,12 +38,17 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     vectors: list[Tensor] = []
     before, registry.vectors = registry.claim, vectors
-    if instance:
-        registry.claim = functools.partial(_laid_anew, registry, x)
+    bare = False
     try:
-        out = func(*args, **kwargs)
+        if instance:
+            registry.claim = functools.partial(_laid_anew, registry, x)
+            out = func(*args, **kwargs)
+        else:
+            out, bare = registry.call_bare(func, args, kwargs)
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
+    if bare and own and x.is_cpu:
+        vectors += _results_of(out.grad_fn)
     again, count = None, x.shape[1] * (x.shape[0] if instance else 1)
     if own and (registry.rounds or _is_certain(x, vectors, count, instance)):
         found = statistics_of(vectors, count)
@@ -58,6 +63,14 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     again, tensors = replay(func, (), named)
     registry.offer(out, again, tensors)
     return out
+
+
+def _results_of(node: Any) -> list[Tensor]:
+    """What a node of autograd has saved of the results of a norm, after the output."""
+    try:
+        return [node._saved_result1, node._saved_result2]
+    except AttributeError:
+        return []
 
 
 def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
@@ -80,6 +93,24 @@ def _is_certain(x: Tensor, vectors: list[Tensor], count: int, instance: bool) ->
     return mean.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and mean.numel() == count
 
 
+class ByStatistics:
+    """Rebuilds the output of a norm from its input.
+
+    Instance norm is computed as the batch norm of one sample that has the channels of all samples.
+    """
+
+    __slots__ = ("bias", "instance", "mean", "scale")
+
+    def __init__(self, scale: Tensor, bias: Tensor | None, mean: Tensor, instance: bool) -> None:
+        self.scale, self.bias, self.mean, self.instance = scale, bias, mean, instance
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mean = self.mean
+        problem = x.contiguous().view(1, mean.numel(), *x.shape[2:]) if self.instance else x
+        z, _, _ = torch.native_batch_norm(problem, self.scale, self.bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
+        return z.view(x.shape) if self.instance else z
+
+
 def by_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Callable[[Tensor], Tensor]:
@@ -88,7 +119,7 @@ def by_statistics(
     mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
     """
     samples, channels = x.shape[:2]
-    instance, count = mean.numel() != channels, mean.numel()
+    instance = mean.numel() != channels
     scale = rstd
     # These are copies, because an optimizer may change the parameters before backward.
     if weight is not None:
@@ -98,14 +129,7 @@ def by_statistics(
         bias = bias.detach()
         bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
         bias = bias.repeat(samples) if instance else bias
-
-    def again(x: Tensor) -> Tensor:
-        # Instance norm is computed as the batch norm of one sample that has the channels of all samples.
-        problem = x.contiguous().view(1, count, *x.shape[2:]) if instance else x
-        z, _, _ = torch.native_batch_norm(problem, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
-        return z.view(x.shape) if instance else z
-
-    return again
+    return ByStatistics(scale, bias, mean, instance)
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
