@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .parts import in_parts
+from .parts import Chain, in_parts
 from .plain import Place
 from .saved import EXACT, Autocast, Data, Recipe, latest
 
@@ -126,6 +126,11 @@ class Offer:
         """Whether a call that overwrites the tensor at ``at`` may become one recipe with this one."""
         free = self.reader is None and self.recipe() is None
         return free and self.at == at and self.autocast == autocast and not in_parts(self.rebuild, at)
+
+    def chained(self, then: Callable[..., Tensor]) -> tuple[Chain, Chain | None]:
+        """``rebuild`` and ``overwrite``, followed by a call that overwrites the tensor."""
+        count, first = len(self.inputs), self.overwrite
+        return Chain(self.rebuild, count, self.at, then), first and Chain(first, count, self.at, then)
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""

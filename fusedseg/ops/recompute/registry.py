@@ -6,8 +6,6 @@ the contract with the ops.
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import _torch
 from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
-from .parts import Chain
 from .plain import Place, is_trained_leaf, plain, unwrapped
-from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
+from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
 # norm, add and activation.
@@ -27,8 +24,7 @@ MAX_STEPS = 16
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
-_hooks = _torch.top_saved_tensors_default_hooks
-_pop_hooks, _push_hooks = _torch.pop_saved_tensors_default_hooks, _torch.push_saved_tensors_default_hooks
+_pop_hooks = _torch.pop_hooks
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -49,7 +45,7 @@ class Registry:
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # True during a call of which only the first activation passes through ``pack`` (``call_bare``).
+        # True during a call of which only the first activation passes through ``pack`` (``stock_norm.py``).
         self.bare = False
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
@@ -90,23 +86,6 @@ class Registry:
                 if recipe is not None:
                     return self._counted(Handle(recipe, at))
             return self._keep(t, at, memory)
-
-    def call_bare(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Calls ``func``, whose only activation among the tensors that it saves is its input.
-
-        Autograd itself holds what ``func`` saves after its input, because the hooks take most of the time of a small
-        norm.  Returns also whether the input was saved.
-        """
-        if not self.chains or self.outer is not None or _push_hooks is None or _pop_hooks is None:
-            return func(*args, **kwargs), False
-        hooks, self.bare = _hooks(True), True
-        try:
-            out = func(*args, **kwargs)
-        finally:
-            popped, self.bare = not self.bare, False
-            if popped:
-                _push_hooks(*hooks)
-        return out, popped
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -192,12 +171,10 @@ class Registry:
         links: list[tuple[Input, Place]] = []
         if before is not None:
             version += 1
+            links = [(before, at)]
             if self.chains and before.is_alone(at, autocast):
-                links, calls, then = list(before.inputs), 1 + before.calls, overwrite or rebuild
-                rebuild = Chain(before.rebuild, len(links), at, then)
-                overwrite = None if before.overwrite is None else Chain(before.overwrite, len(links), at, then)
-            else:
-                links = [(before, at)]
+                links, calls = list(before.inputs), 1 + before.calls
+                rebuild, overwrite = before.chained(overwrite or rebuild)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -218,19 +195,6 @@ class Registry:
             memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
-
-    def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
-        """What to save for ``t``, which is ``parameter`` in another dtype, because the parameter is kept anyway."""
-        if not plain(t) or self.is_exposed(parameter):
-            return None
-        memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
-        offer = memory.offer_of(at, t._version)
-        if offer is None:
-            links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
-            offer = Offer(at, t._version, t.device, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
-            memory.offers.append(offer)
-        recipe = offer.source(self)
-        return None if recipe is None else Handle(recipe, at)
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from ..layout import FORMATS
 from .calls import replay
 from .plain import Place, plain
@@ -20,6 +21,7 @@ from .registry import Registry
 from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
+_hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
 _TENSORS = ("input", "running_mean", "running_var", "weight", "bias")
 # The names of the arguments, and the default of the sixth argument, which asks for the statistics of the batch.
 NAMES = {
@@ -44,7 +46,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
             registry.claim = functools.partial(_laid_anew, registry, x)
             out = func(*args, **kwargs)
         else:
-            out, bare = registry.call_bare(func, args, kwargs)
+            out, bare = _call_bare(registry, func, args, kwargs)
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
     if bare and own and x.is_cpu:
@@ -63,6 +65,23 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     again, tensors = replay(func, (), named)
     registry.offer(out, again, tensors)
     return out
+
+
+def _call_bare(registry: Registry, func: Function, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Calls a norm so that only its input passes through the hooks, and autograd itself holds the vectors.
+
+    The hooks take most of the time of a small norm.  Returns also whether the input was saved.
+    """
+    if not registry.chains or registry.outer is not None or _push_hooks is None or _torch.pop_hooks is None:
+        return func(*args, **kwargs), False
+    hooks, registry.bare = _hooks(True), True
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        saved, registry.bare = not registry.bare, False
+        if saved:
+            _push_hooks(*hooks)
+    return out, saved
 
 
 def _results_of(node: Any) -> list[Tensor]:
