@@ -160,3 +160,25 @@ def unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, 
         kink = over_groups(kink + tl.zeros((BLOCK_N, 1), ACC), BLOCK_N, BLOCK_L)
     v = decode(codes_ptr, lowest_ptr, highest_ptr, byte_offs, byte_mask, number, group_mask, kink, ACC, BITS)
     return tl.reshape(v, (BLOCK_N, BLOCK_L)).to(ACC)
+
+
+@triton.jit
+def load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
+               BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+               EVICT: tl.constexpr):  # fmt: skip
+    """One tile of the kept tensor, or of the tensor that its codes stand for."""
+    if BITS > 0:
+        saved = unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes, BITS, ACC,
+                            BLOCK_N, BLOCK_L)  # fmt: skip
+    else:
+        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    return saved
+
+
+@triton.jit
+def load_kink(kink_ptr, u, valid):
+    """The kinks of the channels u, or None."""
+    kink = None
+    if kink_ptr is not None:
+        kink = tl.load(kink_ptr + u, mask=valid, other=0.0)
+    return kink

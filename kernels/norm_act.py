@@ -10,7 +10,7 @@ the first launch read last.  If whole statistics groups fit in one tile, a singl
 are given, one launch rebuilds z.
 
 The launch that writes z can also write a packed copy (``kernels/low_bit.py``) of what backward needs: of z, or of x
-with the kink of the norm.
+with the kink of the norm.  z can be rebuilt from the codes of planes of x.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import triton.language as tl
 from .activation import act_fwd
 from .launch import ONCHIP_FWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
-from .low_bit_tile import kink_of, line_of, pack_tile, parts_of
+from .low_bit_tile import Codes, kink_of, line_of, load_kink, load_saved, pack_tile, parts_of
 from .norm_stats import load_moments, merged, norm_stats
 from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_line, slab_offsets, tile_count, tile_offsets
 
@@ -115,7 +115,10 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                               BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                               EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
-    """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
+    """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd).
+
+    PACKS is "output" or "input" if it writes a packed copy.  If it is "" and BITS is not 0, the codes are those of x.
+    """
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
@@ -147,18 +150,22 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
         mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
         rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
     slot = load_slot(slot_ptr, c, valid)
-    kink = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, split == 0)
+    if PACKS == "":
+        kink = load_kink(kink_ptr, i * C + c, valid)
+    else:
+        kink = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, split == 0)
 
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
         offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
+        x = load_saved(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
+                       0 if PACKS != "" else BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
         z = normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
                            ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
-        if codes_ptr is not None:
-            line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
+        if PACKS != "":
             pack_tile(packed_of(x, z, kink, PACKS), mask, j, i, group, line, s0, kink_ptr is not None, codes_ptr,
                       lowest_ptr, highest_ptr, key, I, N, C, S, row_bytes, ROWS, BITS, BLOCK_N,
                       BLOCK_L)  # fmt: skip
@@ -225,9 +232,9 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
 
 
 class Packing(NamedTuple):
-    """What plans know of the packed copy: whether it is that of the "output" or the "input", and its bits.
+    """What plans know of codes: whether they are a copy of the "output" or the "input" to write, and their bits.
 
-    Without a copy, ``of`` is "".
+    ``of`` is "" if x is read from codes, and without codes.
     """
 
     of: str = ""
@@ -248,10 +255,10 @@ def constants_of(source, dtype, layout, eps, act, packing):
 def onchip_plan(source, layout, dtype, eps, act, K, packing):
     """The launcher that reads whole statistics groups; None if a slab is too large.
 
-    A packed copy of rows has groups of 256 positions, which a slab does not hold.
+    A packed copy of rows has groups of 256 positions, which a slab does not hold.  A slab is not read from codes.
     """
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
-    if blocks is None or (packing.bits and layout.rows):
+    if blocks is None or (packing.bits and (layout.rows or not packing.of)):
         return None
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, packing.row_bytes)
@@ -261,7 +268,7 @@ def onchip_plan(source, layout, dtype, eps, act, K, packing):
 @plan
 def apply_plan(source, layout, dtype, device, eps, act, K, partials, packing):
     """The launcher that applies given statistics, either merged or in ``partials`` parts."""
-    blocks = split_blocks(layout, dtype, device, packs=bool(packing.bits))
+    blocks = split_blocks(layout, dtype, device, packs=packing.of != "")
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, packing.row_bytes)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
@@ -287,7 +294,7 @@ def launch(source, x, out, layout, tensors, momentum, eps, act, partial, K, pack
     if source == "batch":
         partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
     partials = 1 if partial is None else partial.shape[1]
-    apply = apply_plan(source, layout, x.dtype, x.device, eps, act, K, partials, packing)
+    apply = apply_plan(source, layout, out.dtype, out.device, eps, act, K, partials, packing)
     apply((x, out, tensors[0], partial, *tensors[1:]), momentum, key)
 
 
@@ -322,10 +329,16 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
 
 
 def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
-    """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write."""
-    *_, onchip = fwd_plan("saved", layout, x.dtype, 0.0, act, 0, NOTHING)
-    tensors = residual, weight, bias, mean, rstd, *[None] * 9
+    """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write.
+
+    ``x`` may be ``Codes`` of planes, from which x is not unpacked as a whole.
+    """
+    coded = type(x) is Codes
+    parts, row_bytes = parts_of(x if coded else None)
+    packing = Packing("", x.bits, row_bytes) if coded else NOTHING
+    *_, onchip = fwd_plan("saved", layout, out.dtype, 0.0, act, 0, packing)
+    tensors = residual, weight, bias, mean, rstd, *[None] * 5, *parts
     if onchip is not None:
         onchip((x, out, *tensors), 0.0, 0)
     else:
-        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0)
+        launch("saved", None if coded else x, out, layout, tensors, 0.0, 0.0, act, None, 0, packing)

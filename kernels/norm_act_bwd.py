@@ -35,7 +35,7 @@ import triton.language as tl
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import ONCHIP_BWD, acc_dtype, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
-from .low_bit_tile import NO_CODES, Codes, line_of, unpack_tile
+from .low_bit_tile import NO_CODES, Codes, line_of, load_kink, load_saved
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import (
@@ -50,28 +50,6 @@ from .tile import (
     tile_count,
     tile_offsets,
 )
-
-
-@triton.jit
-def load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
-               BITS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-               EVICT: tl.constexpr):  # fmt: skip
-    """One tile of the kept tensor, or of the tensor that its codes stand for."""
-    if BITS > 0:
-        saved = unpack_tile(line, s0, kink, codes_ptr, lowest_ptr, highest_ptr, I, N, C, S, row_bytes, BITS, ACC,
-                            BLOCK_N, BLOCK_L)  # fmt: skip
-    else:
-        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
-    return saved
-
-
-@triton.jit
-def load_kink(kink_ptr, u, valid):
-    """The kinks of the channels u, or None."""
-    kink = None
-    if kink_ptr is not None:
-        kink = tl.load(kink_ptr + u, mask=valid, other=0.0)
-    return kink
 
 
 @triton.jit

@@ -161,10 +161,17 @@ def backend(request, monkeypatch) -> str:
     """Runs a test once on each backend, which is set while the test runs."""
     import fusedseg
 
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("there is no Triton 3.6 or later")
+    if request.param == "triton":
+        request.getfixturevalue("needs_interpreter")
     monkeypatch.setattr(fusedseg, "backend", request.param)
     return request.param
+
+
+@pytest.fixture
+def needs_interpreter() -> None:
+    """For a test that runs kernels without the fixture ``backend``."""
+    if not HAS_TRITON:
+        pytest.skip("there is no Triton 3.6 or later")
 
 
 @pytest.fixture(autouse=True)

@@ -171,10 +171,10 @@ def test_under_the_interpreter_kernels_are_not_tried(monkeypatch, capsys):
     assert "not tried: TRITON_INTERPRET is set" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_kernels_agree_with_float64(name):
     """The checks that the doctor runs on each GPU pass here in Triton's interpreter."""
-    pytest.importorskip("triton")
     assert re.fullmatch(r"ran, and agrees with float64 to \de[-+]\d\d", doctor.run_kernels(name, torch.device("cpu")))
 
 

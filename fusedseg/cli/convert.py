@@ -68,7 +68,7 @@ def add_convert(commands) -> None:
         type=int,
         choices=(8, 4),
         metavar="N",
-        help="keep activations in 8 or 4 bits a value: forward stays exact, the gradient gets noise; not with a budget",
+        help="keep activations in 8 or 4 bits a value: forward stays exact, the gradient gets noise",
     )
     command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"

@@ -118,7 +118,7 @@ def apply_budget(
             training step chooses.
     """
     if inputs is None or before is None or after is None:
-        wiring.make_guide = partial(Learn, budget)
+        wiring.make_guide = partial(Learn, budget, None if wiring.rounding is None else wiring.rounding.bits)
         return Twice(budget)
     seen = observed(wiring, inputs)
     assert seen.graph is not None

@@ -107,7 +107,7 @@ def convert(
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
             bool; ``budget``, ``extra_flops``, ``bits``, ``seed`` or ``unrounded`` has another type.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``budget``, ``extra_flops`` or ``bits`` is out of range; both ``bits`` and a budget are given; a name in
+            ``budget``, ``extra_flops`` or ``bits`` is out of range; a name in
             ``unrounded`` matches no module.
 
     Warns:
@@ -147,8 +147,6 @@ def convert(
     rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
     if rounding is not None:
         rounding.seed = seed or 0
-        if wanted is not None:
-            raise ValueError(f"{OP}: bits and a budget cannot be given together")
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.

@@ -55,7 +55,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if dense and self.ignore_index >= 0:
             raise ValueError(f"{OP}: ignore_index must be < 0 for a target of probabilities, got {self.ignore_index}")
         ignore = None if dense else self.ignore_index
-        found = sums(Given(input, target), Spec("none", entropy.likelihood, ignore, dense=dense))
+        found = sums(Given(input, target), Spec("none", entropy.likelihood(), ignore, dense=dense))
         return entropy.of_probabilities(found, positions_of(input)) if dense else entropy.of_labels(found)
 
 

@@ -22,7 +22,6 @@ class Focal(NamedTuple):
     name: str
     include_background: bool
     alpha: Tensor | float | None
-    weight: Tensor | None
     reduction: str
     softmax: bool = False
 
@@ -30,7 +29,6 @@ class Focal(NamedTuple):
     def of(
         cls, name: str, include_background: bool, alpha: Sequence[float] | float | None, reduction: str, softmax: bool
     ) -> "Focal":
-        """Without a weight, which is a buffer of the loss."""
         single = alpha is None or isinstance(alpha, (int, float))
         if alpha is not None and single and softmax and not include_background:
             warnings.warn(
@@ -38,11 +36,11 @@ class Focal(NamedTuple):
             )
             alpha = None
         found: Any = alpha if single else torch.as_tensor(alpha)
-        return cls(name, include_background, found, None, reduction, softmax)
+        return cls(name, include_background, found, reduction, softmax)
 
-    def value(self, found: Tensor, call: Call) -> Tensor:
-        """The loss from its sums, (ROWS, N, K)."""
-        per_class = self._weighted(self._balanced(found))
+    def value(self, found: Tensor, call: Call, weight: Tensor | None) -> Tensor:
+        """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""
+        per_class = self._weighted(self._balanced(found), weight)
         S = math.prod(call.given.logits.shape[2:])
         valid = self._valid(call)
         if self.reduction == "sum":
@@ -70,8 +68,7 @@ class Focal(NamedTuple):
             return nll + other
         return alpha * nll + (other if isinstance(alpha, Tensor) else (1 - alpha) * other)
 
-    def _weighted(self, per_class: Tensor) -> Tensor:
-        weight = self.weight
+    def _weighted(self, per_class: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return per_class
         if weight.dim() and (weight.shape != per_class.shape[1:] or per_class.shape[1] == 1):
@@ -105,7 +102,7 @@ def _without_background(call: Call) -> Call:
     labels = target.to(torch.int16 if x.shape[1] < 2**15 else torch.int64) - 1
     if call.spec.ignore is not None:
         labels = labels.masked_fill(target == call.spec.ignore, -1)
-    return Call(Given(rest, labels), call.spec._replace(ignore=-1))
+    return Call(Given(rest, labels), call.spec.ignoring(-1))
 
 
 class FocalLoss(_Loss):
@@ -159,11 +156,10 @@ class FocalLoss(_Loss):
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.form.call(input, target)
         likelihood = "softmax" if self.focal.softmax else "sigmoid"
-        spec = call.spec._replace(probability="none", likelihood=likelihood, gamma=self.gamma)
-        call = call._replace(spec=spec)
+        call = Call(call.given, call.spec.using("none", likelihood, self.gamma))
         apart = self.focal.softmax and not self.focal.include_background and input.shape[1] > 1
         found = sums(*(_without_background(call) if apart else call))
-        return self.focal._replace(weight=self.class_weight).value(found, call)
+        return self.focal.value(found, call, self.class_weight)
 
 
 class DiceFocalLoss(_Loss):
@@ -222,18 +218,14 @@ class DiceFocalLoss(_Loss):
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
-        spec = call.spec
-        if not self.lambda_dice:
-            spec = spec._replace(probability="none")
-        if self.lambda_focal:
-            spec = spec._replace(likelihood="sigmoid", gamma=self.gamma)
-        found = sums(call.given, spec)
+        probability = call.spec.probability if self.lambda_dice else "none"
+        focal = ("sigmoid", self.gamma) if self.lambda_focal else ("none",)
+        found = sums(call.given, call.spec.using(probability, *focal))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
         if self.lambda_focal:
-            focal = self.focal._replace(weight=self.dice.class_weight)
-            loss = loss + self.lambda_focal * focal.value(found, call)
+            loss = loss + self.lambda_focal * self.focal.value(found, call, self.dice.class_weight)
         return loss
 
 

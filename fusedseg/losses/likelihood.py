@@ -16,7 +16,6 @@ class CrossEntropy(NamedTuple):
     smoothing: float = 0.0
     reduction: str = "mean"
 
-    @property
     def likelihood(self) -> str:
         """The likelihood of the sums that it needs."""
         return "smoothed" if self.smoothing else "softmax"

@@ -16,16 +16,14 @@ from .likelihood import CrossEntropy, binary_total, positions_of
 
 
 class Call(NamedTuple):
-    """A call of a loss: the tensors and the spec of its Dice part, and whether the target has labels."""
+    """A call of a loss: the tensors and the spec of its Dice part.
+
+    It has no properties, because the compiler of PyTorch 2.8 does not follow those of a named tuple with tensors.
+    """
 
     given: Given
     spec: Spec
 
-    @property
-    def labels(self) -> bool:
-        return not self.spec.dense
-
-    @property
     def positions(self) -> Tensor | int:
         """The number of positions that are not ignored."""
         return positions_of(self.given.logits) if self.given.mask is None else self.given.mask.sum()
@@ -290,12 +288,9 @@ class DiceCELoss(_Loss):
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
-        likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood
-        spec = call.spec._replace(
-            probability=call.spec.probability if self.lambda_dice else "none",
-            likelihood=likelihood if self.lambda_ce else "none",
-        )
-        found = sums(call.given, spec)
+        likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood()
+        probability = call.spec.probability if self.lambda_dice else "none"
+        found = sums(call.given, call.spec.using(probability, likelihood if self.lambda_ce else "none"))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
@@ -306,8 +301,8 @@ class DiceCELoss(_Loss):
     def _entropy(self, found: Tensor, entropy: CrossEntropy, call: Call) -> Tensor:
         if call.given.logits.shape[1] == 1:
             total = binary_total(found, self.weight)
-            return total if self.reduction == "sum" else total / call.positions
-        return entropy.of_labels(found) if call.labels else entropy.of_probabilities(found, call.positions)
+            return total if self.reduction == "sum" else total / call.positions()
+        return entropy.of_probabilities(found, call.positions()) if call.spec.dense else entropy.of_labels(found)
 
 
 def class_weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:

@@ -113,9 +113,9 @@ class DC_and_CE_loss(nn.Module):
 
     def forward(self, net_output: Logits, target: Tensor) -> Tensor:
         given = Given(net_output, target)
-        entropy = self.entropy._replace(weight=self.ce_weight)
+        entropy = CrossEntropy(self.ce_weight, *self.entropy[1:])
         probability = "softmax" if self.weight_dice != 0 else "none"
-        likelihood = entropy.likelihood if self.weight_ce != 0 else "none"
+        likelihood = entropy.likelihood() if self.weight_ce != 0 else "none"
         apart = self.ce_ignore != -100 and self.weight_ce != 0
         found = sums(given, Spec(probability, "none" if apart else likelihood, self.ignore_label))
         of_entropy = sums(given, Spec("none", likelihood, self.ce_ignore)) if apart else found

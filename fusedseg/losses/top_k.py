@@ -55,7 +55,7 @@ class TopKLoss(nn.Module):
             raise ValueError(f"{self.name}: k must leave at least one of {positions_of(inp)} positions, got {self.k}")
         entropy = CrossEntropy(self.weight, self.label_smoothing, "sum")
         found = sums(
-            Given(inp, target, self._hardest(inp, target, count)), Spec("none", entropy.likelihood, self.ignore_index)
+            Given(inp, target, self._hardest(inp, target, count)), Spec("none", entropy.likelihood(), self.ignore_index)
         )
         return entropy.total(found) / count
 

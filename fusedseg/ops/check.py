@@ -31,7 +31,9 @@ def keyword_only(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = dict(zip(names, args[positional:], strict=False)) if len(args) > positional else None
+            # The compiler of PyTorch 2.8 takes names and arguments of equal number alone.
+            more = args[positional : positional + len(names)]
+            given = dict(zip(names[: len(more)], more, strict=True)) if more else None
             # Too many arguments, and arguments that are given twice, are left to Python's own errors.
             if given is None or len(args) > positional + len(names) or given.keys() & kwargs.keys():
                 return function(*args, **kwargs)

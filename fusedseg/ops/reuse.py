@@ -157,6 +157,14 @@ def _counts_if_alone() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     return found[0], found[1]
 
 
+def is_large(t: Tensor) -> bool:
+    """Whether it pays to ask for the holders of a tensor.
+
+    False in compiled code: the compiler plans the memory itself, and that of PyTorch 2.8 cannot read ``nbytes``.
+    """
+    return not torch.compiler.is_compiling() and t.nbytes >= LEAST_BYTES
+
+
 def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
     """Whether ``tensors[i]``, in backward, is large and seen by nobody but the caller.
 

@@ -18,6 +18,7 @@ from tests.ops.test_recompute_networks import CASES, nnunet
 from tests.resnet import ResNet50
 
 NETWORKS = {
+    "two levels": (lambda: UNet(1, 4, dims=3, widths=(32, 64), plain=True, norm_act=nnunet), [(1, 1, 16, 32, 32)]),
     "instance norm": (lambda: UNet(1, 4, dims=3, plain=True, norm_act=nnunet), [(1, 1, 32, 64, 64)]),
     "3D": (lambda: unet3d_small(plain=True), [(1, 1, 64, 64, 32)]),
     "two encoders": (lambda: lidar_optical_unet(plain=True), [(2, 5, 128, 128), (2, 3, 128, 128)]),
@@ -47,14 +48,14 @@ def test_the_budget_is_kept(budget):
 
 
 def test_bytes_as_a_text():
-    report, *_ = converted("instance norm", budget="70MiB")
-    assert report.twice.wanted == 70 * 2**20
-    assert report.after.saved <= 70 * 2**20
+    report, *_ = converted("two levels", budget="9MiB")
+    assert report.before.saved > 2 * report.twice.wanted == 18 * 2**20
+    assert report.after.saved <= 9 * 2**20
 
 
 def test_arithmetic_as_the_limit():
-    plain, *_ = converted("instance norm")
-    report, *_ = converted("instance norm", extra_flops=0.02)
+    plain, *_ = converted("two levels")
+    report, *_ = converted("two levels", extra_flops=0.02)
     assert report.after.saved < plain.after.saved
     assert report.twice.choice.repeated <= 0.02
     assert plain.twice is None
@@ -62,9 +63,9 @@ def test_arithmetic_as_the_limit():
 
 def test_a_budget_that_cannot_be_reached():
     with pytest.warns(UserWarning, match="cannot be reached without a higher peak or more arithmetic: .* are kept"):
-        report, *_ = converted("instance norm", budget=1000, extra_flops=0.05)
+        report, *_ = converted("two levels", budget=1000, extra_flops=0.05)
     assert report.twice.missed
-    assert report.after.saved < 0.45 * report.before.saved
+    assert report.after.saved < 0.3 * report.before.saved
 
 
 def peaks(name, count):
@@ -80,7 +81,7 @@ def peaks(name, count):
 @pytest.mark.filterwarnings("ignore:fusedseg.convert")
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("instance norm", 4), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in NETWORKS)],
+    [("two levels", 4), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in NETWORKS)],
 )
 def test_a_smaller_budget_has_no_higher_peak(name, count):
     found = peaks(name, count)

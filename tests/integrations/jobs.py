@@ -88,6 +88,7 @@ class StandIn:
     """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
 
     is_ddp, local_rank, disable_checkpointing, num_input_channels = False, 0, False, 1
+    device = torch.device("cpu")
     configuration_manager = SimpleNamespace(batch_size=2, patch_size=(16, 16))
 
     def __init__(self, norm):

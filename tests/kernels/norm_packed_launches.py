@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from fusedseg.kernels.low_bit_tile import Codes
-from fusedseg.kernels.norm_act import norm_act_fwd
+from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
 from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
 from fusedseg.ops.layout import layout_of
@@ -36,11 +36,14 @@ def launch(shape, dtype, memory_format, bits, packs, groups=None, act=LEAKY):
     codes, _ = codes_of(x, layout, bits, packs)
     mean, rstd, _ = norm_act_fwd(x, x, layout, weight, bias, None, None, True, 0.1, 1e-5, act, None, codes=codes,
                                  packs=packs)  # fmt: skip
-    mean = mean if packs == "input" else None
     if layout.rows:
         # Backward reads no codes of rows.
         return
-    norm_act_bwd(x, codes, layout, weight, bias, rstd, None, None, True, act, wide, mean=mean)
+    if packs == "input":
+        norm_act_rebuild(codes, x, layout, weight, bias, mean, rstd, act)
+    norm_act_bwd(
+        x, codes, layout, weight, bias, rstd, None, None, True, act, wide, mean=mean if packs == "input" else None
+    )
 
 
 def case(path, dtype, fmt, bits, packs, **options):

@@ -83,7 +83,10 @@ def test_fullgraph():
     given = [(loss(), labels_or_regions(name, 2, K, (6, 5))) for name, loss in LOSSES.items()]
 
     def step(x):
-        return sum(loss(net(x), target) for loss, target in given)
+        total = x.new_zeros(())
+        for loss, target in given:
+            total = total + loss(net(x), target)
+        return total
 
     torch._dynamo.reset()
     found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), [*net.parameters()])

@@ -264,7 +264,7 @@ def test_a_budget_costs_less_arithmetic_than_checkpoints(monkeypatch):
     """A wanted batch that conversion alone cannot hold: the code of the plan gives a model that keeps these bytes."""
     ways = [Strategy(), Strategy(checkpoint=True), Strategy(converted=True)]
     monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: ways)
-    make, shape = partial(PlainConvUNet, widths=(8, 16, 32)), (1, 16, 16, 16)
+    make, shape = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
 
     def convert(model):
         fusedseg.convert(model, example_inputs=torch.empty(2, *shape))
@@ -289,7 +289,7 @@ def test_a_budget_costs_less_arithmetic_than_checkpoints(monkeypatch):
 def test_budgets_buy_larger_batches(monkeypatch):
     monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy(), Strategy(converted)])
     monkeypatch.setattr("fusedseg.memory.search.SHARES", (0.3,))
-    make, shape = partial(PlainConvUNet, widths=(4, 8)), (1, 8, 8, 8)
+    make, shape = partial(PlainConvUNet, widths=(4,)), (1, 8, 8, 8)
     found = step_alone(
         make, shape, "4MiB", convert=lambda model: Ladder(model, torch.empty(2, *shape)).model, budgets=Ladder
     )

@@ -105,8 +105,8 @@ def test_training_with_an_optimizer_follows_stock():
     assert_same_state(stock, ours)
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 def test_triton_as_aten(monkeypatch):
-    pytest.importorskip("triton")
     monkeypatch.setattr(fusedseg, "backend", "triton")
     _, net = pair(dtype=torch.float32)
     results = []

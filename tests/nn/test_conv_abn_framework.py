@@ -141,8 +141,8 @@ def test_compile_fullgraph_follows_eager(compiler, fmt):
         torch.testing.assert_close(b.grad, a.grad)
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 def test_compile_with_triton(monkeypatch):
-    pytest.importorskip("triton")
     monkeypatch.setattr(fusedseg, "backend", "triton")
     torch._dynamo.reset()
     eager = ConvABN2d(4, 6, 3, padding=1, conv_backend="triton")

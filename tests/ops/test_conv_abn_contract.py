@@ -196,6 +196,7 @@ def test_other_strides(backend, device, dtype, x_strides):
         assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize(
     ("setting", "value", "expected"),
     [

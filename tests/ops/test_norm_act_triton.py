@@ -15,8 +15,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_erro
 
 
 @pytest.fixture
-def triton(monkeypatch, device):
-    pytest.importorskip("triton")
+def triton(needs_interpreter, monkeypatch, device):
     monkeypatch.setattr(fusedseg, "backend", "triton")
 
 

@@ -46,8 +46,7 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(monkeypatch):
-    pytest.importorskip("triton")
+def guarded(needs_interpreter, monkeypatch):
     monkeypatch.setattr(fusedseg, "backend", "triton")
     return Guarded(monkeypatch)
 

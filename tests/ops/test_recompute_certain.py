@@ -3,6 +3,8 @@
 Every program runs twice, without and with the scope, and all results must be equal to the last bit.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -246,6 +248,10 @@ def test_view_made_without_grad_mode_is_saved():
         # Backward raises in eager mode too.
         return [out.detach()]
 
+    try:
+        program(contextlib.nullcontext)
+    except RuntimeError as error:
+        pytest.skip(f"the checkpoint of this PyTorch, of 2.8 for one, refuses the view without a scope: {error}")
     assert_same(program)
 
 

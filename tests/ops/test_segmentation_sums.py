@@ -81,6 +81,7 @@ def test_against_the_reference(device, name, rows, monkeypatch):
             assert dx.stride() == x.stride()
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize("name", ["dice-ce", "smoothed-ignore", "regions", "probabilities"])
 @FORMATS
 def test_triton_agrees(device, name, rows, monkeypatch):

@@ -194,6 +194,7 @@ def test_fake_tensors_are_never_tested(stand_in, tested):
     assert not tested[0]
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 def test_modes_of_the_caller_do_not_matter(stand_in):
     """The pool's real test runs in the interpreter under modes that would change or refuse its calls."""
     torch.use_deterministic_algorithms(True)
@@ -252,6 +253,7 @@ def test_synchronisation_may_be_forbidden(stand_in, tested, monkeypatch):
     assert (verdict.kind, modes) == ("", [2, 0, 2])
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize(
     ("family", "dtype"), [(f, d) for f, dtypes in checks.DTYPES.items() for d in dtypes if d != torch.float32], ids=str
 )
@@ -268,6 +270,7 @@ def test_windows_of_the_check_have_one_maximum():
         assert (two[..., -1] > two[..., -2]).float().mean() > 0.9
 
 
+@pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize("failing", ["norm", "pool"])
 def test_training_with_a_failed_family_is_training_on_aten(stand_in, monkeypatch, failing):
     """A network is trained on the kernels that pass.  Pools are exact, so every loss is the same to the last bit."""

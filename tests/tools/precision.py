@@ -14,7 +14,10 @@ def cudnn_set(setting: str, value: Any) -> Iterator[None]:
     torch refuses to read one switch while the other contradicts it, so both are restored at the end.
     """
     cudnn = torch.backends.cudnn
-    allowed, parts = cudnn.allow_tf32, (cudnn, cudnn.conv, cudnn.rnn)
+    if not hasattr(cudnn, "conv"):
+        # PyTorch before 2.9 has the old switch alone.
+        setting, value = "allow_tf32", value in (True, "tf32")
+    allowed, parts = cudnn.allow_tf32, (cudnn, cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ()
     before = [part.fp32_precision for part in parts]
     setattr(cudnn if setting == "allow_tf32" else cudnn.conv, setting, value)
     try:

@@ -154,6 +154,58 @@ def fsdp(rank, world, steps, converted):
     return losses, get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
 
 
+def packed_net(bits):
+    """Makes a small network; with ``bits`` it keeps its activations in so many bits a value."""
+    torch.manual_seed(5)
+    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), plain=True)
+    if bits is not None:
+        fusedseg.convert(net, example_inputs=torch.randn(2, 2, 32, 32), bits=bits)
+    return net
+
+
+def packed_loss(net):
+    """Returns the loss on a batch whose activations have enough values to be packed."""
+    x = torch.randn(2, 2, 32, 32, generator=torch.Generator().manual_seed(6))
+    return nn.functional.cross_entropy(net(x).float(), (x[:, 0] > 0).long())
+
+
+def parameters_of(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def gradient_of(net):
+    """Returns all gradients as one vector, gathered from all processes if they are sharded."""
+    grads = [p.grad for p in net.parameters()]
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in grads])
+
+
+def packed(rank, world, sharded):
+    """Two steps of backward on the same batch in every process, without an optimizer."""
+    net, own = packed_net(bits=4), None
+    state = torch.get_rng_state()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        for module in net.modules():
+            if isinstance(module, fusedseg.unet.DoubleConv):
+                fully_shard(module)
+        wrapped = fully_shard(net)
+    else:
+        wrapped = DistributedDataParallel(net)
+        with wrapped.no_sync():
+            packed_loss(wrapped).backward()
+        own = gradient_of(net)
+        net.zero_grad()
+    loss = packed_loss(wrapped)
+    loss.backward()
+    return {
+        "loss": loss.item(),
+        "own gradient": own,
+        "gradient": gradient_of(net),
+        "generator moved": not torch.equal(torch.get_rng_state(), state),
+    }
+
+
 def resumable(rank, world, folder, steps, dies_at=None):
     """Trains from the checkpoint, if there is one, and writes it after every step; can kill a process in a step."""
     net = fusedseg.convert_sync(small_net())

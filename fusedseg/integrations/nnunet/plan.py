@@ -216,7 +216,8 @@ def _total(planned: Planned, converted: dict[str, Any] | None, shape: tuple[int,
         net = fake_model(planned.build, mode, torch.float32)
         loss = planned.loss()
         if converted is not None:
-            with warnings.catch_warnings():
+            # As in ``Fused``.
+            with warnings.catch_warnings(), torch.autocast("cpu", torch.float16):
                 # A table has no room for the bytes that a budget cannot reach.
                 warnings.simplefilter("ignore", UserWarning)
                 convert(net, example_inputs=torch.empty(shape), **converted)

@@ -74,11 +74,14 @@ class Fused(_Trainer):
 
     def _convert(self, network: nn.Module) -> None:
         manager = self.configuration_manager
-        dtype = next(network.parameters()).dtype
-        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=dtype)
-        report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
+        weight, half = next(network.parameters()), self.device.type == "cuda"
+        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=weight.dtype)
+        # nnU-Net trains under autocast on a GPU.  The network moves there later; a budget counts bytes now.
+        with autocast(weight.device.type, dtype=torch.float16, enabled=half):
+            report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
         if self.is_ddp:
             convert_sync(network)
+        dtype = "torch.float16 autocast" if half else weight.dtype
         text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
         self.print_to_log_file(text, add_timestamp=False)
 

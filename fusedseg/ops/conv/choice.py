@@ -84,10 +84,12 @@ _records: dict[Key, Record] = {}
 def tf32_allowed() -> bool:
     """Whether a stock fp32 convolution may use TF32.
 
-    It reads the settings ``fp32_precision``, which have replaced ``torch.backends.cudnn.allow_tf32``.
+    It reads the settings ``fp32_precision``, which have replaced ``torch.backends.cudnn.allow_tf32`` in PyTorch 2.9.
     """
     # Typed Any, because type checkers do not see some of these settings.
     backends: Any = torch.backends
+    if not hasattr(backends.cudnn, "conv"):
+        return backends.cudnn.allow_tf32
     for setting in (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision):
         if setting != "none":
             return setting == "tf32"

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ..._backend import device_of
 from ...activation import Activation
 from .. import unfused
 from ..activation_aten import activate
 from ..cast import uncast
 from ..layout import dense, layout_of
+from ..norm import coded
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
@@ -63,7 +65,8 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
     x, x_layout = dense(source)  # type: ignore[arg-type]
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
-    with device_of(x):
+    # The scope would take the addresses that Triton asks for as a way to change z unnoticed.
+    with device_of(x), _torch.DisableTorchFunction():
         found = conv_abn_fwd(
             x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
             running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,
@@ -98,21 +101,26 @@ def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
     return Normalised(activate(dense(z)[0], spec.act), running_mean, rstd)
 
 
-def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """Calls ``_forward_with`` with the backend that ``choice.py`` chooses."""
-    name = "aten"
+def _chosen(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> str:
+    """The backend of the convolution, by the rules of ``choice.py``."""
     sources, w, _, geometry = call
     x: Any = sources[0]
-    if is_tensor(sources) and choice.is_open(conv_backend, x):
-        shape = geometry.output_shape(x.shape, w.shape)
-        if shape.numel():
-            # The measurement must not move the running statistics.
-            unmoved = norm._replace(running_mean=None, running_var=None) if spec.own else norm
-            name = choice.choose(
-                OP, conv_backend, x, w, geometry, spec.own, shape.numel() // shape[1],
-                lambda name: _forward_with(name, call, unmoved, spec, kept).z,
-            )  # fmt: skip
-    return _forward_with(name, call, norm, spec, kept)
+    if not (is_tensor(sources) and choice.is_open(conv_backend, x)):
+        return "aten"
+    shape = geometry.output_shape(x.shape, w.shape)
+    if not shape.numel():
+        return "aten"
+    # The measurement must not move the running statistics.
+    unmoved = norm._replace(running_mean=None, running_var=None) if spec.own else norm
+    return choice.choose(
+        OP, conv_backend, x, w, geometry, spec.own, shape.numel() // shape[1],
+        lambda name: _forward_with(name, call, unmoved, spec, kept).z,
+    )  # fmt: skip
+
+
+def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
+    """Calls ``_forward_with`` with the backend that ``choice.py`` chooses."""
+    return _forward_with(_chosen(call, norm, spec, kept, conv_backend), call, norm, spec, kept)
 
 
 def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
@@ -234,6 +242,27 @@ def _again(step: tuple[Convolution, Passed, Spec, Kept | None, str]) -> Callable
     return again
 
 
+def _writes_codes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> bool:
+    """Whether the norm in training runs apart from the convolution, so that its kernel writes the codes of z."""
+    if not spec.own or recipes.packing() is None or not coded.may_write(tensors_of(call.sources)[0], spec):
+        return False
+    return _chosen(call, norm, spec, kept, conv_backend) == "aten"
+
+
+def _in_two_nodes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None) -> Tensor:
+    """The op in training, where the first node computes only the convolution, and the second one the norm."""
+    sources, w, conv_bias, geometry = call
+
+    def convolve() -> Tensor:
+        return dense(convolve_sources(sources, w, None, geometry))[0]
+
+    y = join_conv.recorded(OP, call, convolve, True, w, conv_bias, *tensors_of(sources))
+    z = norm_op.normalise_eagerly(norm.with_x(y), spec, kept)
+    if conv_bias is not None and norm.running_mean is not None and z.numel():
+        norm.running_mean.add_(conv_bias.detach(), alpha=spec.momentum)
+    return z
+
+
 def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Tensor:
     """The op on checked arguments."""
     sources, w, conv_bias, geometry = call
@@ -244,6 +273,8 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(*step).z
+        if recipes.PACKING and _writes_codes(*step):
+            return _in_two_nodes(call, norm, spec, kept)
         # rstd and xhat of the kept channels, which the second node keeps beside z.
         done: list[Tensor | None] = []
 

@@ -25,26 +25,28 @@ from .. import double_backward, reuse, unfused
 from ..double_backward import batched, differentiated_once
 from ..layout import dense, like
 from ..recompute import recipes
-from . import packed
+from ..recompute.codes import with_codes
+from . import coded, packed
 from .kept import Kept
 from .passes import again_in_place, backward, fits, forward, offer_output
-from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, statistics_count, stats_dtype
+from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, of_inputs, statistics_count, stats_dtype
 
 
 class NormFunction(torch.autograd.Function):
     """The autograd function of the norm op.  It keeps the tensors of ``Saved``.
 
-    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done`` and ``saved``.  A layout
-    says that x is dense.  If a convolution has computed the output already, x is that output, and ``done`` holds rstd
-    and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the call appends a
-    ``Saved``, from which other code may rebuild z.
+    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done``, ``saved`` and ``copy``.
+    A layout says that x is dense.  If a convolution has computed the output already, x is that output, and ``done``
+    holds rstd and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the
+    call appends a ``Saved``, from which other code may rebuild z.  ``copy`` is None, or the ``Copy`` (``coded.py``)
+    that forward writes if it can.
     ``tensors`` are x, weight and bias, followed by residual and slope unless both are None.  They are passed once more
     because autograd sees only tensors that are arguments themselves.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        passed, layout, spec, kept, done, for_others = call
+        passed, layout, spec, kept, done, for_others, copy = call
         x, weight, bias, residual, slope, _, _, batches = passed
         in_place = spec.keep == "output"
         source, layout = dense(x) if layout is None else (x, layout)
@@ -57,7 +59,8 @@ class NormFunction(torch.autograd.Function):
         if done is not None:
             z, (second, xhat) = source, done
         else:
-            found = forward(passed, spec, layout, kept, source if in_place else None)
+            given = passed, spec, layout, kept, source if in_place else None
+            found = (None if copy is None else coded.forward(*given, copy)) or forward(*given)
             z, mean, second, xhat, total, share, counted = found
             if total is not None:
                 move_running(passed, spec, found, 0)
@@ -65,7 +68,7 @@ class NormFunction(torch.autograd.Function):
             if batches is not None and not counted:
                 batches.add_(1)
         passed_on = residual is not None and TABLE[spec.act.name].identity
-        ctx.call = spec, layout, kept, passed_on, in_place and reuse.wanted()
+        ctx.call = spec, layout, kept, passed_on, in_place and reuse.wanted(), copy is not None and copy.is_read
         if in_place:
             residual, mean = laid, None
             if source is x:
@@ -92,21 +95,28 @@ class NormFunction(torch.autograd.Function):
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
-        tensors, (spec, layout, kept, passed_on, reused) = list(ctx.saved_tensors), ctx.call
+        spec, layout, kept, passed_on, reused, is_coded = ctx.call
+        recorded = torch.is_grad_enabled()
+        codes = None
+        if is_coded and not (recorded or batched((dz,))):
+            tensors, codes = with_codes(ctx)
+        else:
+            tensors = list(ctx.saved_tensors)
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
-        recorded = torch.is_grad_enabled()
         into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and dz.nbytes >= reuse.LEAST_BYTES:
+        if into is None and reuse.is_large(dz):
             if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
-            elif spec.keep == "output" and reuse.alone(tensors, 0):
+            elif codes is None and spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         del output  # so that the code that takes it off the list frees it
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
-        if recorded or batched((dz,)):
+        if codes is not None:
+            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
+        elif recorded or batched((dz,)):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(
                 spec.name, lambda dz, *tensors: backward(dz, Saved(*tensors), spec, layout, kept, wanted), dz, *tensors
@@ -114,7 +124,7 @@ class NormFunction(torch.autograd.Function):
         else:
             grads = backward(dz, Saved(*tensors), spec, layout, kept, wanted)
         needs = need_x, need_weight, need_bias, need_residual, need_slope
-        return None, *_of_inputs(grads, dz if passed_on else None, needs)
+        return None, *of_inputs(grads, dz if passed_on else None, needs)
 
 
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors, which the checks refuse.
@@ -126,23 +136,7 @@ def _packing(call, x: Tensor, *others: Tensor | None) -> Tensor:
     registry = recipes.packing()
     if registry is None:
         return _apply(call, x, *others)
-    return packed.recorded(registry, lambda: _apply(call, x, *others), x, call)
-
-
-def _of_inputs(grads, passed_on: Tensor | None, needs) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight, bias, residual and slope, or None for each that ``needs`` does not ask for.
-
-    ``passed_on`` is the gradient of the residual if it equals dz, otherwise None.
-    """
-    dx, dweight, dbias, dresidual, dslope = grads
-    dresidual = dresidual if passed_on is None else passed_on
-    return (
-        dx if needs[0] else None,
-        dweight if needs[1] else None,
-        dbias if needs[2] else None,
-        dresidual if needs[3] else None,
-        dslope if needs[4] else None,
-    )
+    return packed.recorded(registry, lambda copy: _apply((*call[:-1], copy), x, *others), x, call)
 
 
 # The fields of a ``Spec`` in the schemas of both ops, in the order of ``flat``.
@@ -255,7 +249,7 @@ def _op_backward(ctx, dz, *unused):
     needs, spec = ctx.needs_input_grad, ctx.spec
     affine, residual = needs[1] or needs[2], needs[3] and not ctx.passed_on
     grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, affine, residual, *flat(spec))
-    return *_of_inputs(grads, dz if ctx.passed_on else None, needs), *(None,) * 12
+    return *of_inputs(grads, dz if ctx.passed_on else None, needs), *(None,) * 12
 
 
 def _op_backward_setup_context(ctx, inputs, output):
@@ -310,7 +304,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
         passed = passed if x is passed.x else passed._replace(x=x)
         registry = recipes.active()
         saved = None if registry is None else []
-    call = passed, layout, spec, kept, None, saved
+    call = passed, layout, spec, kept, None, saved, None
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
     if again is not None:
@@ -347,4 +341,4 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
     record = _packing if recipes.PACKING else _apply
-    return record((passed, None, spec, kept, done, None), passed.x, passed.weight, passed.bias)
+    return record((passed, None, spec, kept, done, None, None), passed.x, passed.weight, passed.bias)

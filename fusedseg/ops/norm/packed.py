@@ -2,9 +2,13 @@
 
 An activation that is linear on each side of 0 needs the exact sign of its argument and nothing else, so any number of
 bits leaves the gradient right on average.  For others, which bend smoothly, at least 8 bits are kept.
+
+On Triton, the kernels of the norm write the codes and read them (``coded.py``); elsewhere, the scope packs what is
+saved.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +16,11 @@ from torch import Tensor
 
 from ... import _torch
 from ...activation import TABLE
-from ..recompute.packed import SMOOTH_BITS, PackingRegistry, Reading
+from ..recompute.codes import CodesHandle
+from ..recompute.packed import SMOOTH_BITS, PackedData, PackingRegistry, Reading
 from ..recompute.packing import after_norm
+from ..recompute.recipes import claimed
+from . import coded
 from .kink import kink_of, of_channels
 from .spec import Passed, Saved, Spec
 
@@ -21,9 +28,9 @@ from .spec import Passed, Saved, Spec
 PIECEWISE_LINEAR = ("leaky_relu", "relu", "prelu", "identity")
 
 
-def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, call: Any) -> Tensor:
-    """Runs the op, ``run()``, on ``x``; ``call`` is that of ``NormFunction``."""
-    passed, _, spec, _, _, for_others = call
+def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tensor], x: Tensor, call: Any) -> Tensor:
+    """Runs the op, ``run(copy)``, on ``x``; ``call`` is that of ``NormFunction``."""
+    passed, _, spec, _, done, for_others, _ = call
     bits = registry.rounding.bits
     bends = not TABLE[spec.act.name].identity
     # A sum of two rounded tensors has no exact sign.
@@ -32,7 +39,14 @@ def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, ca
     registry.settle()
     defers = spec.keep == "input" and passed.residual is None
     with registry.allowing(Reading(0, bits, own=True, defers=defers, sides=defers and bends)):
-        z = run()
+        copy = None
+        # If a function that bends may follow, it is not known yet how x is packed.
+        if done is None and (bends or not defers) and coded.may_write(x, spec):
+            with _torch.DisableTorchFunction():
+                if registry.packs_anew(x, overwritten=spec.keep == "output"):
+                    copy = coded.Copy(bits, registry.next_key, defers)
+        with nullcontext() if copy is None else claimed(registry, _Claim(registry, copy)):
+            z = run(copy)
     if not registry.pending:
         return z
     found: Saved | None = for_others[0] if for_others else None
@@ -49,6 +63,25 @@ def recorded(registry: PackingRegistry, run: Callable[[], Tensor], x: Tensor, ca
             # A function that bends may follow.
             after_norm(registry, z, kink)
     return z
+
+
+class _Claim:
+    """Saves the written copy in place of the tensor that it stands for."""
+
+    made: PackedData | None = None
+
+    def __init__(self, registry: PackingRegistry, copy: coded.Copy) -> None:
+        self.registry, self.copy = registry, copy
+
+    def __call__(self, t: Tensor) -> Any:
+        packed, source = self.copy.packed, self.copy.source
+        if packed is None or source is None or t.untyped_storage() is not source.untyped_storage():
+            return None
+        if self.made is not None:
+            # The residual may be the input too.
+            return self.made
+        self.made = self.registry.keep_packed(t, packed)
+        return CodesHandle(self.made) if self.copy.is_read else self.made
 
 
 def _kink(saved: Saved, passed: Passed, spec: Spec) -> Tensor | None:

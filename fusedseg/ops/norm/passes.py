@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ...activation import TABLE
 from ..layout import Layout, dense, like
+from ..low_bit.spec import Packed
 from ..recompute import recipes
 from ..recompute.registry import Registry
-from . import sync
+from . import coded, sync
 from .backend import backend_of
 from .kept import Kept
 from .spec import (
@@ -117,21 +118,34 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     return alike and not TABLE[spec.act.name].identity
 
 
+class Again:
+    """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
+
+    def __init__(self, saved: Saved, spec: Spec) -> None:
+        # These are copies, because an optimizer may change the parameters before backward.
+        vectors = saved.weight, saved.bias, saved.slope
+        self.vectors = [None if v is None else v.detach().clone() for v in vectors]
+        self.statistics, self.spec = (saved.mean, saved.second), spec
+
+    def _saved(self, x: Any, residual: Tensor | None) -> Saved:
+        weight, bias, slope = self.vectors
+        return Saved(x, weight, bias, residual, slope, *self.statistics)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rebuild(self._saved(x, residual), self.spec)
+
+    def from_codes(self, packed: Packed) -> InPlace | None:
+        """The same function of the residual if kernels read x from codes, otherwise None."""
+        again = coded.rebuild(packed, self.spec)
+        return None if again is None else lambda residual=None: again(self._saved(None, residual))
+
+
 def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
     """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
-    # The recipe holds copies of the parameters, because an optimizer may change them before backward.
-    vectors = saved.weight, saved.bias, saved.slope
-    weight, bias, slope = [None if v is None else v.detach().clone() for v in vectors]
-    mean, second = saved.mean, saved.second
-
-    # This closure holds neither x nor the residual; both are arguments.
-    def again(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return rebuild(Saved(x, weight, bias, residual, slope, mean, second), spec)
-
     reader = None
     # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
     node: Any = z.grad_fn
     if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
         node.reader = reader = recipes.Reader()
     inputs = (saved.source,) if residual is None else (saved.source, residual)
-    recipes.offer(z, again, *inputs, reader=reader, registry=registry)
+    recipes.offer(z, Again(saved, spec), *inputs, reader=reader, registry=registry)

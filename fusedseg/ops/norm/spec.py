@@ -3,7 +3,7 @@
 A module builds a ``Spec`` and a ``Passed`` once.  The checks, the op and the backends take these objects.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,25 @@ class Gradients(NamedTuple):
     dbias: Tensor | None = None
     dresidual: Tensor | None = None
     dslope: Tensor | None = None
+
+
+def of_inputs(
+    grads: Sequence[Tensor | None], passed_on: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight, bias, residual and slope, or None for each that ``needs`` does not ask for.
+
+    ``grads`` has the fields of ``Gradients``.  ``passed_on`` is the gradient of the residual if it equals dz, otherwise
+    None.
+    """
+    dx, dweight, dbias, dresidual, dslope = grads
+    dresidual = dresidual if passed_on is None else passed_on
+    return (
+        dx if needs[0] else None,
+        dweight if needs[1] else None,
+        dbias if needs[2] else None,
+        dresidual if needs[3] else None,
+        dslope if needs[4] else None,
+    )
 
 
 def adjacent(*vectors: Tensor | None) -> bool:

@@ -1,4 +1,8 @@
-"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
+"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``.
+
+Launches are hidden from function modes.  Triton asks a tensor for its address, and the recompute scope would take this
+for a way to change the tensor unnoticed, so that nothing could be rebuilt from it.
+"""
 
 import functools
 from types import ModuleType
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._backend import device_of
+from ..._torch import DisableTorchFunction
 from ...activation import Activation
 from ..layout import Layout, dense
 from .kept import Kept
@@ -44,7 +49,7 @@ class Triton:
         if not own or running_mean is None or (batches is not None and not _can_count(batches, x)):
             batches = None
         z = torch.empty_like(x) if out is None else out
-        with device_of(x):
+        with device_of(x), DisableTorchFunction():
             mean, second, xhat = norm_act.norm_act_fwd(
                 x, z, layout, weight, bias, running_mean=running_mean, running_var=running_var, training=own,
                 momentum=spec.momentum, eps=spec.eps, act=spec.act,
@@ -84,7 +89,7 @@ class Triton:
         slots = None if kept is None else (kept.slots, kept.count)
         parameter = weight if weight is not None else saved.bias
         dparam_dtype = parameter.dtype if wanted.affine else None  # type: ignore[union-attr]
-        with device_of(source):
+        with device_of(source), DisableTorchFunction():
             if wanted.exchange is None:
                 found = norm_act_bwd.norm_act_bwd(
                     dz, source if codes is None else codes, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat,
@@ -101,21 +106,23 @@ class Triton:
         dx, dweight, dbias = found
         return Gradients(dx, dweight, dbias, dresidual)
 
-    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec, codes: Any = None) -> Tensor:
+        """``codes`` is None or the ``Codes`` of x; then z is written over ``saved.source``."""
         norm_act, _ = _kernels()
         x = saved.source
         layout = spec.layout(*dense(x))
-        z = torch.empty_like(x)
-        with device_of(x):
-            if spec.keeps_variance:
+        z = torch.empty_like(x) if codes is None else x
+        with device_of(x), DisableTorchFunction():
+            if spec.keeps_variance and codes is None:
                 norm_act.norm_act_fwd(
                     x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
                     training=False, momentum=0.0, eps=spec.eps, act=spec.act, kept=None, residual=saved.residual,
                 )  # fmt: skip
             else:
+                rstd = (saved.second + spec.eps).rsqrt() if spec.keeps_variance else saved.second
                 norm_act.norm_act_rebuild(
-                    x, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=saved.second, act=spec.act,
-                    residual=saved.residual,
+                    x if codes is None else codes, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=rstd,
+                    act=spec.act, residual=saved.residual,
                 )  # fmt: skip
         return z
 
@@ -126,7 +133,7 @@ class Triton:
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         from ...kernels.norm_stats import few, norm_stats
 
-        with device_of(x):
+        with device_of(x), DisableTorchFunction():
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 

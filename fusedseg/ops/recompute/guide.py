@@ -223,17 +223,18 @@ class _Sized(Follow):
             self._sizes.learn(graph)
 
 
-_remembered: list[tuple[Budget, Choice]] = []
+# Each with its budget, and the bits of the scope or None.
+_remembered: list[tuple[tuple[Budget, int | None], Choice]] = []
 _lock = threading.Lock()
 
 
 class Learn(_Quiet):
     """Follows a remembered choice for the same calls of the same sizes, and remembers a new one for new calls."""
 
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
+    def __init__(self, budget: Budget, bits: int | None = None) -> None:
+        self.budget, self._of = budget, (budget, bits)
         with _lock:
-            self._fits = [choice for of, choice in _remembered if of == budget]
+            self._fits = [choice for of, choice in _remembered if of == self._of]
 
     def wants(self, index: int, call: Call) -> bool:
         self._fits = [
@@ -251,7 +252,7 @@ class Learn(_Quiet):
             return
         choice = choose(graph, self.budget, graph.eager)
         with _lock:
-            _remembered.append((self.budget, choice))
+            _remembered.append((self._of, choice))
             del _remembered[:-REMEMBERED]
 
 

@@ -153,7 +153,7 @@ class Offer:
             if isinstance(source, Data):
                 source.in_recipe = True
             inputs.append((source, at))
-        recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
+        recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
         recipe.bits = min((source.bits for source, _ in inputs), default=EXACT)
         self._recipe = weakref.ref(recipe)

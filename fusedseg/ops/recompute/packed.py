@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ... import _torch
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Packed, mixed
+from ..low_bit.spec import Packed, lines_of, mixed
 from .memory import Memory
 from .plain import Place, plain
 from .registry import Registry
@@ -109,8 +109,8 @@ class PackedData(Recipe):
 
     copied = exposed = False
     in_recipe = in_graph = True
-    # Counted as data, not as a call.
-    steps = 0
+    # Counted as data, not as a call; but its values are rebuilt.
+    steps, needs = 0, 1
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
@@ -124,7 +124,7 @@ class PackedData(Recipe):
         # The fields of ``Packed``: the tensors, as data if hooks around the scope hold them, and the others.
         self._parts: Sequence[Tensor | Data | None] = ()
         self._form: Sequence[Any] = ()
-        self.has_kink = False
+        self.has_kink, self.nbytes = False, t.untyped_storage().nbytes()
 
     def settle(self, bits: int, kink: Tensor | None = None) -> None:
         """Packs the tensor, unless it is packed or was changed unnoticed, which ``load`` tells."""
@@ -132,12 +132,22 @@ class PackedData(Recipe):
         if t is None or t._version != self.version:
             return
         with _torch.DisableTorchFunction():
-            packed = pack(t, bits, self._key, kink)
-            self._parts, self._form = packed[:4], packed[4:]
-            if self.outer is not None:
-                self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
-        self._dense, self.bits, self.has_kink = None, bits, kink is not None
+            self.take(pack(t, bits, self._key, kink))
+
+    def take(self, packed: Packed) -> None:
+        """Keeps ``packed`` in place of the tensor."""
+        self._parts, self._form, self.nbytes = packed[:4], packed[4:], packed.nbytes
+        if self.outer is not None:
+            self._parts = [None if part is None else self._given_away(part) for part in packed[:4]]
+        self._dense, self.bits, self.has_kink = None, packed.bits, packed.kink is not None
         self.output = self.kink_of_norm = None
+
+    def packed(self) -> Packed:
+        self.settle(self.bits)
+        if self._dense is not None:
+            raise modified(self._dense, self.version)
+        parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
+        return Packed._make([*parts, *self._form])
 
     def _given_away(self, part: Tensor) -> Data:
         data = Data(part, self.outer, Place.of(part))
@@ -154,18 +164,39 @@ class PackedData(Recipe):
     copy_for_recipes = copy_before_change
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        self.settle(self.bits)
-        if self._dense is not None:
-            raise modified(self._dense, self.version)
         with _torch.DisableTorchFunction():
-            parts = [part.load() if isinstance(part, Data) else part for part in self._parts]
-            return unpack(Packed._make([*parts, *self._form]))
+            return unpack(self.packed())
+
+
+class RecipeOfCodes(Recipe):
+    """A recipe whose function may have a method ``from_codes``.
+
+    It is called with the ``Packed`` of the first input, and returns a function of the other inputs, or None if the
+    first input must be unpacked.
+    """
+
+    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
+        from_codes, (source, at) = getattr(self.rebuild, "from_codes", None), self.inputs[0]
+        if from_codes is not None and type(source) is PackedData and source.at == at:
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                again = from_codes(source.packed())
+                if again is not None:
+                    return again(*(self._input(i, order, for_call)[0] for i in range(1, len(self.inputs))))
+        return super()._rebuilt(order, for_call)
+
+
+def packed_bytes(t: Tensor, bits: int) -> int:
+    """The bytes that are kept of ``t`` where it may be packed."""
+    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
+        return t.untyped_storage().nbytes()
+    lines = lines_of(t, 0)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
 
 
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds, chains = True, False
+    rounds, chains, recipe = True, False, RecipeOfCodes
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
@@ -179,6 +210,11 @@ class PackingRegistry(Registry):
     @property
     def needs(self) -> int:  # type: ignore[override]
         return self.reading.needs
+
+    @property
+    def spares(self) -> bool:
+        """Whether a module of ``Rounding.unrounded`` runs now."""
+        return self._inside > 0
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         saved = super().pack(t)
@@ -201,26 +237,53 @@ class PackingRegistry(Registry):
         elif known is not None:
             # The tensor is kept as it is for another reason.
             return super()._keep(t, at, memory)
-        made = PackedData(t, at, self.outer, reading.bits, mixed(*self._step, next(self._places)))
-        memory.kept = [ref for ref in memory.kept if ref() is not None]
-        memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
+        made = self._note(PackedData(t, at, self.outer, reading.bits, self.next_key()), memory)
         if reading.defers:
             self.pending.append(made)
         else:
             made.settle(reading.bits)
         return made
 
-    def has_rounded_recipe(self, x: Tensor) -> bool:
-        """Whether ``x`` would be rebuilt from rounded values, so that its sign is not certain."""
+    @staticmethod
+    def _note(made: PackedData, memory: Memory) -> PackedData:
+        memory.kept = [ref for ref in memory.kept if ref() is not None]
+        memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
+        return made
+
+    def next_key(self) -> int:
+        """The seed of the tensor that is packed next."""
+        return mixed(*self._step, next(self._places))
+
+    def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
+        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for.
+
+        overwritten: whether ``t`` gets other values before.
+        """
+        if not plain(t) or not self.packs(t):
+            return False
+        memory = self._find(t.untyped_storage())
+        if memory is None or memory.exposed:
+            return memory is None
+        at, version = Place.of(t), t._version
+        return overwritten or (memory.offer_of(at, version) is None and memory.kept_at(at, version) is None)
+
+    def keep_packed(self, t: Tensor, packed: Packed) -> PackedData:
+        """Keeps ``packed`` for ``t``, and for calls that save ``t`` later."""
+        made = PackedData(t, Place.of(t), self.outer, packed.bits, 0)
+        made.take(packed)
+        return self._note(made, self._memory(t.untyped_storage()))
+
+    def rounded_steps(self, x: Tensor) -> int | None:
+        """The calls that would rebuild ``x`` from rounded values; None if its sign is certain."""
         memory = self._find(x.untyped_storage()) if plain(x) else None
         if memory is None:
-            return False
+            return None
         at, version = Place.of(x), x._version
         known: Any = memory.kept_at(at, version)
         if known is not None:
-            return isinstance(known, PackedData) and known.has_kink
+            return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
-        return offer is not None and offer.bits < EXACT
+        return None if offer is None or offer.bits >= EXACT else offer.steps
 
     def packs(self, t: Tensor) -> bool:
         return self.reading.bits is not None and self._takes(t)
@@ -242,7 +305,7 @@ class PackingRegistry(Registry):
     @contextmanager
     def allowing(self, reading: Reading) -> Any:
         """A context for a known call, which is exact inside of ``Rounding.unrounded``."""
-        before, self.reading = self.reading, UNKNOWN if self._inside else reading
+        before, self.reading = self.reading, UNKNOWN if self.spares else reading
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ... import _torch
 from ..norm.kink import kink_of, of_channels
+from . import by_sign
 from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
@@ -65,13 +66,16 @@ def _settle(registry: PackingRegistry, kind: str, x: Tensor | None) -> bool:
     return exact
 
 
-def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kwargs: Any) -> Reading:
+def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kwargs: Any) -> Reading | None:
+    """What the call may read and how it may save; None if the signs of its argument are kept (``by_sign.py``)."""
     x = _first(args, kwargs)
     exact = _settle(registry, kind, x) if registry.pending else False
     bits = registry.rounding.bits
     if kind == SMOOTH:
         return Reading(SMOOTH_BITS, SMOOTH_BITS)
-    if kind == BENDING and not exact and x is not None and registry.has_rounded_recipe(x):
+    if kind == BENDING and not exact and x is not None and registry.rounded_steps(x) is not None:
+        if by_sign.wanted(registry, func, x):
+            return None
         return Reading(EXACT, bits, sides=True)
     spared = None
     if func in CONVOLUTIONS:
@@ -85,6 +89,8 @@ def _rule(
 ) -> Any:
     with _torch.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
+    if reading is None:
+        return by_sign.run(registry, func, args, kwargs)
     with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
     if registry.pending and func in NAMES:

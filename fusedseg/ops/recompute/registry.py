@@ -32,8 +32,8 @@ VECTOR = 2**12
 class Registry:
     """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
-    # The fewest bits of a recipe that the present call may save, and whether tensors are rounded (``packed.py``).
-    needs, rounds = 0, False
+    # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
+    needs, rounds, recipe = 0, False, Recipe
     # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
     chains = True
 

@@ -5,11 +5,12 @@ a saved tensor nearby asks for them.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from .parts import turns_of
 from .saved import NEAR
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ class Replay:
         for node in graph.nodes:
             kept = not node.inputs or (node.call >= 0 and node.call not in again)
             self._data.append(kept or (node.alias and self._data[node.inputs[0]]))
+        # For each rebuilt node, the order of its inputs, and the most tensors that live at once (``parts.turns_of``).
+        self._turns: list[tuple[Sequence[int], int]] = []
+        for node, kept in zip(graph.nodes, self._data, strict=True):
+            needs = () if kept else [self._turns[j][1] for j in node.inputs]
+            self._turns.append(turns_of(needs, node.overwrites) if needs else ((), 0))
         # For data, the number of the first saved tensor that needs it, which is the last one in backward; -1 for none.
         self._last = [-1] * len(graph.nodes)
         self.kept, self.flops, self.peak, self._live, self._top = 0, 0, 0, 0, 0
@@ -162,18 +168,19 @@ class Replay:
         if not held:
             is_call = node.call >= 0
             makes = [j for j in node.inputs if not self._data[j]]
+            in_turn = [j for i in self._turns[i][0] if not self._data[j := node.inputs[i]]]
             if node.in_parts:
                 self._load_in_parts(node, makes, order, for_call)
                 mine = []
             else:
-                mine = [j for j in makes if self._load(j, order, for_call or is_call)]
+                mine = [j for j in in_turn if self._load(j, order, for_call or is_call)]
             if is_call:
                 self.flops += self._graph.calls[node.call].flops
                 self.runs[node.call] = self.runs.get(node.call, 0) + 1
                 if self.flops > self.most:
                     raise TooMuch
-            if node.overwrites and mine[:1] == list(node.inputs[:1]):
-                del mine[0]
+            if node.overwrites and node.inputs[0] in mine:
+                mine.remove(node.inputs[0])
             elif not node.in_parts:
                 self._live += node.nbytes
                 self._top = max(self._top, self._live)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from .parts import in_parts
+from .parts import in_parts, turns
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
 # A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
@@ -54,8 +54,7 @@ def modified(t: Tensor, version: int) -> RuntimeError:
     )
 
 
-# A tensor, and its version when it was saved; -1 for an inference tensor, which has none.
-AsItIs = tuple[Tensor, int]
+AsItIs = tuple[Tensor, int]  # a tensor, and its version when it was saved; -1 for an inference tensor, which has none
 
 
 def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
@@ -76,7 +75,7 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps: as in ``Recipe``.
+    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps, needs: as in ``Recipe``.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -84,7 +83,7 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    node, bits, steps = -1, EXACT, 0
+    node, bits, steps, needs = -1, EXACT, 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         self.at, self.outer = at, outer
@@ -197,8 +196,7 @@ class Recipe:
     """
 
     data: Data | None = None
-    # The number of the ``Reader`` (``offers.py``), if there is one.
-    own: float | None = None
+    own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
     node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
@@ -214,6 +212,8 @@ class Recipe:
     ) -> None:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
+        # The order in which inputs are rebuilt, and the tensors that live at once then.
+        self.turns, self.needs = turns(inputs, overwrite is not None)
         # The numbers of the recipe's handles, in ascending order.
         self.orders: list[int] = []
 
@@ -245,7 +245,9 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
-        inputs, ours = map(list, zip(*(self._input(i, order, for_call) for i in range(len(self.inputs))), strict=True))
+        inputs, ours = [*self.inputs], [False] * len(self.inputs)
+        for i in self.turns:
+            inputs[i], ours[i] = self._input(i, order, for_call)  # type: ignore[call-overload]
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None

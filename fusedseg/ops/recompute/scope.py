@@ -15,6 +15,7 @@ from .choice import Budget
 from .compiled import warn_of_torch
 from .guide import Guide, Learn
 from .packed import PackingRegistry, Rounding
+from .packed_budget import PACKED_BUDGET_RULES, PackedBudgetRegistry
 from .packing import PACKING_RULES
 from .recipes import BUDGETED, PACKING, REGISTRIES, innermost
 from .registry import Registry
@@ -101,13 +102,11 @@ class recompute(ContextDecorator):
                     f"fusedseg.recompute: unrounded must be a sequence of modules, got {type(module).__name__}"
                 )
         self._rounding = Rounding.parse("fusedseg.recompute", bits, seed, unrounded)
-        if bits is not None and (budget is not None or extra_flops is not None):
-            raise ValueError("fusedseg.recompute: bits and a budget cannot be given together")
         self._make_guide: Callable[[], Guide] | None = None
         if budget is not None or extra_flops is not None:
             parsed = Budget.parse("fusedseg.recompute", budget, extra_flops)
             assert parsed is not None
-            self._make_guide = partial(Learn, parsed)
+            self._make_guide = partial(Learn, parsed, bits)
         self._entered: list[tuple[ExitStack, BudgetRegistry | None]] = []
 
     @classmethod
@@ -148,20 +147,24 @@ class recompute(ContextDecorator):
         elif innermost() is None:
             outer, rules, back = _torch.top_saved_tensors_default_hooks(True), RULES, unpack
             registry: Registry
-            if self._make_guide is None and self._rounding is None:
-                registry = Registry(outer)
-            elif self._rounding is not None:
-                registry, rules = PackingRegistry(outer, self._rounding), PACKING_RULES
-                PACKING.append(registry)
-                stack.callback(PACKING.remove, registry)
-                if self._rounding.unrounded:
-                    stack.enter_context(registry.watching())
+            guide, rounding = None if self._make_guide is None else self._make_guide(), self._rounding
+            if guide is not None and rounding is not None:
+                registry, rules = PackedBudgetRegistry(outer, guide, rounding), PACKED_BUDGET_RULES
+            elif guide is not None:
+                registry, rules = BudgetRegistry(outer, guide), BUDGET_RULES
+            elif rounding is not None:
+                registry, rules = PackingRegistry(outer, rounding), PACKING_RULES
             else:
-                assert self._make_guide is not None
-                registry, rules = BudgetRegistry(outer, self._make_guide()), BUDGET_RULES
+                registry = Registry(outer)
+            if isinstance(registry, BudgetRegistry):
                 guided, back = registry, registry.guide.unpack
                 BUDGETED.append(registry)
                 stack.callback(BUDGETED.remove, registry)
+            if isinstance(registry, PackingRegistry):
+                PACKING.append(registry)
+                stack.callback(PACKING.remove, registry)
+                if registry.rounding.unrounded:
+                    stack.enter_context(registry.watching())
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, back))
             stack.enter_context(Watch(registry, rules))

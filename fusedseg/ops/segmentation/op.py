@@ -149,7 +149,7 @@ def sums(given: Given, spec: Spec) -> Tensor:
     if isinstance(given.logits, ConvLogits):
         return conv_op.sums(given, spec)
     if spec.hard:
-        given = given._replace(logits=given.logits.detach())
+        given = Given(given.logits.detach(), given.target, given.mask)
     if torch.compiler.is_compiling():
         return sums_op(*given, *spec)
     if not (torch.is_grad_enabled() and given.logits.requires_grad):

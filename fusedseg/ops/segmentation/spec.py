@@ -77,6 +77,15 @@ class Spec(NamedTuple):
         """Whether p is 1 or 0, so that the sums are counts and have no gradient."""
         return self.probability in HARD
 
+    # The compiler of PyTorch 2.8 does not follow ``_replace``.
+    def using(self, probability: str, likelihood: str, gamma: float = 0.0) -> "Spec":
+        """The same call with other functions of the logits."""
+        return Spec(probability, likelihood, self.ignore, self.squared, self.minimum, self.dense, gamma)
+
+    def ignoring(self, label: int) -> "Spec":
+        _, _, _, squared, minimum, dense, gamma = self
+        return Spec(self.probability, self.likelihood, label, squared, minimum, dense, gamma)
+
 
 # The fields of a ``Spec`` in the schemas of ``torch.library``, in their order.
 SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense, float gamma=0.0"

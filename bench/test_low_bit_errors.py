@@ -1,0 +1,194 @@
+"""The gradient errors of 8, 4 and 2 bits beside those of bf16 autocast, against float64, on trained networks.
+
+One rounding gives the error.  The mean over many roundings tells the part of it that is a bias.  The public functions
+refuse 2 bits; they are measured here only.  All cases are slow: each trains a network and rounds hundreds of times.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedseg
+from fusedseg.demo import slices, training
+from fusedseg.demo.problem import Problem
+from fusedseg.ops.recompute import packed
+from fusedseg.unet import UNet
+from fusedseg.unet.blocks import groups_of
+
+from .results import aligned
+
+ROUNDINGS = 64
+BITS = (8, 4, 2)
+STEPS = 40
+WIDTHS, BATCH = (8, 16, 32), 8
+# Errors of the bits that users may ask for, as a share of that of bf16 autocast without bits.
+MOST = {8: 0.2, 4: 2.2}
+# The part of the squared error that may be a bias, where activations are linear on each side of 0.  The measurement
+# itself has a noise of about .01.
+MOST_BIAS = 0.02
+
+
+class Case(NamedTuple):
+    """A network: the module after a convolution, and whether its activation is a smooth function."""
+
+    norm_act: Callable[[int], nn.Module]
+    smooth: bool = False
+
+
+def stock(norm: Callable[[int], nn.Module], act: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda channels: nn.Sequential(norm(channels), act())
+
+
+def group(channels: int) -> nn.Module:
+    return nn.GroupNorm(groups_of(channels), channels)
+
+
+def in_place_group(channels: int) -> nn.Module:
+    return fusedseg.InPlaceGroupNormAct(groups_of(channels), channels)
+
+
+CASES = {
+    "BatchNorm, ReLU": Case(stock(nn.BatchNorm2d, nn.ReLU)),
+    "InstanceNorm, LeakyReLU": Case(stock(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU)),
+    "GroupNorm, ReLU": Case(stock(group, nn.ReLU)),
+    "GroupNorm, SiLU": Case(stock(group, nn.SiLU), smooth=True),
+    "`InPlaceABN`, LeakyReLU": Case(fusedseg.InPlaceABN),
+    "`InPlaceGroupNormAct`, LeakyReLU": Case(in_place_group),
+}
+
+
+class Found(NamedTuple):
+    """The error relative to the gradient, and the part of its square that is a bias; nan if it was not measured."""
+
+    error: float
+    bias: float = float("nan")
+
+
+class Signs:
+    """The signs that packed tensors have: how many, and how many of them are wrong."""
+
+    count = wrong = 0
+
+    def pack(self, t: Tensor, bits: int, seed: int, kink: Tensor | None = None) -> Any:
+        codes = ORIGINAL_PACK(t, bits, seed, kink)
+        # A kink has a number for each channel, or for each channel of each sample.
+        border = 0.0 if kink is None else kink.reshape(-1, t.shape[1], *[1] * (t.dim() - 2))
+        self.count += t.numel()
+        self.wrong += int(((packed.unpack(codes) >= border) != (t >= border)).sum())
+        return codes
+
+
+ORIGINAL_PACK = packed.pack
+
+
+@contextmanager
+def counted() -> Iterator[Signs]:
+    """Counts the signs of all tensors that are packed."""
+    signs = Signs()
+    packed.pack = signs.pack
+    try:
+        yield signs
+    finally:
+        packed.pack = ORIGINAL_PACK
+
+
+def trained(case: Case, device: torch.device) -> tuple[nn.Module, Problem]:
+    """A small U-Net after some steps of training on the brain template, in fp32."""
+    size = dataclasses.replace(slices.SIZES["cpu"], widths=WIDTHS, batch=BATCH)
+    problem = slices.problem(device, size)
+    torch.manual_seed(0)
+    net = UNet(1, len(problem.classes), widths=WIDTHS, norm_act=case.norm_act, plain=True).to(device)
+    training.train(problem, {"net": net}, STEPS, plain={"net": True})
+    return net.train(), problem
+
+
+class Step:
+    """Gradients of one batch that the network has not met."""
+
+    def __init__(self, net: nn.Module, problem: Problem) -> None:
+        self._net, self._problem = net, problem
+        self._weight: Any = training.loss_of(True, problem).weight
+        self._batch = problem.batch(torch.Generator().manual_seed(1))
+
+    def gradient(self, scope: Any = None, dtype: torch.dtype = torch.float32, autocast: bool = False) -> Tensor:
+        """All gradients as one vector in float64."""
+        net = copy.deepcopy(self._net).to(dtype)
+        images = [image.to(dtype) for image in self._batch.images]
+        with torch.autocast(images[0].device.type, torch.bfloat16, enabled=autocast), scope or nullcontext():
+            out = net(*images)
+        loss_of = training.StockDiceCE(self._weight.to(dtype))
+        loss = loss_of(out.to(dtype), self._batch.labels[:, None])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]).double()
+
+
+def rounding(bits: int, seed: int) -> Any:
+    # The public scope refuses 2 bits.
+    return fusedseg.recompute.guided(None, rounding=packed.Rounding(bits, seed))
+
+
+def judged(gradients: Tensor, expected: Tensor) -> Found:
+    """The errors of gradients with independent roundings."""
+    times, mean = len(gradients), gradients.mean(0)
+    squared = (gradients - expected).square().sum(1).mean()
+    noise = (gradients - mean).square().sum() / (times - 1)
+    # The mean of independent errors has 1 / times of their variance.
+    bias = (mean - expected).square().sum() - noise / times
+    return Found((squared.sqrt() / expected.norm()).item(), (bias / squared).item())
+
+
+def measure(case: Case, device: torch.device) -> tuple[dict[str, Found], Signs]:
+    net, problem = trained(case, device)
+    step = Step(net, problem)
+    exact = step.gradient(dtype=torch.float64)
+
+    def error(gradient: Tensor) -> Found:
+        return Found(((gradient - exact).norm() / exact.norm()).item())
+
+    found = {"fp32": error(step.gradient()), "bf16": error(step.gradient(autocast=True))}
+    with counted() as signs:
+        for bits in BITS:
+            gradients = torch.stack([step.gradient(rounding(bits, seed)) for seed in range(ROUNDINGS)])
+            found[f"{bits} bits"] = judged(gradients, exact)
+        found["bf16, 4 bits"] = error(step.gradient(rounding(4, 0), autocast=True))
+    return found, signs
+
+
+def table(results: dict[str, tuple[dict[str, Found], Signs]]) -> list[str]:
+    head = ["network", "bf16"]
+    for bits in BITS:
+        head += [f"{bits} bits", "/ bf16", "bias² / error²"]
+    rows = [[*head, "bf16, 4 bits", "signs", "wrong"]]
+    for name, (found, signs) in results.items():
+        row = [name, f"{found['bf16'].error:.4f}"]
+        for bits in BITS:
+            of = found[f"{bits} bits"]
+            row += [f"{of.error:.4f}", f"{of.error / found['bf16'].error:.2f}", f"{of.bias:+.4f}"]
+        rows.append([*row, f"{found['bf16, 4 bits'].error:.4f}", f"{signs.count:,}", str(signs.wrong)])
+    return [f"gradient errors relative to float64, {ROUNDINGS} roundings", *aligned(rows)]
+
+
+@pytest.fixture(scope="module")
+def results(report):
+    found: dict[str, tuple[dict[str, Found], Signs]] = {}
+    yield found
+    report.notes.append("\n".join(table(found)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_errors(name, results, device):
+    case = CASES[name]
+    found, signs = results[name] = measure(case, device)
+    print(f"\n{name}: {found}, {signs.wrong} of {signs.count} signs wrong")
+    assert signs.wrong == 0
+    for bits, most in MOST.items():
+        of = found[f"{bits} bits"]
+        assert of.error <= most * found["bf16"].error
+        assert case.smooth or of.bias <= MOST_BIAS
