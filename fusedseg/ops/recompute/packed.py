@@ -200,7 +200,7 @@ def packed_bytes(t: Tensor, bits: int) -> int:
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds, recipe = True, RecipeOfCodes
+    rounds, chains, recipe = True, False, RecipeOfCodes
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
