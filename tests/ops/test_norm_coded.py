@@ -218,7 +218,7 @@ def test_second_backwards():
     recorded = torch.autograd.grad(out, parameters, dz[0].requires_grad_(), create_graph=True)
     for got, wanted in zip(recorded, first, strict=True):
         torch.testing.assert_close(got, wanted)
-    with pytest.raises(RuntimeError, match="fusedseg.inplace_abn: double backward is not supported"):
+    with pytest.raises(RuntimeError, match=r"fusedseg.inplace_abn: double backward is not supported"):
         recorded[0].sum().backward()
 
 
