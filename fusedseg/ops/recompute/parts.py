@@ -4,7 +4,7 @@ A large concatenation is rebuilt part by part, so that only one source lies besi
 source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
