@@ -265,7 +265,7 @@ class PackingRegistry(Registry):
 
         overwritten: whether ``t`` gets other values before.
         """
-        if not plain(t) or not self.packs(t):
+        if self.reading.bits is None or not plain(t) or not self._takes(t):
             return False
         memory = self._find(t.untyped_storage())
         if memory is None or memory.exposed:
@@ -290,9 +290,6 @@ class PackingRegistry(Registry):
             return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
         return None if offer is None or offer.bits >= EXACT else offer.steps
-
-    def packs(self, t: Tensor) -> bool:
-        return self.reading.bits is not None and self._takes(t)
 
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""

@@ -102,6 +102,7 @@ def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, sto
     with _torch.DisableTorchFunction():
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point() and plain(out)):
             return out
+        again: Callable[..., Any]
         row, (again, tensors) = FUNCTIONS[func], replay(func, args, kwargs)
         big = tensors[: row.tensors]
         call = described(row.name, args, kwargs, tensors, out, row.flops(out, big) if len(big) == row.tensors else 0)
