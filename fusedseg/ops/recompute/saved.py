@@ -246,9 +246,9 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
-        inputs, ours = [*self.inputs], [False] * len(self.inputs)
+        inputs, ours = list[Any](self.inputs), [False] * len(self.inputs)
         for i in self.turns:
-            inputs[i], ours[i] = self._input(i, order, for_call)  # type: ignore[call-overload]
+            inputs[i], ours[i] = self._input(i, order, for_call)
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
