@@ -90,6 +90,9 @@ def later(path: str, feature: str) -> Any:
 top_saved_tensors_default_hooks = _for_scope(
     "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
 )
+# They switch the innermost saved-tensor hooks of this thread off and on.  Without them, all tensors pass through hooks.
+pop_hooks = _or("torch._C._autograd._pop_saved_tensors_default_hooks", None)
+push_hooks = _or("torch._C._autograd._push_saved_tensors_default_hooks", None)
 # A context in which no function mode sees calls.
 DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves

@@ -26,7 +26,9 @@ from .stock import RULES
 
 
 class BudgetRegistry(Registry):
-    """The registry of a scope with a budget."""
+    """The registry of a scope with a budget.  Each call is a node of the graph, and so a recipe of its own."""
+
+    chains = False
 
     def __init__(self, outer: Hooks | None, guide: Guide) -> None:
         super().__init__(outer)
@@ -108,7 +110,7 @@ class BudgetRegistry(Registry):
         if before is None or memory.kept_at(at, version) is not None or before.source(self) is None:
             yield
             return
-        offer = self._record(x, at, memory, [(before, at)], rebuild, others, overwrite)
+        offer = self._record(x, at, memory, before, rebuild, others, overwrite)
         if offer is None:
             yield
             return
@@ -135,18 +137,17 @@ class BudgetRegistry(Registry):
         data = source._source()
         return -1 if data is None else data.node
 
-    def _record(self, output: Tensor, at: Place, memory: Any, links: Any, *rest: Any) -> Offer | None:
+    def _record(self, output: Tensor, at: Place, memory: Any, before: Offer | None, *rest: Any) -> Offer | None:
         # The call overwrites its output if that is its own first input.
-        alias = bool(links)
-        of_call = alias and links[0][0].steps == 0
-        offer = super()._record(output, at, memory, links, *rest)
+        alias = before is not None
+        offer = super()._record(output, at, memory, before, *rest)
         if offer is not None:
             inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
-            if of_call:
+            if before is not None and before.steps == 0:
                 # If the call is not chosen, the overwritten tensor is kept; see ``called``.
                 offer.steps = 0
             # The value of a call that forward overwrites is held in the place of the output.
-            offer.is_held = alias and links[0][0].is_held
+            offer.is_held = before is not None and before.is_held
             overwrites, nbytes = offer.overwrite is not None, output.untyped_storage().nbytes()
             parts = in_parts(offer.rebuild, at) and bool(inputs)
             offer.node = self.graph.add(

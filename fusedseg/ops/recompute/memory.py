@@ -45,13 +45,14 @@ class Memory:
     def kept_at(self, at: Place, version: int) -> Data | None:
         for ref in self.kept:
             kept = ref()
-            if kept is None or kept.version != version or kept.copied or not kept.at.holds(at) or kept.changed():
+            if kept is None or kept.version != version or kept.copied or kept.changed():
                 continue
-            return kept
+            if kept.at is at or kept.at.holds(at):
+                return kept
         return None
 
     def offer_of(self, at: Place, version: int) -> Offer | None:
         for offer in self.offers:
-            if offer.version == version and offer.at.holds(at):
+            if offer.version == version and (offer.at is at or offer.at.holds(at)):
                 return offer
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .parts import Chain, in_parts
 from .plain import Place
 from .saved import EXACT, Autocast, Data, Recipe, latest
 
@@ -34,7 +35,8 @@ class Held:
             return None
         kept = self._kept()
         if kept is None:
-            kept = registry.keep(self.tensor, computed=True)
+            # Small copies and weights are never packed.
+            kept = registry.keep(self.tensor, computed=self.extra > 0)
             kept.in_graph = False
             self._kept = weakref.ref(kept)
         return kept
@@ -107,17 +109,29 @@ class Offer:
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: "list[tuple[Input, Place]]",
+        calls: int = 1,
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.device, self.inputs = device, inputs
-        # The number of calls that rebuild the tensor, and the number of bytes that are kept only for this offer.
-        # The fewest bits of its sources; 0 if they are not known yet.
-        self.bits = EXACT
-        self.steps, self.extra = 1, 0
+        # The calls that ``rebuild`` makes, and with them those that rebuild its inputs.
+        self.calls = self.steps = calls
+        # The bytes that are kept only for this offer, and the fewest bits of its sources; 0 if they are not known yet.
+        self.extra, self.bits = 0, EXACT
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
-            self.bits = min(self.bits, source.bits)
+            if source.bits < self.bits:
+                self.bits = source.bits
+
+    def is_alone(self, at: Place, autocast: Autocast) -> bool:
+        """Whether a call that overwrites the tensor at ``at`` may become one recipe with this one."""
+        free = self.reader is None and self.recipe() is None
+        return free and self.at == at and self.autocast == autocast and not in_parts(self.rebuild, at)
+
+    def chained(self, then: Callable[..., Tensor]) -> tuple[Chain, Chain | None]:
+        """``rebuild`` and ``overwrite``, followed by a call that overwrites the tensor."""
+        count, first = len(self.inputs), self.overwrite
+        return Chain(self.rebuild, count, self.at, then), first and Chain(first, count, self.at, then)
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""

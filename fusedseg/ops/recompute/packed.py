@@ -200,7 +200,7 @@ def packed_bytes(t: Tensor, bits: int) -> int:
 class PackingRegistry(Registry):
     """The registry of a scope with ``bits``."""
 
-    rounds, recipe = True, RecipeOfCodes
+    rounds, chains, recipe = True, False, RecipeOfCodes
 
     def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
         super().__init__(outer)
@@ -225,10 +225,11 @@ class PackingRegistry(Registry):
         saved = super().pack(t)
         return Handle(saved, Place.of(t)) if isinstance(saved, PackedData) else saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Any:
-        if not computed:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Any:
+        """Keeps ``t``: as the present call may; if ``computed``, as a result of a call; if it is False, as it is."""
+        if computed is None:
             return super().keep(t)
-        with self.allowing(self.reading._replace(own=True)):
+        with self.allowing(self.reading._replace(own=True) if computed else UNKNOWN):
             return super().keep(t)
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Any:
@@ -264,7 +265,7 @@ class PackingRegistry(Registry):
 
         overwritten: whether ``t`` gets other values before.
         """
-        if not plain(t) or not self.packs(t):
+        if self.reading.bits is None or not plain(t) or not self._takes(t):
             return False
         memory = self._find(t.untyped_storage())
         if memory is None or memory.exposed:
@@ -289,9 +290,6 @@ class PackingRegistry(Registry):
             return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
         return None if offer is None or offer.bits >= EXACT else offer.steps
-
-    def packs(self, t: Tensor) -> bool:
-        return self.reading.bits is not None and self._takes(t)
 
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""

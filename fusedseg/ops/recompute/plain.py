@@ -48,6 +48,10 @@ def is_trained_leaf(t: Tensor) -> bool:
 
 
 _tuple: Any = tuple.__new__
+# The places that were met so far.  A network has few, and each new one would be three objects that Python's garbage
+# collector visits until backward.
+_places: dict[Any, "Place"] = {}
+MOST_PLACES = 2**12
 
 
 class Place(NamedTuple):
@@ -60,8 +64,17 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> "Place":
-        # The constructor of tuple takes a third of the time of the class's own constructor.
-        return _tuple(cls, (t.size(), t.stride(), t.storage_offset(), t.dtype))
+        key = t.size(), t.stride(), t.storage_offset(), t.dtype
+        try:
+            found = _places.get(key)
+        except TypeError:
+            # Symbolic sizes have no hash.
+            return _tuple(cls, key)
+        if found is None:
+            if len(_places) >= MOST_PLACES:
+                _places.clear()
+            found = _places[key] = _tuple(cls, key)
+        return found
 
     def layout(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
         """Everything except the offset."""
@@ -86,7 +99,7 @@ class Place(NamedTuple):
 
     def holds(self, other: "Place") -> bool:
         """Whether a tensor at this place has all elements of a tensor at ``other``."""
-        if self == other:
+        if self is other or self == other:
             return True
         if self.dtype != other.dtype or 0 in self.size or 0 in other.size:
             return False
@@ -98,7 +111,7 @@ NOWHERE = Place(torch.Size(), (), 0, torch.float32)
 
 def seen_as(t: Tensor, have: Place, want: Place) -> Tensor:
     """The tensor at ``want``, as a view of ``t``; ``t`` has the values of the tensor at ``have``."""
-    if have == want:
+    if have is want or have == want:
         return t
     if t.stride() != have.stride:
         # Hooks around the scope may return the tensor with other strides.

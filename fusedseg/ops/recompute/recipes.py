@@ -211,12 +211,13 @@ class expect:
 
     def _copy_of_x(self, t: Tensor) -> Handle | None:
         memory = t.untyped_storage()
-        if self.before is None or self.tensors[0].untyped_storage() is memory:
+        if self.before is None or self.registry is None or self.tensors[0].untyped_storage() is memory:
             return None
         if any(own.untyped_storage() is memory for own in self.tensors[1:]):
             return None
         at = Place.of(self.tensors[0])
-        return Handle(self.before, at) if Place.of(t).layout() == at.layout() else None
+        recipe = self.before.source(self.registry) if Place.of(t).layout() == at.layout() else None
+        return None if recipe is None else Handle(recipe, at)
 
 
 class claimed:

@@ -6,7 +6,6 @@ the contract with the ops.
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ... import _torch
 from .memory import Memory, Storage
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
-from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
+from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
 # norm, add and activation.
@@ -25,6 +24,7 @@ MAX_STEPS = 16
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
+_pop_hooks = _torch.pop_hooks
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -34,6 +34,8 @@ class Registry:
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
     needs, rounds, recipe = 0, False, Recipe
+    # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
+    chains = True
 
     def __init__(self, outer: Hooks | None) -> None:
         self.outer = outer
@@ -43,6 +45,8 @@ class Registry:
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
+        # True during a call of which only the first activation passes through ``pack`` (``stock_norm.py``).
+        self.bare = False
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
@@ -71,6 +75,9 @@ class Registry:
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
+            if self.bare:
+                self.bare = False
+                _pop_hooks()
             at, storage = Place.of(t), t.untyped_storage()
             memory = self._memory(storage)
             if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
@@ -90,7 +97,7 @@ class Registry:
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Data:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
@@ -121,7 +128,7 @@ class Registry:
                 return None
         memory = self._memory(own)
         memory.made = True
-        return self._record(output, Place.of(output), memory, [], rebuild, inputs, overwrite)
+        return self._record(output, Place.of(output), memory, None, rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -129,39 +136,45 @@ class Registry:
         rebuild: Callable[..., Tensor],
         others: Sequence[Tensor],
         overwrite: Callable[..., Tensor] | None,
-    ) -> tuple[Recipe | None, Offer | None]:
+    ) -> tuple[Offer | None, Offer | None]:
         """Prepares for a call that overwrites ``x`` by ``rebuild(x, *others)``, and raises its version by one.
 
-        Returns the recipe of the present values of ``x``, and the offer of the new values.
+        Returns the offers of the present values of ``x`` and of the new values.
         """
         if not self.before_change(x):
             return None, None
         memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
-        offer = memory.offer_of(at, version)
-        before = None if offer is None else offer.source(self)
-        if offer is None or before is None or not (x.is_floating_point() and all(map(plain, others))):
+        before = memory.offer_of(at, version) if memory.offers else None
+        if before is None or not (x.is_floating_point() and all(map(plain, others))):
             return before, None
         if memory.exposed or memory.kept_at(at, version) is not None:
             # The data of x is kept, and is about to be overwritten.
             return before, None
-        return before, self._record(x, at, memory, [(offer, at)], rebuild, others, overwrite)
+        return before, self._record(x, at, memory, before, rebuild, others, overwrite)
 
     def _record(
         self,
         output: Tensor,
         at: Place,
         memory: Memory,
-        links: list[tuple[Input, Place]],
+        before: Offer | None,
         rebuild: Callable[..., Tensor],
         inputs: Sequence[Tensor | Data | Recipe],
         overwrite: Callable[..., Tensor] | None,
     ) -> Offer | None:
         """Records a recipe, unless an input is not certain, or the recipe does not pay.
 
-        If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``links`` has it
-        already.
+        If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
+        offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
-        version, changes = output._version, len(links)
+        version, autocast, calls = output._version, Autocast.of(output), 1
+        links: list[tuple[Input, Place]] = []
+        if before is not None:
+            version += 1
+            links = [(before, at)]
+            if self.chains and before.is_alone(at, autocast):
+                links, calls = list(before.inputs), 1 + before.calls
+                rebuild, overwrite = before.chained(overwrite or rebuild)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -172,29 +185,16 @@ class Registry:
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+        if before is None and overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # The result would differ if it were written over an input of another size, layout or dtype.
             overwrite = None
-        offer = Offer(at, version + changes, output.device, rebuild, overwrite, Autocast.of(output), links)
+        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links, calls)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
         if memory.offers:
-            memory.offers = [other for other in memory.offers if other.version >= version]
+            memory.offers = [other for other in memory.offers if other.version >= output._version]
         memory.offers.append(offer)
         return offer
-
-    def offer_cast(self, t: Tensor, parameter: Tensor) -> Handle | None:
-        """What to save for ``t``, which is ``parameter`` in another dtype, because the parameter is kept anyway."""
-        if not plain(t) or self.is_exposed(parameter):
-            return None
-        memory, at, whole = self._memory(t.untyped_storage()), Place.of(t), parameter.detach()
-        offer = memory.offer_of(at, t._version)
-        if offer is None:
-            links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
-            offer = Offer(at, t._version, t.device, partial(Tensor.to, dtype=t.dtype), None, OFF, links)
-            memory.offers.append(offer)
-        recipe = offer.source(self)
-        return None if recipe is None else Handle(recipe, at)
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())

@@ -57,7 +57,8 @@ class recompute(ContextDecorator):
         extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
             Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
         bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
-            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
+            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.  With a budget too, only
+            calls that read exact values run twice, such as the first convolution.
         seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
             entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
         unrounded: with ``bits``, modules whose calls keep everything as it is.

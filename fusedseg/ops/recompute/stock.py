@@ -35,10 +35,11 @@ from ..max_pool import op as max_pool
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted
+from .offers import Held, Input, Offer
 from .parts import joined
 from .plain import Place, plain
 from .registry import Registry
-from .saved import Autocast, Data, Handle, Recipe
+from .saved import OFF, Autocast, Data, Handle, Recipe
 from .stock_conv import convolution
 from .stock_norm import norm
 
@@ -147,6 +148,20 @@ def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: 
     return max_pool.max_pool(x, pool)
 
 
+def _offer_cast(registry: Registry, t: Tensor, parameter: Tensor) -> Handle | None:
+    """What to save for ``t``, which is ``parameter`` in another dtype, because the parameter is kept anyway."""
+    if not plain(t) or registry.is_exposed(parameter):
+        return None
+    memory, at, whole = registry._memory(t.untyped_storage()), Place.of(t), parameter.detach()
+    offer = memory.offer_of(at, t._version)
+    if offer is None:
+        links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
+        offer = Offer(at, t._version, t.device, functools.partial(Tensor.to, dtype=t.dtype), None, OFF, links)
+        memory.offers.append(offer)
+    recipe = offer.source(registry)
+    return None if recipe is None else Handle(recipe, at)
+
+
 def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of convolutions, which save their weight.
 
@@ -162,7 +177,7 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
     first_node = _torch.get_sequence_nr()
 
     def copy_of_weight(t: Tensor) -> Handle | None:
-        return registry.offer_cast(t, weight) if is_cast(t, weight, first_node) else None
+        return _offer_cast(registry, t, weight) if is_cast(t, weight, first_node) else None
 
     with recipes.claimed(registry, copy_of_weight):
         return func(*args, **kwargs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _torch
 from ..layout import FORMATS
 from .calls import replay
 from .plain import Place, plain
@@ -20,6 +21,7 @@ from .registry import Registry
 from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
+_hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
 _TENSORS = ("input", "running_mean", "running_var", "weight", "bias")
 # The names of the arguments, and the default of the sixth argument, which asks for the statistics of the batch.
 NAMES = {
@@ -38,12 +40,17 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     vectors: list[Tensor] = []
     before, registry.vectors = registry.claim, vectors
-    if instance:
-        registry.claim = functools.partial(_laid_anew, registry, x)
+    bare = False
     try:
-        out = func(*args, **kwargs)
+        if instance:
+            registry.claim = functools.partial(_laid_anew, registry, x)
+            out = func(*args, **kwargs)
+        else:
+            out, bare = _call_bare(registry, func, args, kwargs)
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
+    if bare and own and x.is_cpu:
+        vectors += _results_of(out.grad_fn)
     again, count = None, x.shape[1] * (x.shape[0] if instance else 1)
     if own and (registry.rounds or _is_certain(x, vectors, count, instance)):
         found = statistics_of(vectors, count)
@@ -58,6 +65,31 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     again, tensors = replay(func, (), named)
     registry.offer(out, again, tensors)
     return out
+
+
+def _call_bare(registry: Registry, func: Function, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Calls a norm so that only its input passes through the hooks, and autograd itself holds the vectors.
+
+    The hooks take most of the time of a small norm.  Returns also whether the input was saved.
+    """
+    if not registry.chains or registry.outer is not None or _push_hooks is None or _torch.pop_hooks is None:
+        return func(*args, **kwargs), False
+    hooks, registry.bare = _hooks(True), True
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        saved, registry.bare = not registry.bare, False
+        if saved:
+            _push_hooks(*hooks)
+    return out, saved
+
+
+def _results_of(node: Any) -> list[Tensor]:
+    """What a node of autograd has saved of the results of a norm, after the output."""
+    try:
+        return [node._saved_result1, node._saved_result2]
+    except AttributeError:
+        return []
 
 
 def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
@@ -80,6 +112,24 @@ def _is_certain(x: Tensor, vectors: list[Tensor], count: int, instance: bool) ->
     return mean.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and mean.numel() == count
 
 
+class ByStatistics:
+    """Rebuilds the output of a norm from its input.
+
+    Instance norm is computed as the batch norm of one sample that has the channels of all samples.
+    """
+
+    __slots__ = ("bias", "instance", "mean", "scale")
+
+    def __init__(self, scale: Tensor, bias: Tensor | None, mean: Tensor, instance: bool) -> None:
+        self.scale, self.bias, self.mean, self.instance = scale, bias, mean, instance
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mean = self.mean
+        problem = x.contiguous().view(1, mean.numel(), *x.shape[2:]) if self.instance else x
+        z, _, _ = torch.native_batch_norm(problem, self.scale, self.bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
+        return z.view(x.shape) if self.instance else z
+
+
 def by_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Callable[[Tensor], Tensor]:
@@ -88,7 +138,7 @@ def by_statistics(
     mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
     """
     samples, channels = x.shape[:2]
-    instance, count = mean.numel() != channels, mean.numel()
+    instance = mean.numel() != channels
     scale = rstd
     # These are copies, because an optimizer may change the parameters before backward.
     if weight is not None:
@@ -98,14 +148,7 @@ def by_statistics(
         bias = bias.detach()
         bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
         bias = bias.repeat(samples) if instance else bias
-
-    def again(x: Tensor) -> Tensor:
-        # Instance norm is computed as the batch norm of one sample that has the channels of all samples.
-        problem = x.contiguous().view(1, count, *x.shape[2:]) if instance else x
-        z, _, _ = torch.native_batch_norm(problem, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
-        return z.view(x.shape) if instance else z
-
-    return again
+    return ByStatistics(scale, bias, mean, instance)
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
