@@ -22,20 +22,20 @@ SLOPE = 0.01
 
 
 class Compiled(nn.Module):
-    """``torch.compile`` of a module, by the default partitioner or the one that recomputes all it can.
+    """``torch.compile`` of a module; ``config`` has settings of the partitioner that differ from the defaults.
 
     Each instance has its own backend function, because dynamo caches by code object and backend.  An error of Inductor,
     for example without a C++ compiler, becomes ``Missing``.
     """
 
-    def __init__(self, module: nn.Module, aggressive: bool) -> None:
+    def __init__(self, module: nn.Module, **config: Any) -> None:
         super().__init__()
         self.module = module
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
             from torch._inductor.compile_fx import compile_fx
 
-            with torch._functorch.config.patch(aggressive_recomputation=aggressive):
+            with torch._functorch.config.patch(**config):
                 return compile_fx(graph, inputs)
 
         # The shapes of a bench do not change.
@@ -97,11 +97,11 @@ def folded(module: nn.Module) -> nn.Module:
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    return Compiled(module, aggressive=False)
+    return Compiled(module)
 
 
 def aggressive(module: nn.Module) -> nn.Module:
-    return Compiled(module, aggressive=True)
+    return Compiled(module, aggressive_recomputation=True)
 
 
 # name: (norm and activation for a number of dimensions, how the module is treated)

@@ -45,6 +45,8 @@ class Case(NamedTuple):
     make: partial
     shape: tuple[int, ...]
     fused: partial | None = None
+    # All benches together must end within minutes.
+    slow: bool = False
 
     def ours(self, model: nn.Module) -> nn.Module:
         if self.fused is None:
@@ -66,7 +68,7 @@ def unets(size: str, shape: tuple[int, ...], widths: tuple[int, ...]) -> dict[st
 
 CASES = {
     "cpu": {
-        "ResNet-18 of half the width, 4x3x128x128": Case(partial(Segments, 32), (4, 3, 128, 128)),
+        "ResNet-18 of half the width, 4x3x128x128": Case(partial(Segments, 32), (4, 3, 128, 128), slow=True),
         **unets("2x3x128x128", (2, 3, 128, 128), (16, 32, 64)),
     },
     "cuda": {
@@ -123,7 +125,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = torch.device(metafunc.config.getoption("--device")).type
-    parametrize_pairs(metafunc, [(case, WAYS[kind], False) for case in CASES[kind]])
+    parametrize_pairs(metafunc, [(case, WAYS[kind], CASES[kind][case].slow) for case in CASES[kind]])
 
 
 @pytest.mark.benchmark(timer=CLOCK)

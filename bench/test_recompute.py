@@ -141,9 +141,11 @@ CASES = {
             {"in_channels": 3, "norm_act": relu(2), "widths": (32, 64, 128)},
             (2, 3, 128, 128),
             twins=True,
+            slow=True,
         ),
         Case("3D small", UNET3D, SMALL, (1, 1, 32, 32, 32), compile=False, slow=True),
-        Case("ResNet-18", Segments, {"width": 32}, (4, 3, 128, 128), compile=False),
+        # `bench/test_convert.py` has the scope over this network, and beside the converted one.
+        Case("ResNet-18", Segments, {"width": 32}, (4, 3, 128, 128), compile=False, slow=True),
     ],
     "cuda": [
         Case("U-Net", UNET, {"in_channels": 3, "norm_act": relu(2)}, (8, 3, 512, 512), "amp"),

@@ -194,7 +194,13 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+    line, kink = c, None
+    if BITS > 0:
+        line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
+        if PACKS == "":
+            kink = load_kink(kink_ptr, i * C + c, valid)
+    x = load_saved(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, 0, I, N, C, S, row_bytes,
+                   0 if PACKS != "" else BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
     if running_mean_ptr is not None:
         # They are loaded here, so that the program waits for them and for x at the same time.
         running_mean = tl.load(running_mean_ptr + u, mask=valid)
@@ -224,10 +230,9 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
     slot = load_slot(slot_ptr, c, valid)
     z = normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
                        ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
-    if codes_ptr is not None:
-        kink = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, True)
-        line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
-        pack_tile(packed_of(x, z, kink, PACKS), mask, 0, i, c, line, 0, kink_ptr is not None, codes_ptr, lowest_ptr,
+    if PACKS != "":
+        own = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, True)
+        pack_tile(packed_of(x, z, own, PACKS), mask, 0, i, c, line, 0, kink_ptr is not None, codes_ptr, lowest_ptr,
                   highest_ptr, key, I, N, C, S, row_bytes, ROWS, BITS, BLOCK_N, BLOCK_L)  # fmt: skip
 
 
@@ -255,10 +260,10 @@ def constants_of(source, dtype, layout, eps, act, packing):
 def onchip_plan(source, layout, dtype, eps, act, K, packing):
     """The launcher that reads whole statistics groups; None if a slab is too large.
 
-    A packed copy of rows has groups of 256 positions, which a slab does not hold.  A slab is not read from codes.
+    A packed copy of rows has groups of 256 positions, which a slab does not hold.
     """
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
-    if blocks is None or (packing.bits and (layout.rows or not packing.of)):
+    if blocks is None or (packing.bits and layout.rows):
         return None
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
     sizes = (layout.I, layout.N, layout.C, layout.S, K, packing.row_bytes)
@@ -338,7 +343,8 @@ def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=Non
     packing = Packing("", x.bits, row_bytes) if coded else NOTHING
     *_, onchip = fwd_plan("saved", layout, out.dtype, 0.0, act, 0, packing)
     tensors = residual, weight, bias, mean, rstd, *[None] * 5, *parts
+    x = None if coded else x
     if onchip is not None:
         onchip((x, out, *tensors), 0.0, 0)
     else:
-        launch("saved", None if coded else x, out, layout, tensors, 0.0, 0.0, act, None, 0, packing)
+        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0, packing)

@@ -124,27 +124,36 @@ def test_another_triton_and_missing_names_bring_warnings(monkeypatch, capsys):
 
 def test_triton_is_found_by_import(monkeypatch, tmp_path):
     """The distribution may be triton-windows or pytorch-triton-rocm, and an empty folder ``triton`` is no Triton."""
-    for name, has in (("empty", False), ("windows", True)):
-        folder = tmp_path / name / "triton"
-        folder.mkdir(parents=True)
-        if has:
-            (folder / "__init__.py").write_text("__version__ = '3.5.1.post21'")
-        script = "from fusedseg import _backend; from fusedseg.doctor import report\n"
-        script += "print(_backend._has_triton(), report._version('triton'))"
-        # Only the folders of this test have a triton; the package itself is found in the checkout.
-        found = subprocess.run(
-            [sys.executable, "-c", f"import sys, torch; sys.path[:0] = [{str(folder.parent)!r}]\n{HIDE}{script}"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parents[1],
-        ).stdout.strip()
-        assert found == ("True 3.5.1.post21" if has else "False not installed (a folder of this name is empty)")
+    for name in ("empty", "windows"):
+        (tmp_path / name / "triton").mkdir(parents=True)
+    (tmp_path / "windows" / "triton" / "__init__.py").write_text("__version__ = '3.5.1.post21'")
+    # Only the folders of this test have a triton; the package itself is found in the checkout.
+    found = subprocess.run(
+        [sys.executable, "-c", HIDE + FIND, *(str(tmp_path / name) for name in ("empty", "windows"))],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    ).stdout.splitlines()
+    assert found == ["False not installed (a folder of this name is empty)", "True 3.5.1.post21"]
 
 
+# Forks a process for each folder, because importing PyTorch takes seconds.
+FIND = """
+import os
+for folder in sys.argv[1:]:
+    sys.stdout.flush()
+    if not os.fork():
+        sys.path.insert(0, folder)
+        from fusedseg import _backend
+        from fusedseg.doctor import report
+        print(_backend._has_triton(), report._version("triton"))
+        sys.exit()
+    os.wait()
+"""
 # A finder that leaves out the triton that is installed.
 HIDE = """
-import importlib.machinery
+import importlib.machinery, sys, torch
 class Only(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):

@@ -131,6 +131,18 @@ def apply_budget(
     return twice
 
 
+@contextmanager
+def _only_young_objects() -> Iterator[None]:
+    """Lets ``gc.collect(0)`` find all cycles that are made inside, without a look at the objects from before."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def observed(wiring: Wiring, inputs: tuple[tuple, dict]) -> _Named:
     """Runs the model twice on tensors without values: a forward, and a whole step."""
     model = wiring.root
@@ -139,7 +151,7 @@ def observed(wiring: Wiring, inputs: tuple[tuple, dict]) -> _Named:
         wiring.make_guide = make
         return model(*args, **kwargs)
 
-    with on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
+    with _only_young_objects(), on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
         set_training(model, True)
         for parameter in model.parameters():
             parameter.grad = None
@@ -151,7 +163,7 @@ def observed(wiring: Wiring, inputs: tuple[tuple, dict]) -> _Named:
         assert graph is not None
         del out
         # Cycles of the model would hold tensors during the second run.
-        gc.collect()
+        gc.collect(0)
         with LiveBytes() as live:
             weigh = Weigh(live)
             out = guided(lambda: weigh)

@@ -99,6 +99,7 @@ def convert(
             (0.02).  Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
         bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
             the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
+            With a budget too, only convolutions that read exact values run twice, such as the first one.
         seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
             rounds anew; equal seeds give equal bits.
         unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.

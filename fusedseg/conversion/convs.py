@@ -51,7 +51,7 @@ class _LeanConv(nn.Module):
             return as_leaf(self, input)
         if not torch.compiler.is_compiling():
             sources = sources_of(input)
-            if sources is not None and not is_tensor(sources):
+            if sources is not None and not is_tensor(sources) and _is_linear_in_channels(self):
                 return self._joined(sources, input)
             norm = self.__dict__["norm"]
             if norm is not None and pays(input) and self._unobserved(norm):
@@ -91,7 +91,11 @@ LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3
 
 def joins(conv: Any) -> bool:
     """Whether the convolution of a concatenation can be computed from its sources one by one."""
-    return type(conv) in LEAN and conv.groups == 1 and conv.padding_mode == "zeros" and conv.padding != "same"
+    return type(conv) in LEAN and _is_linear_in_channels(conv)
+
+
+def _is_linear_in_channels(conv: Any) -> bool:
+    return conv.groups == 1 and conv.padding_mode == "zeros" and conv.padding != "same"
 
 
 def lean(conv: nn.Module, norm: nn.Module | None) -> nn.Module:

@@ -113,7 +113,7 @@ class DC_and_CE_loss(nn.Module):
 
     def forward(self, net_output: Logits, target: Tensor) -> Tensor:
         given = Given(net_output, target)
-        entropy = CrossEntropy(self.ce_weight, *self.entropy[1:])
+        entropy = CrossEntropy(self.ce_weight, self.entropy.smoothing, self.entropy.reduction)
         probability = "softmax" if self.weight_dice != 0 else "none"
         likelihood = entropy.likelihood() if self.weight_ce != 0 else "none"
         apart = self.ce_ignore != -100 and self.weight_ce != 0

@@ -20,7 +20,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
-from ..nn.handed import Handed, handing, take_off
+from ..nn.handed import Handed, cat_of, handing, take_off
 from ..nn.leaf import as_leaf, proxy_in
 
 NormAct = Callable[[int], nn.Module]
@@ -121,9 +121,8 @@ class ConvNormAct(nn.Module):
 
 
 def _one(x: Handed) -> Tensor:
-    """The concatenation of tensors that are handed over to a stock convolution."""
-    # The scope does not look into a list of another class.
-    joined = torch.cat(list(x), dim=1)
+    """The concatenation of sources that are handed over to a stock convolution."""
+    joined = cat_of(x)
     take_off(x)
     return joined
 
@@ -279,7 +278,7 @@ class Up(nn.Module):
                 f"{tuple(size)}, to which it would be padded"
             )
         options: dict[str, Any] = {"size": reached, "mode": self.interpolation, "align_corners": self.align_corners}
-        if isinstance(source, Tensor) and self.plain:
+        if isinstance(source, Tensor) and self.plain and not (handing() and isinstance(self.up, nn.Identity)):
             enlarged = self.up(F.interpolate(source, **options))
         elif not any(missing):
             return Interpolated(self.up(source), **options)

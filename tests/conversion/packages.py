@@ -78,13 +78,13 @@ def monai_unet() -> nn.Module:
     return UNet(3, 1, 2, (16, 32, 64), (2, 2), num_res_units=2)
 
 
-def nnunet(name: str, dims: int, **options) -> nn.Module:
+def nnunet(name: str, dims: int, widths: tuple[int, ...] = (32, 64, 128), **options) -> nn.Module:
     _need("dynamic_network_architectures")
     from dynamic_network_architectures.architectures import unet
 
     conv, norm = (nn.Conv2d, nn.InstanceNorm2d) if dims == 2 else (nn.Conv3d, nn.InstanceNorm3d)
     return getattr(unet, name)(
-        1, 3, (32, 64, 128), conv, 3, (1, 2, 2), num_classes=2, conv_bias=True, norm_op=norm,
+        1, len(widths), widths, conv, 3, (1, *(2 for _ in widths[1:])), num_classes=2, conv_bias=True, norm_op=norm,
         norm_op_kwargs={"eps": 1e-5, "affine": True}, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True}, **options,
     )  # fmt: skip
 

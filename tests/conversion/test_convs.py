@@ -278,11 +278,36 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
 
 
 def test_a_note_says_nothing_outside_of_the_scope():
-    with fusedseg.recompute():
-        # The scope notes sources only of tensors that were made in it.
+    # Only the scope of a converted model takes notes, of tensors that are made in it.
+    with fusedseg.recompute.guided(None):
         a = torch.randn(1, 2, 4, 4, requires_grad=True) * 1
         out = torch.cat([a, a], 1)
         assert joins.sources_of(out) is not None
         with torch.no_grad():
             assert joins.sources_of(out) is None
     assert joins.sources_of(out) is None
+
+
+class Grouped(nn.Module):
+    """A grouped convolution and an ordinary one read the same concatenation, and norms follow both."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3, padding=1)
+        self.grouped = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, **options), nn.BatchNorm2d(8), nn.LeakyReLU())
+        self.whole = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.LeakyReLU())
+
+    def forward(self, x):
+        both = torch.cat([x, self.first(x)], 1)
+        return self.grouped(both) + self.whole(both)
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("options", [{"groups": 8}, {"padding_mode": "circular"}])
+def test_a_convolution_before_a_norm_that_cannot_be_joined(options, image):
+    """A grouped convolution once raised an error, because another convolution joins the same concatenation."""
+    stock = Grouped(**options).double()
+    ours = copy.deepcopy(stock)
+    fusedseg.convert(ours, example_inputs=image)
+    expected, got = (torch.autograd.grad(net(image).square().mean(), [*net.parameters()]) for net in (stock, ours))
+    torch.testing.assert_close(got, expected)

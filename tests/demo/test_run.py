@@ -29,6 +29,8 @@ def tiny(extras, monkeypatch):
     for name in DEMOS:
         module = importlib.import_module(f"fusedseg.demo.{name}")
         size = dataclasses.replace(module.SIZES["cpu"], widths=(2, 4), batch=2, steps=2)
+        if name == "slices":
+            size = dataclasses.replace(size, resolution=4)
         monkeypatch.setitem(module.SIZES, "cpu", size)
     monkeypatch.setattr(training, "SETTLED_BATCHES", 2)
 

@@ -91,12 +91,12 @@ def test_compiled_models_keep_what_eager_mode_keeps(ladder, whole):
     """The compiler repeats no more arithmetic than the ladder says, and keeps its bytes within 2 %."""
     ours, compiled = (whole[0].ways[way] for way in ("fusedseg", "fusedseg, compiled"))
     assert [point.budget for point in compiled] == [ours[0].budget, ours[-1].budget]
-    rung = list(ladder)[len(list(ladder)) // 2]
+    half = list(ladder)[len(list(ladder)) // 2]
     with ladder.model.out.weight.fake_mode:
-        ladder.follow(rung)
+        ladder.follow(half)
         (middle,) = partitions(ladder.model, [torch.empty(2, *SHAPE)]).values()
     ladder.follow(next(iter(ladder)))
-    for rung, found in ((ours[0], compiled[0]), (rung, middle), (ours[-1], compiled[-1])):
+    for rung, found in ((ours[0], compiled[0]), (half, middle), (ours[-1], compiled[-1])):
         assert found.kept <= 1.02 * rung.kept
         # Eager mode may run a call three times where compiled code runs it twice.
         assert 0.8 * rung.repeated <= found.repeated <= rung.repeated + 1e-9

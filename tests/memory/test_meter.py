@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+import fusedseg
 from fusedseg.memory import SavedBytes, allocator_peak, measure
 
 CHANNELS = 8
@@ -137,3 +138,11 @@ def test_allocator_peak_of_a_chain_is_two_tensors():
 
 def test_footprint_prints_its_units():
     assert str(measure(torch.neg, torch.randn(1 << 18))) == "saved 0.0 MiB, held 1.0 MiB, peak 1.0 MiB"
+
+
+@pytest.mark.parametrize("act", [nn.ELU, nn.LeakyReLU])
+def test_norms_of_samples_in_channels_last_need_no_address(act):
+    """Tensors without values have no address; PyTorch warns if one is asked for."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), act(), nn.Conv2d(8, 8, 3))
+    net, x = net.to(memory_format=torch.channels_last), torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    assert fusedseg.convert(net, example_inputs=x).after == measure(net, x)

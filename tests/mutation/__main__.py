@@ -27,33 +27,59 @@ NORM_KERNELS = ["tests/kernels/test_norm_act*.py", "tests/kernels/test_sanitize.
 NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/ops/test_kept.py",
             "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
 CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
-SCOPE = [
-    "tests/ops/test_recompute*.py",
-    "tests/ops/test_recipe.py",
-    "tests/ops/test_stock.py",
-    "tests/ops/test_reuse.py",
-]
+SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
+         "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
+         "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py"]  # fmt: skip
+BUDGET = ["tests/ops/test_knapsack.py", "tests/ops/test_budget.py", "tests/conversion/test_budget.py",
+          "tests/conversion/test_random_budgets.py", "tests/memory/test_plan.py",
+          "tests/memory/test_curve.py"]  # fmt: skip
+TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
-    "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py"],
+    "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py", "tests/ops/test_segmentation_sums*.py"],
+    "kernels/low_bit*": ["tests/kernels/test_low_bit.py", "tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"],
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
-    "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_max_pool_codegen.py"],
+    "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_*codegen.py"],
     "kernels/*": NORM_KERNELS,
+    "fusedseg/ops/low_bit/*": [
+        "tests/ops/test_low_bit*.py",
+        "tests/ops/test_norm_coded.py",
+        "tests/kernels/test_low_bit.py",
+    ],
+    "fusedseg/ops/norm/coded.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
+    "fusedseg/ops/norm/packed.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
     "fusedseg/ops/norm/*": NORM_OPS,
-    "fusedseg/ops/recompute/*": SCOPE,
+    "fusedseg/ops/recompute/budget*.py": BUDGET,
+    "fusedseg/ops/recompute/knapsack.py": BUDGET,
+    "fusedseg/ops/recompute/replay.py": BUDGET,
+    "fusedseg/ops/recompute/graph.py": BUDGET,
+    "fusedseg/ops/recompute/twice.py": [*BUDGET, *SCOPE],
+    "fusedseg/ops/recompute/recipes.py": [*SCOPE, "tests/ops/test_in_place.py", "tests/ops/test_budget.py"],
+    "fusedseg/ops/recompute/guide.py": [*SCOPE, *BUDGET],
+    "fusedseg/ops/recompute/pack*.py": ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"],
+    "fusedseg/ops/recompute/compiled.py": ["tests/ops/test_recompute_compiled.py"],
+    "fusedseg/ops/recompute/registry.py": [*SCOPE, "tests/ops/test_recompute_compiled.py"],
+    "fusedseg/ops/recompute/*": [*SCOPE, "tests/ops/test_transients*.py"],
+    "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/*join_conv.py": ["tests/ops/test_join_conv.py", "tests/nn/test_join_conv.py"],
     "fusedseg/ops/*sources.py": ["tests/ops/test_join_conv.py", *CONV_OPS, "tests/conversion/test_convs.py"],
     "fusedseg/ops/conv*": CONV_OPS,
     "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
-    "fusedseg/ops/segmentation*": ["tests/ops/test_segmentation_sums*.py"],
+    "fusedseg/ops/segmentation*": [
+        "tests/ops/test_segmentation_sums*.py",
+        "tests/ops/test_conv_logits.py",
+        "tests/losses/test_everywhere.py",
+    ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
     "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
-    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", *SCOPE],
+    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", *TRANSIENTS, *SCOPE],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
+# The arguments that choose the tests marked slow instead of the default ones.
+SLOW = ("-m", "slow and not variants")
 # Seconds of computing, which other work on the machine does not change, and seconds of waiting.
 PATIENCE = 600
 LONGEST = 3600
@@ -87,10 +113,24 @@ def copied(root: Path, tests: Path, folder: Path) -> Path:
     return folder
 
 
-def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
+def found_in_copy(folder: Path) -> None:
+    """Removes finders of imports that find the package elsewhere, as an installation in development mode may do.
+
+    With such a finder for the kernels, their defects stood in files that no test imported, and all of them survived.
+    """
+    for finder in [*sys.meta_path]:
+        for name, path in (("fusedseg", [str(folder)]), ("fusedseg.kernels", [str(folder / "fusedseg")])):
+            spec = finder.find_spec(name, path)
+            if spec is not None and not str(spec.origin).startswith(str(folder)):
+                sys.meta_path.remove(finder)
+                break
+
+
+def outcome(folder: Path, tests: list[str], marks: tuple[str, ...] = ()) -> tuple[str, str]:
     """Runs tests in a process that has imported PyTorch already, up to the first one that fails.
 
-    Returns "caught", "survived" or "timed out", and the name of the test that failed.
+    ``marks`` are arguments of pytest that choose among the tests.  Returns "caught", "survived" or "timed out", and the
+    name of the test that failed.
     """
     output = folder / "output.txt"
     child = os.fork()
@@ -102,6 +142,7 @@ def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
             resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
             sys.path.insert(0, str(folder))
             os.environ["PYTHONPATH"] = str(folder)
+            found_in_copy(folder)
             for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
                 del sys.modules[name]
             with output.open("w") as file:
@@ -109,7 +150,7 @@ def outcome(folder: Path, tests: list[str]) -> tuple[str, str]:
                 os.dup2(file.fileno(), 2)
             import pytest
 
-            code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", *tests])
+            code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", *marks, *tests])
         finally:
             os._exit(code)
     end = time.monotonic() + LONGEST
@@ -141,9 +182,20 @@ def chosen(root: Path, folders: list[str], each: int, seed: int) -> list[tuple[P
     return found
 
 
+def sampled(root: Path, folders: list[str], size: int, seed: int) -> list[tuple[Path, Mutant]]:
+    """Chooses ``size`` defects among all, each as likely as any other.
+
+    They come in random order, so that what a stopped run has printed is a sample too.
+    """
+    found = [(path, mutant) for path in sources(root, folders) for mutant in mutants((root / path).read_text())]
+    random.Random(seed).shuffle(found)
+    fit = ((path, mutant) for path, mutant in found if parses(mutant.applied((root / path).read_text())))
+    return list(itertools.islice(fit, size))
+
+
 def earlier(lines: Iterable[str]) -> dict[str, str]:
     """Reads the printed lines of a run: each defect that it caught, and the test that failed, if one was named."""
-    found = (re.fullmatch(r"(?:caught|timed out) +\d+ s  (.+?)(?:  by (tests/.+))?", line) for line in lines)
+    found = (re.fullmatch(r"(?:caught|timed out|slow) +\d+ s  (.+?)(?:  by (tests/.+))?", line) for line in lines)
     return {match[1]: match[2] or "" for match in found if match}
 
 
@@ -153,12 +205,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="*", default=FOLDERS, help="files or folders to change (default: %(default)s)")
     parser.add_argument("--each", type=int, default=1, help="defects of each file")
+    parser.add_argument("--sample", type=int, help="so many defects among all, instead of --each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose tests run")
     parser.add_argument(
         "--after",
         type=Path,
         help="what an earlier run printed: only what it caught is tried, first on the test that caught it",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="try what survives the default tests on the tests marked slow as well"
     )
     parser.add_argument("--part", default="1/1", help="1/2 and 2/2: halves, for two processes")
     options = parser.parse_args(argv)
@@ -175,7 +231,11 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, Counter] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = copied(ROOT, options.tests.resolve(), Path(name))
-        for path, mutant in chosen(ROOT, options.folders, options.each, options.seed)[index - 1 :: parts]:
+        if options.sample:
+            defects = sampled(ROOT, options.folders, options.sample, options.seed)
+        else:
+            defects = chosen(ROOT, options.folders, options.each, options.seed)
+        for path, mutant in defects[index - 1 :: parts]:
             name = f"{path}:{mutant.line}  {mutant.what}"
             if options.after and name not in first:
                 continue
@@ -184,6 +244,9 @@ def main(argv: list[str] | None = None) -> int:
             result, test = outcome(folder, [first[name]]) if first.get(name) else ("", "")
             if not test or test != first.get(name):
                 result, test = outcome(folder, related(folder, path))
+            if options.slow and result == "survived":
+                result, test = outcome(folder, related(folder, path), SLOW)
+                result = "slow" if result != "survived" else result
             (folder / path).write_text(source)
             found.setdefault(path.as_posix(), Counter())[result] += 1
             by = f"  by {test}" if test else ""

@@ -234,6 +234,20 @@ def test_an_optimizer_step_before_backward_raises():
             loss.backward()
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("product", [lambda x, w, b: F.linear(x, w, b), lambda x, w, b: x @ w.t() + b])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_that_pytorch_computes_in_another_way_without_gradients(product, dtype, monkeypatch):
+    """Products of other strides once ran again by samples, with other last bits where ``same_bits`` did not see it."""
+    monkeypatch.setattr(twice, "same_bits", lambda *call: True)
+
+    def make():
+        x, w, b = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 8, 48), (8, 8), (8,)))
+        return lambda: F.silu(product(F.relu(x).mT, w, b)), [x, w, b]
+
+    assert_same(make)
+
+
 def test_a_call_with_other_bits_is_kept(monkeypatch):
     """A function that gives other bits at the second call is found at its first use, and its output is kept."""
     draws = iter(range(100))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
+from fusedseg.ops.conv import slabs
 from fusedseg.ops.conv import sources as module
 from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 
@@ -18,11 +19,16 @@ MODES = {
 CASES = [(dims, *mode) for dims, modes in MODES.items() for mode in modes]
 
 
-@pytest.fixture(params=["formed", "apart"])
+@pytest.fixture(params=["formed", "apart", "slabs"])
 def joined(request, monkeypatch):
-    """Joins sources as small ones, or as large ones: one after another, wide enlarged sources in ranges of channels."""
-    if request.param == "apart":
+    """Joins sources as small ones, or as large ones: one after another, wide enlarged sources in ranges of channels.
+
+    Very large ones are also computed in slabs of samples.
+    """
+    if request.param != "formed":
         monkeypatch.setattr(module, "FORMED_BYTES", 0)
+    if request.param == "slabs":
+        monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
 
 
 def tensors(dims, dtype=torch.float64):

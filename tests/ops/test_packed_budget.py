@@ -67,6 +67,21 @@ def test_the_gradient_is_right_on_average(name):
     assert bias_squared / error_squared < 0.05
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_large_weight_is_not_packed(fused):
+    """The weight of the first convolution has 4,800 values; it was packed, so that the second run rounded it."""
+    torch.manual_seed(0)
+    norm = [fusedseg.BatchNormAct(64, activation="relu")] if fused else [nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(nn.Conv2d(3, 64, 5), *norm, nn.Conv2d(64, 2, 1))
+    _, expected = gradient(model)
+    with everything(0):
+        out = model(IMAGE)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    grads = torch.autograd.grad((out * (weights + out)).mean(), list(model.parameters()))
+    # Nothing in this network is rounded.
+    assert torch.equal(torch.cat([g.flatten() for g in grads]), expected)
+
+
 def unet():
     torch.manual_seed(0)
     return MultiEncoderUNet((3, 2), 4, widths=(8, 16), plain=True)
@@ -92,6 +107,16 @@ def test_converted_keeps_what_was_planned():
     text = str(report)
     assert "run twice" in text
     assert "kept in 4 bits" in text
+
+
+def test_convolutions_with_their_norm_run_once():
+    """When they ran twice, the network kept more than without a budget."""
+    kept = []
+    for options in ({}, {"extra_flops": 1.0}):
+        torch.manual_seed(0)
+        net = MultiEncoderUNet((3, 2), 4, widths=(8, 16))
+        kept.append(fusedseg.convert(net, example_inputs=IMAGES, bits=4, **options).after.saved)
+    assert kept[0] == kept[1]
 
 
 def test_a_budget_that_is_met_and_one_that_is_not():

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
-from fusedseg.memory import SavedBytes
+from fusedseg.memory import SavedBytes, measure
 from fusedseg.ops.recompute import plain, recipes
-from fusedseg.ops.recompute.parts import Chain
+from fusedseg.ops.recompute.parts import Chain, turns_of
 from fusedseg.ops.recompute.registry import Registry
 from fusedseg.ops.recompute.saved import Recipe
 
@@ -236,6 +236,40 @@ def test_small_inputs_that_are_parts_of_larger_memory(made, part):
             loss = conv(scaled(conv(x), weight)).square().mean()
         found.append(torch.autograd.grad(loss, list(conv.parameters())))
     assert all(torch.equal(ours, stock) for ours, stock in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("needs", "overwrites", "order", "most"),
+    [
+        # Data takes no memory of its own.
+        ([0, 0], False, [0, 1], 1),
+        ([1, 0], True, [0, 1], 1),
+        ([1, 0], False, [0, 1], 2),
+        # The first result lies beside the second input.
+        ([1, 3, 0], True, [1, 0, 2], 3),
+        ([2, 2], True, [0, 1], 3),
+        ([1, 1], False, [0, 1], 3),
+    ],
+)
+def test_the_input_that_needs_most_is_rebuilt_first(needs, overwrites, order, most):
+    assert turns_of(needs, overwrites) == (order, most)
+
+
+def test_a_chain_of_sums_needs_no_tensor_for_each_link():
+    """Each block adds a norm to the sum before.  In the order of the arguments, all norms lay beside each other."""
+    x, blocks, peaks = torch.randn(8, 16, 64, 64), 5, []
+    convs = nn.ModuleList(nn.Conv2d(16, 16, 1, bias=False) for _ in range(blocks))
+    for count in (1, blocks):
+
+        def run(x, count=count):
+            with recompute(bits=4):
+                for conv in convs[:count]:
+                    x = F.batch_norm(conv(x), None, None, training=True).add_(x)
+                return F.conv2d(x, convs[0].weight)
+
+        found = measure(run, x.requires_grad_(), owned=[*convs.parameters()])
+        peaks.append((found.peak - found.saved) / x.nbytes)
+    assert peaks[1] < peaks[0] + 1.5
 
 
 def residual(norms, x):

@@ -130,8 +130,8 @@ def lean():
 def cases():
     """Each network with each backend; most are slow, because the compiler takes seconds for each.
 
-    ``test_same_bits`` counts the bytes of the U-Net, and ``test_a_converted_network_follows_its_budget`` converts it and
-    the plain nnU-Net, whose model runs in a scope.
+    ``test_same_bits`` counts the bytes of the U-Net.  ``test_a_converted_network_follows_its_budget`` converts it and
+    the plain nnU-Net; a converted model runs in a scope.
     """
     for name in NETWORKS:
         for backend in ("aot_eager", "aot_eager_decomp_partition", "inductor"):

@@ -97,3 +97,19 @@ def test_a_source_that_is_overwritten_outside_raises(x):
     raw.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*fusedseg.recompute"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.sigmoid_, torch.tanh_], ids=["method", "function"])
+def test_a_source_that_is_overwritten_without_gradients_is_copied_first(write, x):
+    """An activation in place, whose rule the scope follows only while gradients are wanted."""
+    up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def fn(x):
+        raw = up(x)
+        out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
+        with torch.no_grad():
+            write(raw)
+        return out
+
+    params = [p for module in (up, first, last) for p in module.parameters()]
+    assert_equal(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])

@@ -5,7 +5,7 @@ import torch
 
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
-from fusedseg.ops.segmentation import aten, op
+from fusedseg.ops.segmentation import aten, op, tile
 from fusedseg.ops.segmentation.spec import Given, Spec
 from tests import reference
 from tests.reference import relative_error
@@ -68,13 +68,14 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
 @FORMATS
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(device, name, rows, monkeypatch):
-    """Tiles hold few positions, or few samples."""
+    """Tiles hold few positions, or few samples; labels become a one-hot target, or are looked up."""
     options, kind = CASES[name]
     for shape in SHAPES.values():
         if shape[1] == 1 and kind == "labels":
             continue
-        for size in (8, 100):
+        for size, classes in ((8, 16), (100, 16), (8, 2)):
             monkeypatch.setattr(aten, "TILE", size)
+            monkeypatch.setattr(tile, "ONE_HOT_CLASSES", classes)
             x = torch.randn(shape, dtype=torch.float64, device=device)
             x = channels_last(x) if rows else x
             dx = compare(x, targets(shape, kind).to(device), options)

@@ -1,5 +1,7 @@
 """In the scope, rebuilt inputs of convolutions are freed early, and concatenations are rebuilt source by source."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,13 @@ from torch.nn import functional as F
 from fusedseg import recompute
 from fusedseg.memory import measure
 from fusedseg.ops import reuse
-from fusedseg.ops.recompute import parts
+from fusedseg.ops.conv import cat, slabs, sources
+from fusedseg.ops.conv.sources import Interpolated
+from fusedseg.ops.layout import FORMATS
+from fusedseg.ops.recompute import packed, parts
 from fusedseg.unet import UNet
+from tests.ops.test_low_bit_scope import gradient as low_bit_gradient
+from tests.ops.test_low_bit_scope import network
 from tests.ops.test_recompute_networks import CASES, test_gradients
 
 NEVER = 2**60
@@ -23,6 +30,7 @@ def every_size(monkeypatch):
     """Small tensors are treated as large ones."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
     monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -91,6 +99,62 @@ def test_a_concatenation_of_several_dtypes_and_layouts(dim):
 
         results.append(torch.autograd.grad(recompute()(step)() if scope else step(), x)[0])
     assert torch.equal(*results)
+
+
+MODES = {
+    4: (("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bicubic", True)),
+    5: (("nearest", None), ("nearest-exact", None), ("area", None), ("trilinear", False), ("trilinear", True)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dims", "mode", "align_corners"), [(n, *mode) for n, of in MODES.items() for mode in of])
+def test_an_enlarged_source_in_slabs_has_the_same_bits(dims, mode, align_corners, dtype, threads):
+    """Sizes are those of long and of short rows, and the channels are more than a vector has, and fewer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size, channels in (((70, 33, 3), 3), ((9, 7, 67), 19), ((40, 60, 20), 5)):
+            for rows in (False, True):
+                x = torch.randn(3, channels, *size[: dims - 2]).to(dtype)
+                x = x.to(memory_format=FORMATS[dims]) if rows else x
+                kwargs = {"scale_factor": 2, "mode": mode, "align_corners": align_corners}
+                slabs_of = [F.interpolate(x[n : n + 1], **kwargs) for n in range(3)]
+                assert torch.equal(torch.cat(slabs_of), F.interpolate(x, **kwargs))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_a_network_that_hands_over_its_sources(align_corners, monkeypatch):
+    """Stock modules without a convolution before they enlarge: values and gradients have the bits of eager mode."""
+    monkeypatch.setattr(cat, "LEAST_BYTES", 1)
+    torch.manual_seed(0)
+    options = {"plain": True, "reduce": False, "norm_act": norm_and_relu, "align_corners": align_corners}
+    net = UNet(2, 3, widths=(4, 8, 8), **options)
+    x = torch.randn(3, 2, 21, 17)
+    calls = []
+    monkeypatch.setattr(cat, "formed", lambda source: calls.append(type(source)) or sources.formed(source))
+    results = []
+    # Nothing is rounded, but the paths are those of a scope with bits.
+    for scope in (nullcontext(), recompute(bits=4, unrounded=[net])):
+        with scope:
+            out = net(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*net.parameters()])])
+    # Two levels have three samples each.
+    assert calls.count(Interpolated) == 2 * 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+def test_a_tensor_that_is_unpacked_for_each_reader_gives_the_same(act, monkeypatch):
+    found = []
+    for most in (0, 2**60):
+        monkeypatch.setattr(packed, "HELD_BYTES", most)
+        found.append(low_bit_gradient(network(act=act), bits=4, seed=0)[1])
+    assert torch.equal(*found)
 
 
 def peak_of(least, monkeypatch):

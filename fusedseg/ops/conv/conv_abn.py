@@ -31,11 +31,11 @@ from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
 from ..recompute import recipes
 from . import choice, join_conv
+from .apart import convolve_sources
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
     Convolution,
     concatenated,
-    convolve_sources,
     enlarges_of,
     is_tensor,
     shape_of,
@@ -273,7 +273,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _step(*step).z
-        if recipes.PACKING and _writes_codes(*step):
+        if recipes.PACKING and not recipes.BUDGETED and _writes_codes(*step):
             return _in_two_nodes(call, norm, spec, kept)
         # rstd and xhat of the kept channels, which the second node keeps beside z.
         done: list[Tensor | None] = []

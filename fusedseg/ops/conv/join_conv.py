@@ -12,6 +12,7 @@ from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import batched, differentiated_once
 from ..recompute import recipes
+from .apart import convolve_sources, convolve_sources_backward
 from .convolution import RawGeometry, check_convolution
 from .sources import (
     Convolution,
@@ -19,8 +20,6 @@ from .sources import (
     cast_sources,
     check_agree,
     concatenated,
-    convolve_sources,
-    convolve_sources_backward,
     enlarges_of,
     padded,
     parse_sources,

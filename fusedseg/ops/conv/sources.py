@@ -3,7 +3,7 @@
     conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:])
 
 A source may be ``Interpolated``.  Then the tensor before interpolation is kept, and the interpolated tensor exists only
-while its part of the convolution is computed, in forward or backward.
+while its part of the convolution is computed, in forward or backward.  ``apart.py`` has the convolutions.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,8 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import reuse, unfused
-from .convolution import (
-    Geometry,
-    RawGeometry,
-    convolve,
-    convolve_backward,
-    convolve_backward_in_turn,
-    parse_geometry,
-)
+from .. import unfused
+from .convolution import Geometry, RawGeometry, parse_geometry
 
 MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
@@ -169,6 +162,11 @@ def formed(source: Source) -> Tensor:
     return source.formed() if isinstance(source, Interpolated) else source
 
 
+def samples_of(source: Source, n: slice) -> Source:
+    """A range of the samples of a source."""
+    return Interpolated(source.x[n], *source.enlarge) if isinstance(source, Interpolated) else source[n]
+
+
 def concatenated(sources: Sequence[Source]) -> Tensor:
     """The concatenation of the sources, in one tensor."""
     if torch.compiler.is_compiling() and not is_tensor(sources) and not unfused.wanted():
@@ -224,125 +222,8 @@ def padded(op: str, sources: tuple[Source, ...], raw: RawGeometry) -> tuple[tupl
     return sources, geometry
 
 
-class _Part(NamedTuple):
-    """A part of a convolution: one source or a range of its channels, with the part of the weight for it.
-
-    ``of`` is the index of the source.
-    """
-
-    of: int
-    source: Source
-    w: Tensor
-
-
-def _apart(sources: Sequence[Source], geometry: Geometry) -> bool:
+def apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     """Whether each source is convolved by itself, because their concatenation would be large."""
     if geometry.groups > 1 or is_tensor(sources):
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
-
-
-def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
-    """The parts of a convolution of sources; parts of ``Interpolated`` sources come first.
-
-    Interpolation needs memory for a moment, so it runs before all other parts allocate memory.  An ``Interpolated``
-    with more channels than the result is split into ranges of as many channels as the result has.
-    """
-    parts, start = [], 0
-    for of, source in enumerate(sources):
-        C, K = source.shape[1], w.shape[0]
-        ranges: list[Source] = [source]
-        if isinstance(source, Interpolated):
-            ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
-        for part in ranges:
-            parts.append(_Part(of, part, w[:, start : start + part.shape[1]]))
-            start += part.shape[1]
-    return sorted(parts, key=lambda part: not isinstance(part.source, Interpolated))
-
-
-def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution of the concatenation of the sources."""
-    if not _apart(sources, geometry):
-        return convolve(concatenated(sources), w, bias, geometry)
-    first, *others = _parts(sources, w)
-    y = convolve(concatenated([first.source]), first.w, bias, geometry)
-    for part in others:
-        y += convolve(concatenated([part.source]), part.w, None, geometry)
-    return y
-
-
-def convolve_sources_backward(
-    dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of w, of the bias and of the tensors of the sources.
-
-    ``wanted`` says in this order which gradients are needed; all other gradients are None.  If ``sources`` is a list,
-    each source is taken off it when it is no longer needed, and is freed if nobody else has it.
-    """
-    need_w, need_bias, *needs = wanted
-    given = sources if isinstance(sources, list) else list(sources)
-    ours = [_is_ours(given, i, given is sources) for i in range(len(given))]
-    if not _apart(given, geometry):
-        small = [_Small.of(source) for source in given]
-        inputs, one = [concatenated(given)], len(given) == 1
-        given.clear()
-        backward = convolve_backward_in_turn if ours[0] or not one else _at_once
-        dx, dw, dbias = backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
-        if dx is None:
-            return dw, dbias, *(None for _ in small)
-        parts = (dx,) if one else dx.split([source.channels for source in small], dim=1)
-        pairs = zip(small, parts, needs, strict=True)
-        return dw, dbias, *(source.gradient(part) if need else None for source, part, need in pairs)
-    # The gradients of each source, in the order of its channels.
-    dsources: list[list[Tensor | None]] = [[] for _ in given]
-    dws: list[list[Tensor | None]] = [[] for _ in given]
-    dbias = None
-    todo = _parts(given, w)
-    given.clear()
-    todo.reverse()
-    while todo:
-        i, source, part = todo.pop()
-        # The first part computes the gradient of the bias.
-        asked = (needs[i], need_w, need_bias and dbias is None)
-        of, inputs = _Small.of(source), [formed(source)]
-        del source
-        dx, dw, db = (convolve_backward_in_turn if ours[i] else _at_once)(dy, inputs, part, geometry, asked)
-        dsources[i].append(None if dx is None else of.gradient(dx))
-        dws[i].append(dw)
-        dbias = db if dbias is None else dbias
-        # The next part needs the memory.
-        del dx
-    return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
-
-
-def _is_ours(sources: list[Source], i: int, only: bool) -> bool:
-    """Whether nobody else has the tensor that is convolved for a source.  ``only`` says that only the list has it."""
-    # An interpolated tensor is made for the convolution.
-    return isinstance(sources[i], Interpolated) or (only and reuse.alone(sources, i))  # type: ignore[arg-type]
-
-
-def _at_once(
-    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return convolve_backward(dy, inputs.pop(), w, geometry, wanted)
-
-
-class _Small(NamedTuple):
-    """What is left of a source for the gradient of its tensor: the tensor before interpolation, and no large tensor."""
-
-    channels: int
-    interpolated: Interpolated | None
-
-    @classmethod
-    def of(cls, source: Source) -> "_Small":
-        return cls(source.shape[1], source if isinstance(source, Interpolated) else None)
-
-    def gradient(self, d: Tensor) -> Tensor:
-        """The gradient of the source's tensor, from the gradient of the source."""
-        return d if self.interpolated is None else self.interpolated.enlarge.backward(d, self.interpolated.x)
-
-
-def _cat(gradients: list[Tensor | None]) -> Tensor | None:
-    """Concatenates the gradients of ranges of channels.  Either all gradients are tensors, or all are None."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    return torch.cat(given, dim=1) if len(given) > 1 else given[0] if given else None

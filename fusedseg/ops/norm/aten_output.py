@@ -22,7 +22,7 @@ from torch import Tensor
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation, Inverse
 from ..activation_aten import activate
-from ..layout import Layout, channel_view, per_channel
+from ..layout import Layout, channel_view, per_channel, starts_at
 from . import aten_chunks, aten_groups
 from .kept import Kept
 from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_dtype
@@ -329,7 +329,7 @@ def _backward_twice(
         return memory[: n * c * m].as_strided(part.shape, (m * c, 1, c, c) if rows else (c * m, m, 1))
 
     # g is stored for the second sweep in the memory of dresidual or dx, unless dx lies in the memory of z.
-    over_z = dx.data_ptr() == z.data_ptr()
+    over_z = starts_at(dx, z)
     waits = job.dresidual if job.dresidual is not None else None if over_z or job.g_is_dz else dx
     sums = []
     for c, r in parts:

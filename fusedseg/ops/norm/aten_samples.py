@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import Layout, starts_at
 from . import aten_output
 from .aten_groups import over_samples
 from .kept import Kept
@@ -76,7 +76,7 @@ def backward(
         found = aten_output.backward(
             dz_i, one, spec, layout._replace(I=1), kept, wanted._replace(into=dx_i), dresidual_i
         )
-        if found.dx.data_ptr() != dx_i.data_ptr():
+        if not starts_at(found.dx, dx_i):
             dx_i.copy_(found.dx)
         sums.append(found[1:3])
     return Gradients(dx, *(torch.stack(s).sum(0) for s in zip(*sums, strict=True))) if wanted.affine else Gradients(dx)

@@ -45,7 +45,8 @@ def may_write(x: Tensor, spec: Spec) -> bool:
     return type(x) is Tensor and x.numel() > 0 and _backend.use_triton(x, "low_bit")
 
 
-def _codes(x: Tensor, bits: int, key: int, kinks: int, lines: Lines) -> Any:
+def new_codes(x: Tensor, bits: int, key: int, kinks: int, lines: Lines) -> Any:
+    """Memory for the ``Codes`` of ``x`` with so many kinks; ``lines`` is ``lines_of(x, kinks)``."""
     from ...kernels.low_bit_tile import Codes
 
     ends = (x.new_empty(lines.I * lines.groups * lines.C) for _ in range(2))
@@ -65,7 +66,7 @@ def forward(
     vectors = passed.weight, passed.bias, passed.running_mean, passed.running_var
     if not (fits(layout, lines, x.dtype) and adjacent(*vectors)):
         return None
-    codes = _codes(x, copy.bits, signed(mixed(copy.seed())), kinks, lines)
+    codes = new_codes(x, copy.bits, signed(mixed(copy.seed())), kinks, lines)
     found = TRITON.forward(passed, spec, layout, kept, out, codes)
     copy.packed = Packed._make((*codes.tensors, copy.bits, tuple(x.shape), x.stride()))
     copy.source, copy.is_read = found.z if spec.keep == "output" else x, not layout.rows

@@ -114,13 +114,13 @@ class NormFunction(torch.autograd.Function):
         rebuilt = None if output is None else [output]
         del output  # so that the code that takes it off the list frees it
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
-        if codes is not None:
-            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
-        elif recorded or batched((dz,)):
+        if recorded or batched((dz,)):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(
                 spec.name, lambda dz, *tensors: backward(dz, Saved(*tensors), spec, layout, kept, wanted), dz, *tensors
             )
+        elif codes is not None:
+            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
         else:
             grads = backward(dz, Saved(*tensors), spec, layout, kept, wanted)
         needs = need_x, need_weight, need_bias, need_residual, need_slope

@@ -42,12 +42,15 @@ class CodesHandle(Handle):
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
-def with_codes(ctx: Any) -> tuple[list[Tensor], Packed]:
-    """The saved tensors of a node, and the codes of the one that has a ``CodesHandle``, which is a meta tensor."""
+def with_codes(ctx: Any) -> tuple[list[Tensor], Packed | None]:
+    """The saved tensors of a node, and the codes of the one that has a ``CodesHandle``, which is a meta tensor.
+
+    Without such a handle there are no codes.
+    """
     found: list[Packed] = []
     _thread.found = found
     try:
         tensors = list(ctx.saved_tensors)
     finally:
         _thread.found = None
-    return tensors, found[0]
+    return tensors, found[0] if found else None

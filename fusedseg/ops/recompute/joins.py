@@ -5,7 +5,8 @@ convolution of a converted model convolves such a tensor as it is, but keeps its
 they are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that
 size.
 
-The registry holds the notes by tensor, and drops each note with its tensor.  A note becomes invalid when a source is
+Only the scope of a converted model takes notes (``Registry.joins``), because a note keeps its sources alive.  The
+registry holds the notes by tensor, and drops each note with its tensor.  A note becomes invalid when a source is
 written to.  It is also invalid if a source is the caller's own memory, which eager mode would not keep.
 """
 
@@ -62,7 +63,7 @@ def saving_sources() -> Iterator[None]:
         registry.saves_sources = before
 
 
-def _note(out: Any, sources: tuple[Source, ...]) -> None:
+def note_sources(out: Any, sources: tuple[Source, ...]) -> None:
     registry, tensors = active(), tensors_of(sources)
     if registry is None or not isinstance(out, Tensor) or out.dim() not in MODES or not plain(out):
         return
@@ -82,7 +83,7 @@ def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
         inner = sources_of(t)
         enlarged = inner is not None and len(inner) == 1
         sources.append(inner[0] if inner is not None and enlarged else t)
-    _note(out, tuple(sources))
+    note_sources(out, tuple(sources))
 
 
 def note_interpolated(
@@ -105,7 +106,7 @@ def note_interpolated(
         if any(n * f != m for n, f, m in zip(input.shape[2:], factors, sizes, strict=True)):
             return
     align_corners = align_corners if mode in ALIGNABLE else None
-    _note(out, (Interpolated(input, sizes, mode, align_corners),))
+    note_sources(out, (Interpolated(input, sizes, mode, align_corners),))
 
 
 def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
@@ -113,8 +114,9 @@ def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., 
 
     def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = rule(registry, func, args, kwargs)
-        with _torch.DisableTorchFunction():
-            note(out, *args, **kwargs)
+        if registry.joins:
+            with _torch.DisableTorchFunction():
+                note(out, *args, **kwargs)
         return out
 
     return noting

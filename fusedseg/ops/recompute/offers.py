@@ -35,7 +35,8 @@ class Held:
             return None
         kept = self._kept()
         if kept is None:
-            kept = registry.keep(self.tensor, computed=True)
+            # Small copies and weights are never packed.
+            kept = registry.keep(self.tensor, computed=self.extra > 0)
             kept.in_graph = False
             self._kept = weakref.ref(kept)
         return kept

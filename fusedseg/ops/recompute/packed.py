@@ -27,16 +27,14 @@ from .plain import Place, plain
 from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
 
-# The bits that users may ask for.
-CHOICES = (8, 4)
+CHOICES = (8, 4)  # the bits that users may ask for
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
-# Smaller tensors are kept as they are.
-FEWEST_VALUES = 4096
+FEWEST_VALUES = 4096  # smaller tensors are kept as they are
+HELD_BYTES = 2**24  # unpacked tensors of up to this many bytes are held for the next reader
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Steps of all scopes without a seed.
-_unseeded = itertools.count()
+_unseeded = itertools.count()  # steps of all scopes without a seed
 
 
 class Rounding:
@@ -108,12 +106,14 @@ class PackedData(Recipe):
     """
 
     copied = exposed = False
-    in_recipe = in_graph = True
+    in_recipe = in_graph = unpacks = True
     # Counted as data, not as a call; but its values are rebuilt.
     steps, needs = 0, 1
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
+    # A list of one number, which all packed tensors of a scope share: the bytes of the largest one when unpacked.
+    largest = [0]  # noqa: RUF012
 
     def __init__(self, t: Tensor, at: Place, outer: Hooks | None, bits: int, key: int) -> None:
         self.at, self.device, self.outer, self.version = at, t.device, outer, t._version
@@ -154,6 +154,10 @@ class PackedData(Recipe):
         # The hooks may return it only once.
         data.in_recipe = True
         return data
+
+    def near(self, order: float) -> bool:
+        # The peak is where the largest tensors would be held, so each reader unpacks them for itself.
+        return self.at.nbytes <= max(HELD_BYTES, self.largest[0] // 2) and super().near(order)
 
     def changed(self) -> bool:
         return False
@@ -204,6 +208,7 @@ class PackingRegistry(Registry):
         self.reading = UNKNOWN
         # The number of modules of ``Rounding.unrounded`` that run now.
         self._inside = 0
+        self.largest = [0]
         # The tensors that are packed before the next call, when it is known what reads the output of their norm.
         self.pending: list[PackedData] = []
 
@@ -220,10 +225,11 @@ class PackingRegistry(Registry):
         saved = super().pack(t)
         return Handle(saved, Place.of(t)) if isinstance(saved, PackedData) else saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Any:
-        if not computed:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Any:
+        """Keeps ``t``: as the present call may; if ``computed``, as a result of a call; if it is False, as it is."""
+        if computed is None:
             return super().keep(t)
-        with self.allowing(self.reading._replace(own=True)):
+        with self.allowing(self.reading._replace(own=True) if computed else UNKNOWN):
             return super().keep(t)
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Any:
@@ -244,8 +250,8 @@ class PackingRegistry(Registry):
             made.settle(reading.bits)
         return made
 
-    @staticmethod
-    def _note(made: PackedData, memory: Memory) -> PackedData:
+    def _note(self, made: PackedData, memory: Memory) -> PackedData:
+        made.largest, self.largest[0] = self.largest, max(self.largest[0], made.at.nbytes)
         memory.kept = [ref for ref in memory.kept if ref() is not None]
         memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
         return made
@@ -255,11 +261,11 @@ class PackingRegistry(Registry):
         return mixed(*self._step, next(self._places))
 
     def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
-        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for.
+        """Whether ``pack`` will pack ``t``, which no recipe and no packed tensor stands for, so that an op may do it.
 
         overwritten: whether ``t`` gets other values before.
         """
-        if not plain(t) or not self.packs(t):
+        if self.reading.bits is None or not plain(t) or not self._takes(t):
             return False
         memory = self._find(t.untyped_storage())
         if memory is None or memory.exposed:
@@ -284,9 +290,6 @@ class PackingRegistry(Registry):
             return 0 if isinstance(known, PackedData) and known.has_kink else None
         offer = memory.offer_of(at, version)
         return None if offer is None or offer.bits >= EXACT else offer.steps
-
-    def packs(self, t: Tensor) -> bool:
-        return self.reading.bits is not None and self._takes(t)
 
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""

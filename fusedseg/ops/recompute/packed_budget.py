@@ -55,6 +55,11 @@ class PackedBudgetRegistry(BudgetRegistry, PackingRegistry):
             nbytes = packed_bytes(out, self.rounding.bits)
             self.graph.nodes[node] = self.graph.nodes[node]._replace(nbytes=nbytes)
 
+    def called_ours(self, *call: Any) -> None:
+        # A convolution with its norm in place kept its exact output beside the recipe of it.
+        name, options, out, _, tensors, flops = call
+        super().called_ours(name, options, out, None, tensors, flops)
+
     def _is_exact(self, t: Tensor | Data) -> bool:
         """Whether the value of an argument is exact in backward, without another call that runs twice."""
         if isinstance(t, Data) or t.dim() < 2 or is_trained_leaf(t):
@@ -74,6 +79,10 @@ class PackedBudgetRegistry(BudgetRegistry, PackingRegistry):
         memory = self._find(x.untyped_storage())
         offer = None if memory is None else memory.offer_of(Place.of(x), x._version)
         return offer is not None and offer.bits >= EXACT
+
+    def packs_anew(self, t: Tensor, overwritten: bool) -> bool:
+        # The guide counts the values that backward unpacks, so no op reads codes.
+        return False
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Any:
         kept = PackingRegistry._keep(self, t, at, memory)

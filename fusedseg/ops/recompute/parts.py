@@ -1,17 +1,24 @@
 """Recipes of several calls: two calls of which the second overwrites the result of the first, and concatenations.
 
-A large concatenation is rebuilt part by part, so that only one source lies beside the result at a time.
+A large concatenation is rebuilt part by part, so that only one source lies beside the result at a time.  A part is a
+source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import _torch
+from ..conv.slabs import slabs
+from ..conv.sources import Enlarge, Interpolated, concatenated, sources_of
 from .calls import Function, Replay
 from .plain import Place
+
+if TYPE_CHECKING:
+    from .saved import Recipe
 
 # A smaller concatenation is rebuilt in one call, which takes less time.
 LEAST_BYTES = 2**20
@@ -45,29 +52,76 @@ class Joined(Replay):
         super().__init__(func, args, kwargs)
         self.dim = dim
 
-    def in_parts(self, at: Place, device: torch.device, load: Callable[[int], Tensor]) -> Tensor:
-        """The result, with the bits of the call.  ``load(i)`` makes source i, which is freed before the next is made.
+    def enlarge(self, i: int) -> Enlarge | None:
+        """The way to enlarge input i before it is concatenated."""
+        return None
 
-        The first source is made before the memory of the result is allocated.
+    def in_parts(self, recipe: "Recipe", order: int, for_call: bool) -> Tensor:
+        """The result of ``recipe``, with the bits of the call.  Each part is freed before the next is made.
+
+        The first part is made before the memory of the result is allocated.
         """
-        source: Tensor | None = load(0)
-        with torch.no_grad(), _torch.DisableTorchFunction():
-            out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=device)
-            start = i = 0
-            while start < at.size[self.dim]:
-                source = load(i) if source is None else source
-                i += 1
-                # torch.cat leaves out empty tensors of one dimension.
-                if source.dim() == out.dim():
-                    out.narrow(self.dim, start, source.shape[self.dim]).copy_(source)
-                    start += source.shape[self.dim]
-                source = None
+        at, start, out = recipe.at, 0, None
+        for i, (_, place) in enumerate(recipe.inputs):
+            # torch.cat leaves out empty tensors of one dimension.
+            if len(place.size) != len(at.size):
+                continue
+            for n, part in _parts_of(recipe, i, order, for_call):
+                with torch.no_grad(), _torch.DisableTorchFunction():
+                    if out is None:
+                        out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=recipe.device)
+                    out.narrow(self.dim, start, place.size[self.dim])[n].copy_(part)
+                # The next part needs the memory.
+                del part
+            start += place.size[self.dim]
+        assert out is not None
         return out
+
+
+class JoinedSources(Joined):
+    """The concatenation of sources along the channels, from their tensors."""
+
+    __slots__ = ("enlarges",)
+
+    def __init__(self, enlarges: Sequence[Enlarge | None]) -> None:
+        super().__init__(lambda *tensors: concatenated(sources_of(tensors, enlarges)), None, {}, 1)
+        self.enlarges = enlarges
+
+    def enlarge(self, i: int) -> Enlarge | None:
+        return self.enlarges[i]
+
+
+def _parts_of(recipe: "Recipe", i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
+    """The parts of an input, with their places in it.  The values of a sample depend on no other sample."""
+    source: Any
+    source, place = recipe.inputs[i]
+    enlarge = recipe.rebuild.enlarge(i)
+    nbytes = place.nbytes if enlarge is None else place.nbytes // place.size[2:].numel() * recipe.at.size[2:].numel()
+    ranges = slabs(place.size[0], nbytes)
+    if enlarge is not None:
+        small, enlarged = recipe._input(i, order, for_call)[0], lambda x: Interpolated(x, *enlarge).formed()
+    elif len(ranges) > 1 and _enlarges(source, place, order):
+        small, enlarged = source._input(0, order, for_call)[0], source.rebuild
+    else:
+        yield ..., recipe._input(i, order, for_call)[0]
+        return
+    with torch.no_grad(), _torch.DisableTorchFunction():
+        for n in ranges:
+            yield n, enlarged(small[n])
+
+
+def _enlarges(source: Any, place: Place, order: int) -> bool:
+    """Whether a source is the whole result of ``interpolate``, and nobody else will ask for it soon."""
+    call = getattr(source, "rebuild", None)
+    if type(call) is not Replay or call.func is not F.interpolate or len(source.inputs) != 1 or source.at != place:
+        return False
+    casts = source.autocast.enabled or _torch.is_any_autocast_enabled()
+    return not casts and source.held is None and not source.near(order)
 
 
 def in_parts(rebuild: Any, at: Place) -> bool:
     """Whether the result of a recipe with this place is rebuilt part by part."""
-    return type(rebuild) is Joined and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
+    return isinstance(rebuild, Joined) and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
 
 
 def turns(inputs: Sequence[tuple[Any, Place]], overwrites: bool) -> tuple[Sequence[int], int]:

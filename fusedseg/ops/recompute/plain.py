@@ -80,6 +80,10 @@ class Place(NamedTuple):
         """Everything except the offset."""
         return self.size, self.stride, self.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
     def end(self) -> int:
         return self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
 

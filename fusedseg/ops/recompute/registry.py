@@ -49,8 +49,8 @@ class Registry:
         self.bare = False
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
-        # Notes of ``joins.py``: the sources of each concatenation, as long as the concatenation lives.
-        self.notes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
+        self.notes, self.joins = WeakIdKeyDictionary(), False
         self._memories: dict[int, Memory] = {}
         registry = weakref.ref(self)
 
@@ -97,7 +97,7 @@ class Registry:
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor, computed: bool = False) -> Data:
+    def keep(self, t: Tensor, computed: bool | None = None) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:

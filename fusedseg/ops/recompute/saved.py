@@ -22,12 +22,10 @@ from ... import _torch
 from .parts import in_parts, turns
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 
-# A rebuilt tensor is held for handles that were made at most this many handles before the handle that is loaded now.
-NEAR = 8
+NEAR = 8  # a rebuilt tensor is held for handles that were made at most so many handles before the one that is loaded
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-# The bits of values that are not rounded.
-EXACT = 64
+EXACT = 64  # the bits of values that are not rounded
 
 
 def recomputing() -> bool:
@@ -61,8 +59,7 @@ def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
     """The object to hold for a tensor that no recipe reads."""
     if outer is not None:
         return Data(t, outer)
-    # An output that is saved together with its own graph would keep itself alive, so the graph is left out.  PyTorch
-    # itself holds a tensor without a graph as it is.
+    # An output that is saved with its own graph would keep itself alive, so the graph is left out, as PyTorch does.
     held = t.detach() if t.requires_grad and not is_trained_leaf(t) else t
     return held, -1 if t.is_inference() else t._version
 
@@ -200,6 +197,7 @@ class Recipe:
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
     node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
+    unpacks = False  # whether a rebuild unpacks the tensor (``packed.py``)
 
     def __init__(
         self,
@@ -214,8 +212,7 @@ class Recipe:
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
         # The order in which inputs are rebuilt, and the tensors that live at once then.
         self.turns, self.needs = turns(inputs, overwrite is not None)
-        # The numbers of the recipe's handles, in ascending order.
-        self.orders: list[int] = []
+        self.orders: list[int] = []  # the numbers of the recipe's handles, in ascending order
 
     def near(self, order: float) -> bool:
         if self.own is not None and order - NEAR <= self.own < order:
@@ -239,15 +236,19 @@ class Recipe:
 
     def _input(self, i: int, order: int, for_call: bool) -> tuple[Tensor, bool]:
         source, at = self.inputs[i]
-        t, ours = source.load(order, for_call) if isinstance(source, Recipe) else (source.load_for_recipe(), False)
+        if not isinstance(source, Recipe):
+            return seen_as(source.load_for_recipe(), source.at, at), False
+        # A larger packed tensor, such as a pool's input, would lie beside the gradients of the next calls.
+        for_call = for_call or (source.unpacks and source.at.nbytes >= 2 * self.at.nbytes)
+        t, ours = source.load(order, for_call)
         return seen_as(t, source.at, at), ours
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
-            return self.rebuild.in_parts(self.at, self.device, lambda i: self._input(i, order, for_call)[0])
-        inputs, ours = [*self.inputs], [False] * len(self.inputs)
+            return self.rebuild.in_parts(self, order, for_call)
+        inputs, ours = list[Any](self.inputs), [False] * len(self.inputs)
         for i in self.turns:
-            inputs[i], ours[i] = self._input(i, order, for_call)  # type: ignore[call-overload]
+            inputs[i], ours[i] = self._input(i, order, for_call)
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
@@ -298,8 +299,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _orders = itertools.count()
-# The number of the newest handle.
-_latest = -1
+_latest = -1  # the number of the newest handle
 
 
 def latest() -> int:

@@ -57,7 +57,8 @@ class recompute(ContextDecorator):
         extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
             Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
         bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
-            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
+            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.  With a budget too, only
+            calls that read exact values run twice, such as the first convolution.
         seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
             entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
         unrounded: with ``bits``, modules whose calls keep everything as it is.
@@ -86,6 +87,9 @@ class recompute(ContextDecorator):
 
     # What is kept in fewer bits; None if nothing is.
     _rounding: Rounding | None = None
+
+    # Whether the scope is that of a converted model, whose convolutions look for notes (``joins.py``).
+    _joins = False
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class recompute(ContextDecorator):
         """
         made = cls()
         made._make_guide, made._again, made._rounding = make_guide, again, rounding
+        made._joins = True
         return made
 
     def _recreate_cm(self) -> "recompute":
@@ -144,7 +149,9 @@ class recompute(ContextDecorator):
         if _torch.MISSING_FOR_SCOPE:
             warn_of_torch(_torch.scope_problem())
         # Inside another scope there is nothing left to do.
-        elif innermost() is None:
+        elif (around := innermost()) is not None:
+            around.joins |= self._joins
+        else:
             outer, rules, back = _torch.top_saved_tensors_default_hooks(True), RULES, unpack
             registry: Registry
             guide, rounding = None if self._make_guide is None else self._make_guide(), self._rounding
@@ -165,6 +172,7 @@ class recompute(ContextDecorator):
                 stack.callback(PACKING.remove, registry)
                 if registry.rounding.unrounded:
                     stack.enter_context(registry.watching())
+            registry.joins = self._joins
             stack.callback(registry.close)
             stack.enter_context(saved_tensors_hooks(registry.pack, back))
             stack.enter_context(Watch(registry, rules))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ... import _torch
@@ -101,6 +102,7 @@ def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, sto
     with _torch.DisableTorchFunction():
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point() and plain(out)):
             return out
+        again: Callable[..., Any]
         row, (again, tensors) = FUNCTIONS[func], replay(func, args, kwargs)
         big = tensors[: row.tensors]
         call = described(row.name, args, kwargs, tensors, out, row.flops(out, big) if len(big) == row.tensors else 0)
@@ -114,9 +116,34 @@ def rule(registry: "BudgetRegistry", func: Function, args: Any, kwargs: Any, sto
         if row.name == "scaled_dot_product_attention":
             repeatable = repeatable and len(tensors) == 3 and not (kwargs.get("dropout_p") or (args[4:5] or (0,))[0])
         repeatable = repeatable and _casts_are_certain(out, tensors, first_node)
+        if repeatable and _chooses_by_gradient(row, big):
+            again = _with_gradients(again)
         sources = [_saved_cast(t, packed or ()) if i < row.tensors else t for i, t in enumerate(tensors)]
         registry.called(call, out, again if repeatable else None, tensors, sources)
     return out
+
+
+def _chooses_by_gradient(row: _Row, tensors: Sequence[Tensor]) -> bool:
+    """Whether PyTorch's algorithm depends on who requires a gradient.
+
+    A product of a matrix and a tensor of more dimensions, in an order that cannot be viewed as a matrix, is one product
+    if the matrix requires a gradient, and otherwise one product for each sample, with other last bits.
+    """
+    if row.name not in ("linear", "matmul"):
+        return False
+    large, small = sorted(tensors, key=Tensor.dim, reverse=True)
+    return large.dim() > 2 >= small.dim() and not large.is_contiguous()
+
+
+def _with_gradients(again: Function) -> Function:
+    """The call with tensors that require gradients, as in forward."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        # The hooks save nothing, and those of the caller see nothing.
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda t: t):
+            return again(*(t.detach().requires_grad_() for t in tensors)).detach()
+
+    return call
 
 
 def _saved_cast(t: Tensor, packed: Sequence[Any]) -> "Tensor | Data":

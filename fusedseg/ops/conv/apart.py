@@ -1,0 +1,163 @@
+"""Convolutions of sources (``sources.py``): of their small concatenation, or of each source by itself.
+
+What is added to a large result or gradient is computed in slabs of samples (``slabs.py``), so that only one slab lies
+beside the tensors of full size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reuse
+from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn, output_format
+from .slabs import Sum, slabs
+from .sources import Interpolated, Source, apart, concatenated, formed, samples_of, shape_of, tensors_of
+
+
+class _Part(NamedTuple):
+    """A part of a convolution: one source or a range of its channels, with the part of the weight for it.
+
+    ``of`` is the index of the source.
+    """
+
+    of: int
+    source: Source
+    w: Tensor
+
+
+def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
+    """The parts of a convolution of sources; parts of ``Interpolated`` sources come first.
+
+    Interpolation needs memory for a moment, so it runs before all other parts allocate memory.  An ``Interpolated``
+    with more channels than the result is split into ranges of as many channels as the result has.
+    """
+    parts, start = [], 0
+    for of, source in enumerate(sources):
+        C, K = source.shape[1], w.shape[0]
+        ranges: list[Source] = [source]
+        if isinstance(source, Interpolated):
+            ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
+        for part in ranges:
+            parts.append(_Part(of, part, w[:, start : start + part.shape[1]]))
+            start += part.shape[1]
+    return sorted(parts, key=lambda part: not isinstance(part.source, Interpolated))
+
+
+def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The vendor's convolution of the concatenation of the sources."""
+    if not apart(sources, geometry):
+        return convolve(concatenated(sources), w, bias, geometry)
+    first, *others = _parts(sources, w)
+    shape = geometry.output_shape(shape_of(sources), w.shape)
+    ranges = slabs(shape[0], shape.numel() * w.element_size())
+    if len(ranges) == 1:
+        y = convolve(concatenated([first.source]), first.w, bias, geometry)
+        for part in others:
+            y += convolve(concatenated([part.source]), part.w, None, geometry)
+        return y
+    y = torch.empty(shape, dtype=w.dtype, device=w.device, memory_format=output_format(tensors_of(sources)[0], w))
+    for n in ranges:
+        y[n] = convolve(formed(samples_of(first.source, n)), first.w, bias, geometry)
+        for part in others:
+            y[n] += convolve(formed(samples_of(part.source, n)), part.w, None, geometry)
+    return y
+
+
+def convolve_sources_backward(
+    dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of w, of the bias and of the tensors of the sources.
+
+    ``wanted`` says in this order which gradients are needed; all other gradients are None.  If ``sources`` is a list,
+    each source is taken off it when it is no longer needed, and is freed if nobody else has it.
+    """
+    need_w, need_bias, *needs = wanted
+    given = sources if isinstance(sources, list) else list(sources)
+    ours = [_is_ours(given, i, given is sources) for i in range(len(given))]
+    if not apart(given, geometry):
+        small = [_Small.of(source) for source in given]
+        inputs, one = [concatenated(given)], len(given) == 1
+        given.clear()
+        backward = convolve_backward_in_turn if ours[0] or not one else _at_once
+        dx, dw, dbias = backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
+        if dx is None:
+            return dw, dbias, *(None for _ in small)
+        parts = (dx,) if one else dx.split([source.channels for source in small], dim=1)
+        pairs = zip(small, parts, needs, strict=True)
+        return dw, dbias, *(source.gradient(part) if need else None for source, part, need in pairs)
+    # The gradients of each source, in the order of its channels.
+    dsources: list[list[Tensor | None]] = [[] for _ in given]
+    dws: list[list[Tensor | None]] = [[] for _ in given]
+    dbias = None
+    todo, ranges = _parts(given, w), slabs(dy.shape[0], dy.nbytes)
+    given.clear()
+    todo.reverse()
+    while todo:
+        i, source, part = todo.pop()
+        # The first part computes the gradient of the bias.
+        asked = (needs[i], need_w, need_bias and dbias is None)
+        if isinstance(source, Interpolated) and len(ranges) > 1:
+            dx, dw, db = _in_slabs(dy, source, part, geometry, asked)
+        else:
+            of, inputs = _Small.of(source), [formed(source)]
+            del source
+            dx, dw, db = (convolve_backward_in_turn if ours[i] else _at_once)(dy, inputs, part, geometry, asked)
+            dx = None if dx is None else of.gradient(dx)
+        dsources[i].append(dx)
+        dws[i].append(dw)
+        dbias = db if dbias is None else dbias
+        # The next part needs the memory.
+        del dx
+    return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
+
+
+def _in_slabs(
+    dy: Tensor, source: Interpolated, w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of the tensor of a source, of its part of the weight, and of the bias."""
+    dxs, dw, dbias = [], Sum(), Sum()
+    for n in slabs(dy.shape[0], dy.nbytes):
+        of = samples_of(source, n)
+        assert isinstance(of, Interpolated)
+        dlarge, dw_n, dbias_n = convolve_backward_in_turn(dy[n], [formed(of)], w, geometry, wanted)
+        dxs.append(None if dlarge is None else of.enlarge.backward(dlarge, of.x))
+        dw.add(dw_n)
+        dbias.add(dbias_n)
+        # The next slab needs the memory.
+        del dlarge
+    return _cat(dxs, dim=0), dw.total, dbias.total
+
+
+def _is_ours(sources: list[Source], i: int, only: bool) -> bool:
+    """Whether nobody else has the tensor that is convolved for a source.  ``only`` says that only the list has it."""
+    # An interpolated tensor is made for the convolution.
+    return isinstance(sources[i], Interpolated) or (only and reuse.alone(sources, i))  # type: ignore[arg-type]
+
+
+def _at_once(
+    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return convolve_backward(dy, inputs.pop(), w, geometry, wanted)
+
+
+class _Small(NamedTuple):
+    """What is left of a source for the gradient of its tensor: the tensor before interpolation, and no large tensor."""
+
+    channels: int
+    interpolated: Interpolated | None
+
+    @classmethod
+    def of(cls, source: Source) -> "_Small":
+        return cls(source.shape[1], source if isinstance(source, Interpolated) else None)
+
+    def gradient(self, d: Tensor) -> Tensor:
+        """The gradient of the source's tensor, from the gradient of the source."""
+        return d if self.interpolated is None else self.interpolated.enlarge.backward(d, self.interpolated.x)
+
+
+def _cat(gradients: list[Tensor | None], dim: int = 1) -> Tensor | None:
+    """Concatenates the gradients of ranges of channels.  Either all gradients are tensors, or all are None."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return torch.cat(given, dim) if len(given) > 1 else given[0] if given else None
