@@ -1,11 +1,10 @@
 """Times one training step within a byte budget, beside the arithmetic that the step repeats.
 
-The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, checkpoints,
-and ``torch.compile`` by itself and with an ``activation_memory_budget`` that keeps no more than ours at 0.3.
-``pytest -s bench/test_budget.py`` also prints the time and the arithmetic of a step, divided by those of eager mode.
+The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, and checkpoints.
+``pytest -s bench/test_budget.py -m slow`` also prints the time and the arithmetic of a step, divided by those of eager
+mode.
 """
 
-import copy
 from collections.abc import Callable
 from functools import cache, partial
 from statistics import median
@@ -16,10 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedseg
-from fusedseg.memory.compiled import partitions
 from tests.nnunet import PlainConvUNet
 
-from .contenders import Compiled
 from .data import parametrize_pairs
 from .harness import Result, Timing, once
 from .jobs import NetJob, compete_networks
@@ -28,12 +25,8 @@ from .results import Section
 from .test_recompute import CLASSES, Checkpointed, Scoped, Segments, checkpointed
 
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
-# The budget of ours whose bytes the compiler has to keep to, and the compiler's budgets.
-COMPARED = 0.3
-COMPILERS = tuple(k / 20 for k in range(20, 0, -1))
-BUDGETS = {f"budget {budget}": budget for budget in (0.4, COMPARED, 0.2)}
-COMPILED = ("compiled", "compiled budget")
-CONTENDERS = ["eager", "ours", *BUDGETS, "checkpoint", *COMPILED]
+BUDGETS = {f"budget {budget}": budget for budget in (0.4, 0.3, 0.2)}
+CONTENDERS = ["eager", "ours", *BUDGETS, "checkpoint"]
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "nnU-Net's plain network, 2x1x32x32x32": (
         partial(PlainConvUNet, classes=CLASSES, widths=(16, 32, 64)),
@@ -51,15 +44,6 @@ def checkpointed_stages(net: nn.Module) -> nn.Module:
         for i, stage in enumerate(stages):
             stages[i] = Checkpointed(stage)
     return net
-
-
-def compilers_budget(net: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """The largest budget of the compiler that keeps no more than ours, and the share of forward that it repeats."""
-    report = fusedseg.convert(copy.deepcopy(net), example_inputs=x, budget=COMPARED)
-    assert report.after is not None
-    found = partitions(copy.deepcopy(net), (x,), COMPILERS)
-    budget = next((b for b in COMPILERS if found[b].kept <= report.after.saved), COMPILERS[-1])
-    return budget, found[budget].repeated
 
 
 def arithmetic(job: NetJob) -> int:
@@ -87,11 +71,6 @@ def run(case: str, device: torch.device) -> tuple[dict[str, Result], dict[str, f
         net = CASES[case][0]()
         net.load_state_dict(state)
         net = net.to(device)
-        if name in COMPILED:
-            budget, repeated = (1.0, 0.0) if name == "compiled" else compilers_budget(net, x)
-            # Backward takes twice the arithmetic of forward.
-            work[name] = 1 + repeated / 3
-            return NetJob(Compiled(net, activation_memory_budget=budget), x, target)
         if name in BUDGETS:
             fusedseg.convert(net, example_inputs=x, budget=BUDGETS[name])
         net = Scoped(net) if name == "ours" else checkpointed_stages(net) if name == "checkpoint" else net
@@ -101,7 +80,7 @@ def run(case: str, device: torch.device) -> tuple[dict[str, Result], dict[str, f
 
     results = compete_networks(CONTENDERS, build, False, Timing(device, SECONDS[device.type]))
     eager = work["eager"]
-    return results, {name: flops if name in COMPILED else flops / eager for name, flops in work.items()}
+    return results, {name: flops / eager for name, flops in work.items()}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -22,7 +22,7 @@ ACTIVATIONS = (
 PRECISIONS = ("fp32", "fp64", "amp")
 # Three small networks, one of each precision, and with ``-m slow`` a thousand networks.
 SEEDS = [
-    pytest.param((7, 15, 23), id="few"),
+    pytest.param((15, 22, 23), id="few"),
     *(
         pytest.param(range(first, first + 100), id=f"from {first}", marks=pytest.mark.slow)
         for first in range(0, 1000, 100)

@@ -34,12 +34,18 @@ BUDGET = ["tests/ops/test_knapsack.py", "tests/ops/test_budget.py", "tests/conve
           "tests/conversion/test_random_budgets.py", "tests/memory/test_plan.py",
           "tests/memory/test_curve.py"]  # fmt: skip
 TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
+PACKED = ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py", "tests/ops/test_packed_budget.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
     "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py", "tests/ops/test_segmentation_sums*.py"],
-    "kernels/low_bit*": ["tests/kernels/test_low_bit.py", "tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"],
+    "kernels/low_bit*": [
+        "tests/kernels/test_low_bit.py",
+        "tests/ops/test_norm_coded.py",
+        "tests/kernels/test_norm_act_packed.py",
+        "tests/ops/test_low_bit*.py",
+    ],
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
     "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_*codegen.py"],
     "kernels/*": NORM_KERNELS,
@@ -58,7 +64,9 @@ RELATED = {
     "fusedseg/ops/recompute/twice.py": [*BUDGET, *SCOPE],
     "fusedseg/ops/recompute/recipes.py": [*SCOPE, "tests/ops/test_in_place.py", "tests/ops/test_budget.py"],
     "fusedseg/ops/recompute/guide.py": [*SCOPE, *BUDGET],
-    "fusedseg/ops/recompute/pack*.py": ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"],
+    "fusedseg/ops/recompute/pack*.py": PACKED,
+    "fusedseg/ops/recompute/codes.py": PACKED,
+    "fusedseg/ops/recompute/by_sign.py": PACKED,
     "fusedseg/ops/recompute/compiled.py": ["tests/ops/test_recompute_compiled.py"],
     "fusedseg/ops/recompute/registry.py": [*SCOPE, "tests/ops/test_recompute_compiled.py"],
     "fusedseg/ops/recompute/*": [*SCOPE, "tests/ops/test_transients*.py"],

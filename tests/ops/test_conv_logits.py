@@ -278,6 +278,7 @@ def test_refused():
         h[0, :, 0, 0],
         weight,
     )
+    refused(ValueError, r"with up to three spatial dimensions, got \(2, 6, 1, 1, 5, 4\)", h[:, :, None, None], weight)
     refused(ValueError, r"weight must have shape \(K, 6\) or \(K, 6, 1, ...\), .* got \(4, 5\)", h, weight[:, :5])
     refused(ValueError, r"weight must have shape .* got \(4, 6, 3, 3\)", h, torch.randn(4, 6, 3, 3))
     refused(TypeError, "weight must be torch.float32, the dtype of features, got torch.float16", h, weight.half())

@@ -28,6 +28,7 @@ CASES = {
     "3d-halving": ((2, 3, 4, 5, 6), 2, None, 0, 1, False),
     "3d-overlapping": ((1, 2, 5, 4, 6), 3, 2, 1, 1, True),
     "3d-whole-vectors": ((1, 64, 4, 4, 5), 3, 2, 1, 1, False),
+    "3d-flat": ((1, 2, 5, 4, 6), (1, 2, 2), None, 0, 1, False),
     "3d-mixed": ((1, 2, 5, 4, 6), (1, 2, 3), (1, 2, 1), (0, 1, 1), (1, 1, 2), False),
 }
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
