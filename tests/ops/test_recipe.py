@@ -253,3 +253,82 @@ def test_small_inputs_that_are_parts_of_larger_memory(made, part):
 )
 def test_the_input_that_needs_most_is_rebuilt_first(needs, overwrites, order, most):
     assert turns_of(needs, overwrites) == (order, most)
+
+
+def residual(norms, x):
+    for norm in norms:
+        z = norm(x)
+        z += x
+        x = torch.relu_(z) * 1
+    return x
+
+
+def test_calls_that_overwrite_their_input_are_one_recipe(made, monkeypatch):
+    """Norm, addition and ReLU in one memory took three recipes, and Python's time for each of them."""
+    recipes_made = []
+
+    class Counted(Recipe):
+        def __init__(self, *args):
+            super().__init__(*args)
+            recipes_made.append(self)
+
+    monkeypatch.setattr(Registry, "recipe", Counted)
+    conv, _, x = made
+    norms = [nn.BatchNorm2d(4) for _ in range(2)]
+    parameters = [*conv.parameters(), *norms[0].parameters(), *norms[1].parameters()]
+    results = []
+    for scope in (nullcontext, recompute):
+        with scope():
+            out = conv(residual(norms, conv(x)))
+        results.append(torch.autograd.grad(out.square().mean(), parameters))
+    assert all(map(torch.equal, *results))
+    # For each block the overwritten norm and its product with 1.
+    assert [type(recipe.rebuild) for recipe in recipes_made].count(Chain) == 2
+    assert len(recipes_made) <= 4
+
+
+def test_a_value_that_was_saved_keeps_a_recipe_of_its_own(made):
+    """A later call that overwrites the memory does not change how the value is rebuilt."""
+    conv, _, x = made
+    norm = nn.BatchNorm2d(4)
+    results = []
+    for scope in (nullcontext, recompute):
+        with scope():
+            z = norm(conv(x))
+            saved = conv(z * 2)
+            z.relu_()
+            out = conv(z) + saved
+        results.append(torch.autograd.grad(out.square().mean(), [*conv.parameters(), *norm.parameters()]))
+    assert all(map(torch.equal, *results))
+
+
+def test_the_second_call_of_a_chain_gets_the_strides_of_forward():
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    strides = []
+    chain = Chain(torch.Tensor.contiguous, 1, plain.Place.of(x), lambda t, y: strides.append(t.stride()) or t + y)
+    assert torch.equal(chain(x.contiguous(), x), x + x)
+    assert strides == [x.stride()]
+
+
+def test_places_are_shared_and_their_number_is_limited(monkeypatch):
+    monkeypatch.setattr(plain, "_places", {})
+    monkeypatch.setattr(plain, "MOST_PLACES", 2)
+    first = plain.Place.of(torch.empty(1))
+    assert plain.Place.of(torch.zeros(1)) is first
+    for n in (2, 3, 4):
+        plain.Place.of(torch.empty(n))
+        assert len(plain._places) <= 2
+    assert plain.Place.of(torch.empty(1)) == first
+
+
+def test_hooks_see_tensors_again_after_a_norm_has_raised_an_error(made):
+    """The hooks are off while a norm saves its vectors."""
+    conv, _, x = made
+    with recompute():
+        z = conv(x)
+        with pytest.raises(RuntimeError):
+            F.batch_norm(z, None, None, torch.ones(3), None, training=True)
+        assert recipes.innermost() is not None
+        F.batch_norm(z, torch.zeros(4), torch.ones(4), training=True)
+        assert recipes.innermost() is not None
+    assert recipes.innermost() is None
