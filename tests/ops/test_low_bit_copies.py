@@ -1,5 +1,7 @@
 """The packed copies in a scope with ``bits``: which readers share one copy, and how many bits a value has."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -18,9 +20,12 @@ def kept_bits(read, *tensors, owned=()):
     return 8 * saved.nbytes / tensors[0].numel()
 
 
-@pytest.mark.parametrize(("order", "copies"), [("conv norm", 1), ("norm conv", 1), ("norm other", 2)])
+@pytest.mark.parametrize(("order", "copies"), [("norm conv", 1), ("conv norm", 2), ("norm other", 2)])
 def test_one_copy_serves_a_convolution_and_a_norm(order, copies):
-    """Two norms need a copy each: the sign on each side of the bend of one norm is not exact in the copy of another."""
+    """The copy of a norm serves a later convolution.
+
+    A norm does not read the copy of another call: the sign on each side of its bend is exact in its own copy only.
+    """
     modules = {name: fusedseg.BatchNormAct(8, activation="relu") for name in ("norm", "other")}
     modules["conv"] = nn.Conv2d(8, 8, 1)
 
@@ -30,6 +35,21 @@ def test_one_copy_serves_a_convolution_and_a_norm(order, copies):
     bits = kept_bits(read, torch.randn(2, 8, 32, 32), owned=modules["conv"].parameters())
     # Each group of values has its smallest and largest one beside it, and each channel its statistics.
     assert 4 * copies <= bits <= 4.5 * copies
+
+
+@pytest.mark.parametrize("before", [lambda x: 0, nn.Conv2d(8, 8, 1), fusedseg.BatchNormAct(8, activation="relu")])
+def test_signs_of_a_norm_whose_input_others_have_packed_are_exact(before):
+    """The gradient of the bias sums dz over the positions whose sign is positive, without any rounded value."""
+    norm, conv = fusedseg.BatchNormAct(8, activation="relu").double(), nn.Conv2d(8, 8, 1).double()
+    before = before.double() if isinstance(before, nn.Module) else before
+    nn.init.normal_(norm.bias)
+    x, found = torch.randn(2, 8, 32, 32, dtype=torch.float64, requires_grad=True), []
+    for scope in (contextlib.nullcontext(), fusedseg.recompute(bits=4, seed=0)):
+        with scope:
+            y = x * 1
+            out = before(y) + conv(norm(y))
+        found.append(torch.autograd.grad(out.square().sum(), norm.bias))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(("module", "bits"), [(fusedseg.BatchNormAct, 8), (fusedseg.InPlaceABN, 4)])

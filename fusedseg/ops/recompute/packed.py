@@ -238,7 +238,8 @@ class PackingRegistry(Registry):
             return super()._keep(t, at, memory)
         known: Any = memory.kept_at(at, t._version)
         if isinstance(known, PackedData):
-            if not (reading.sides and known.has_kink) and (reading.sides or known.bits >= reading.needs):
+            # A norm with an activation (``defers``) needs its own kink.  Its recipes find the newest copy.
+            if not (known.has_kink or reading.defers) if reading.sides else known.bits >= reading.needs:
                 return known
         elif known is not None:
             # The tensor is kept as it is for another reason.
@@ -252,8 +253,8 @@ class PackingRegistry(Registry):
 
     def _note(self, made: PackedData, memory: Memory) -> PackedData:
         made.largest, self.largest[0] = self.largest, max(self.largest[0], made.at.nbytes)
-        memory.kept = [ref for ref in memory.kept if ref() is not None]
-        memory.kept.append(weakref.ref(made))  # type: ignore[arg-type]
+        # The newest copy is found first.
+        memory.kept = [weakref.ref(made), *(ref for ref in memory.kept if ref() is not None)]  # type: ignore[arg-type]
         return made
 
     def next_key(self) -> int:
