@@ -112,8 +112,6 @@ class PackedData(Recipe):
     # Set while the tensor is not packed yet: what the norm that reads it has returned, and the kink of that norm.
     output: "weakref.ref[torch.UntypedStorage] | None" = None
     kink_of_norm: Callable[[], Tensor | None] | None = None
-    # A list of one number, which all packed tensors of a scope share: the bytes of the largest one when unpacked.
-    largest = [0]  # noqa: RUF012
 
     def __init__(self, t: Tensor, at: Place, outer: Hooks | None, bits: int, key: int) -> None:
         self.at, self.device, self.outer, self.version = at, t.device, outer, t._version
@@ -125,6 +123,8 @@ class PackedData(Recipe):
         self._parts: Sequence[Tensor | Data | None] = ()
         self._form: Sequence[Any] = ()
         self.has_kink, self.nbytes = False, t.untyped_storage().nbytes()
+        # A list of one number, which all packed tensors of a scope share: the bytes of the largest one when unpacked.
+        self.largest = [0]
 
     def settle(self, bits: int, kink: Tensor | None = None) -> None:
         """Packs the tensor, unless it is packed or was changed unnoticed, which ``load`` tells."""
