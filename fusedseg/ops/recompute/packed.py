@@ -23,6 +23,7 @@ from ... import _torch
 from ..low_bit.op import pack, unpack
 from ..low_bit.spec import Packed, lines_of, mixed
 from .memory import Memory
+from .offers import Offer
 from .plain import Place, plain
 from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
@@ -280,17 +281,17 @@ class PackingRegistry(Registry):
         made.take(packed)
         return self._note(made, self._memory(t.untyped_storage()))
 
+    def known(self, x: Tensor) -> Any:
+        """What is kept of ``x``, or else the ``Offer`` to rebuild it, or None."""
+        memory, place = (self._find(x.untyped_storage()) if plain(x) else None), (Place.of(x), x._version)
+        return None if memory is None else memory.kept_at(*place) or memory.offer_of(*place)
+
     def rounded_steps(self, x: Tensor) -> int | None:
         """The calls that would rebuild ``x`` from rounded values; None if its sign is certain."""
-        memory = self._find(x.untyped_storage()) if plain(x) else None
-        if memory is None:
-            return None
-        at, version = Place.of(x), x._version
-        known: Any = memory.kept_at(at, version)
-        if known is not None:
-            return 0 if isinstance(known, PackedData) and known.has_kink else None
-        offer = memory.offer_of(at, version)
-        return None if offer is None or offer.bits >= EXACT else offer.steps
+        known = self.known(x)
+        if isinstance(known, Offer):
+            return None if known.bits >= EXACT else known.steps
+        return 0 if isinstance(known, PackedData) and known.has_kink else None
 
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""

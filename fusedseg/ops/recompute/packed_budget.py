@@ -22,10 +22,10 @@ from .budgeted import BudgetRegistry
 from .choice import Call
 from .graph import Graph
 from .guide import Guide
-from .offers import Held, Linked
+from .offers import Held, Linked, Offer
 from .packed import PackedData, PackingRegistry, Rounding, packed_bytes
 from .packing import PACKING_RULES
-from .plain import Place, is_trained_leaf, plain
+from .plain import Place, is_trained_leaf
 from .replay import Node
 from .saved import EXACT, Data, Hooks
 
@@ -64,15 +64,8 @@ class PackedBudgetRegistry(BudgetRegistry, PackingRegistry):
         """Whether the value of an argument is exact in backward, without another call that runs twice."""
         if isinstance(t, Data) or t.dim() < 2 or is_trained_leaf(t):
             return True
-        memory = self._find(t.untyped_storage()) if plain(t) else None
-        if memory is None:
-            return False
-        at, version = Place.of(t), t._version
-        kept: Any = memory.kept_at(at, version)
-        if kept is not None:
-            return isinstance(kept, Data)
-        offer = memory.offer_of(at, version)
-        return offer is not None and _is_exact(offer)
+        known = self.known(t)
+        return _is_exact(known) if isinstance(known, Offer) else isinstance(known, Data)
 
     def has_recipe(self, x: Tensor) -> bool:
         # A norm in place reads the sign of its output.
