@@ -1,6 +1,7 @@
 """Times one training step within a byte budget, beside the arithmetic that the step repeats.
 
-The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, and checkpoints.
+The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, the same compiled,
+``torch.compile`` with its own memory budget that keeps about the same bytes, and checkpoints.
 ``pytest -s bench/test_budget.py -m slow`` also prints the time and the arithmetic of a step, divided by those of eager
 mode.
 """
@@ -12,11 +13,15 @@ from statistics import median
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedseg
+from fusedseg.memory import measure
+from fusedseg.memory.compiled import Partition, partitions
 from tests.nnunet import PlainConvUNet
 
+from .contenders import Compiled
 from .data import parametrize_pairs
 from .harness import Result, Timing, once
 from .jobs import NetJob, compete_networks
@@ -25,8 +30,14 @@ from .results import Section
 from .test_recompute import CLASSES, Checkpointed, Scoped, Segments, checkpointed
 
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
-BUDGETS = {f"budget {budget}": budget for budget in (0.4, 0.3, 0.2)}
-CONTENDERS = ["eager", "ours", *BUDGETS, "checkpoint"]
+SHARES = (0.4, 0.3, 0.2)
+BUDGETS = {f"budget {share}": share for share in SHARES}
+COMPILED = {f"{name}, compiled": share for name, share in BUDGETS.items()}
+# The compiler with its own budget that keeps about as much as ours with this one.
+COMPILERS = {f"compiler like {name}": share for name, share in BUDGETS.items()}
+CONTENDERS = ["eager", "ours", *BUDGETS, *COMPILED, "compiled", *COMPILERS, "checkpoint"]
+# The compiler's own budgets that are tried.
+GRID = tuple(i / 20 for i in range(1, 21))
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "nnU-Net's plain network, 2x1x32x32x32": (
         partial(PlainConvUNet, classes=CLASSES, widths=(16, 32, 64)),
@@ -53,6 +64,35 @@ def arithmetic(job: NetJob) -> int:
     return counter.get_total_flops()
 
 
+def converted(net: nn.Module, x: torch.Tensor, share: float) -> nn.Module:
+    fusedseg.convert(net, example_inputs=x, budget=share)
+    return net
+
+
+@cache
+def of_compiler(case: str) -> dict[float, Partition]:
+    """What the compiler keeps and repeats with each of its own budgets."""
+    make, shape = CASES[case]
+    with FakeTensorMode():
+        return partitions(make(), [torch.empty(shape)], GRID)
+
+
+@cache
+def of_ours(case: str, share: float) -> tuple[int, Partition]:
+    """The bytes that the converted network keeps in eager mode, and what it keeps and repeats compiled."""
+    make, shape = CASES[case]
+    with FakeTensorMode():
+        net, x = make(), torch.empty(shape)
+        return measure(converted(net, x, share), x).saved, *partitions(net, [x]).values()
+
+
+def like(case: str, share: float) -> float:
+    """The compiler's own budget whose bytes are nearest to those that ours keeps."""
+    kept, _ = of_ours(case, share)
+    found = of_compiler(case)
+    return min(found, key=lambda budget: (abs(found[budget].kept - kept), -budget))
+
+
 @cache
 def inputs(case: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     make, shape = CASES[case]
@@ -71,11 +111,20 @@ def run(case: str, device: torch.device) -> tuple[dict[str, Result], dict[str, f
         net = CASES[case][0]()
         net.load_state_dict(state)
         net = net.to(device)
+        partition = None
         if name in BUDGETS:
-            fusedseg.convert(net, example_inputs=x, budget=BUDGETS[name])
+            net = converted(net, x, BUDGETS[name])
+        elif name in COMPILED:
+            partition = of_ours(case, COMPILED[name])[1]
+            net = Compiled(converted(net, x, COMPILED[name]))
+        elif name == "compiled" or name in COMPILERS:
+            budget = like(case, COMPILERS[name]) if name in COMPILERS else 1.0
+            partition = of_compiler(case)[budget]
+            net = Compiled(net, activation_memory_budget=budget)
         net = Scoped(net) if name == "ours" else checkpointed_stages(net) if name == "checkpoint" else net
         job = NetJob(net, x, target)
-        work[name] = arithmetic(job)
+        # Compiled code cannot be counted while it runs.
+        work[name] = arithmetic(job) if partition is None else work["eager"] + partition.repeated * partition.flops
         return job
 
     results = compete_networks(CONTENDERS, build, False, Timing(device, SECONDS[device.type]))

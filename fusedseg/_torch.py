@@ -335,6 +335,7 @@ _PARTITIONER = {
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
+    "op_list": "torch._functorch.partitioners.get_default_op_list",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 
