@@ -297,7 +297,7 @@ class _Search:
     """The search for choices; arguments as in ``choose``."""
 
     def __init__(self, graph: Graph, eager: int, kept: int | None) -> None:
-        self._knapsack, self._calls, self._eager = Knapsack(graph), tuple(graph.calls), eager
+        self._graph, self._knapsack, self._eager = graph, Knapsack(graph), eager
         self._unknown = 0 if kept is None else kept - self._knapsack.nothing.kept
         self._total = sum(call.flops for call in graph.calls)
 
@@ -307,9 +307,14 @@ class _Search:
 
     def within(self, most_bytes: int, most_flops: float) -> Choice | None:
         """The choice with the least arithmetic within both limits, whatever its peak; None if none was found."""
-        found = self._knapsack.solve(Limits(most_bytes - self._unknown, most_flops * self._total))
-        return None if found is None else self._choice(found)
+        limits = Limits(most_bytes - self._unknown, most_flops * self._total)
+        found = Knapsack(self._graph, hold_all=True).solve(limits)
+        if found is None:
+            return None
+        # The same calls may fit with a lower peak.
+        lower = self._knapsack.cost(found.again)
+        return self._choice(found if lower is None or not limits.allow(lower) else Found(found.again, lower))
 
     def _choice(self, found: Found) -> Choice:
         cost = found.cost
-        return Choice(self._calls, found.again, cost.kept + self._unknown, cost.flops, cost.hold, cost.peak)
+        return Choice(tuple(self._graph.calls), found.again, cost.kept + self._unknown, cost.flops, cost.hold, cost.peak)
