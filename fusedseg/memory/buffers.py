@@ -53,7 +53,9 @@ class Buffers:
         if node.target is getitem or (own and own <= given):
             # One of several results, or a view.
             return True
-        if node not in self._fusible or _name(node) in BUFFERS or not node.users or not all(user in self._fusible for user in node.users):
+        if node not in self._fusible or _name(node) in BUFFERS:
+            return False
+        if not node.users or not all(user in self._fusible for user in node.users):
             return False
         read = sum(t.nbytes for source in node.all_input_nodes for t in results(source))
         return sum(t.nbytes for t in results(node)) * SMALLER >= read

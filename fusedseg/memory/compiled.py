@@ -97,7 +97,7 @@ def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, opti
 
 
 def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) -> int:
-    """The bytes that forward keeps; ``owned`` has the shapes of parameters and buffers, which are inputs of the graph."""
+    """The bytes that forward keeps; ``owned`` has the shapes of parameters and buffers, inputs that do not count."""
     (returned,) = next(node for node in forward.graph.nodes if node.op == "output").args
     kept: dict[int, int] = {}
     for node in returned[outputs:]:

@@ -85,9 +85,10 @@ class Curve:
         lines = []
         for way, points in self.ways.items():
             for point in spread(points, lambda point: point.kept):
-                share = f"{point.kept / self.eager:.3f}"
-                peak = f"{point.peak / self.ways[EAGER][0].peak:.3f}"
-                lines.append((way, point.budget, gib(point.kept), share, gib(point.peak), peak, f"{point.repeated:.1%}"))
+                eager = self.ways[EAGER][0]
+                share, peak = f"{point.kept / eager.kept:.3f}", f"{point.peak / eager.peak:.3f}"
+                repeated = f"{point.repeated:.1%}"
+                lines.append((way, point.budget, gib(point.kept), share, gib(point.peak), peak, repeated))
         return table(("", "budget", "kept", "of eager", "peak", "of eager", "repeated"), lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,7 +196,8 @@ def _ours_compiled(
 
 def _compiler(model: nn.Module, inputs: Any) -> list[Point]:
     found = partitions(model, inputs, COMPILER_BUDGETS)
-    return [Point("" if budget == 1.0 else f"{budget:g}", of.kept, of.peak, of.repeated) for budget, of in found.items()]
+    names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
+    return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
 
 
 def spread(items: Sequence[Any], kept: Callable[[Any], int]) -> list[Any]:

@@ -293,7 +293,8 @@ class Labels:
         if not isinstance(op, _torch.OpOverload) or op._schema.name != "fusedseg::norm":
             return False
         given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
-        return given.get("process_group") is None and any(self.calls[source] or source in self._twice for source in inputs)
+        rebuilt = any(self.calls[source] or source in self._twice for source in inputs)
+        return given.get("process_group") is None and rebuilt
 
     def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether a much larger value would have to be computed again first, as for a pool; see ``LARGER``.

@@ -316,5 +316,5 @@ class _Search:
         return self._choice(found if lower is None or not limits.allow(lower) else Found(found.again, lower))
 
     def _choice(self, found: Found) -> Choice:
-        cost = found.cost
-        return Choice(tuple(self._graph.calls), found.again, cost.kept + self._unknown, cost.flops, cost.hold, cost.peak)
+        cost, calls = found.cost, tuple(self._graph.calls)
+        return Choice(calls, found.again, cost.kept + self._unknown, cost.flops, cost.hold, cost.peak)
