@@ -129,6 +129,8 @@ def test_curve(whole):
     assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", "fusedseg, compiled"]
     assert found.ways["eager"][0].kept == found.eager
     assert 0.9 < found.ways["checkpoint"][0].repeated <= 1.0
+    for way, points in found.ways.items():
+        assert all(point.kept < point.peak <= found.ways["eager"][0].peak for point in points), way
     lines = text.splitlines()
     assert lines[0] == "PlainConvUNet, 2×1×16×16×16: bytes kept against arithmetic repeated"
     assert sum(line.startswith("fusedseg ") for line in lines) == 2
