@@ -46,14 +46,16 @@ def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
     return True
 
 
-def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
+def first_positions(
+    size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool = False
+) -> Tensor:
     """The flat index of the first position of every window.
 
     This position may lie in the padding; with ``inside`` it is the first position inside x.
     """
-    first = torch.zeros((), dtype=torch.int64, device=like.device)
+    first = torch.zeros((), dtype=torch.int64, device=device)
     for axis, (step, s, p, d) in enumerate(zip(steps(size), pool.stride, pool.padding, pool.dilation, strict=True)):
-        along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
+        along = torch.arange(-p, out_size[axis] * s - p, s, device=device)
         if inside:
             along = torch.where(along < 0, along + -(along // d) * d, along)
         first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))
