@@ -32,6 +32,8 @@ FEW_POSITIONS = 4
 FEW = 2**12
 # Up to this number of windows of a plane, their first positions are remembered.
 FEW_WINDOWS = 2**15
+# Matrices of fewer rows are not transposed faster by aten than tensors are copied.
+LEAST_TRANSPOSED = 32
 # A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
 
@@ -109,10 +111,20 @@ def _as_rows(x: Tensor, z: Tensor, codes: Tensor, pool: Pool) -> Iterator[tuple[
         x_part, *others = parts = [t[:, first : first + step] for t in of_all]
         if not copies or copies[0].shape != x_part.shape:
             copies = [torch.empty_like(t, memory_format=FORMATS[t.dim()]) for t in parts]
-        copies[0].copy_(x_part)
+        _copy_to_rows(copies[0], x_part)
         yield copies[0], copies[1], copies[2], pool
         for part, copy in zip(others, copies[1:], strict=True):
             part.copy_(copy)
+
+
+def _copy_to_rows(rows: Tensor, planes: Tensor) -> None:
+    """Copies a contiguous (1, C, *spatial) to a channels_last tensor."""
+    C = planes.shape[1]
+    if C < LEAST_TRANSPOSED:
+        rows.copy_(planes)
+        return
+    # aten copies the transpose of a matrix faster than a tensor of another memory format.
+    rows.movedim(1, -1).view(-1, C).copy_(planes.reshape(C, -1).t())
 
 
 def _by_indices(parts: Iterable[tuple[Tensor, Tensor, Tensor | None, Pool]], whole_x: Tensor, whole_z: Tensor) -> None:
