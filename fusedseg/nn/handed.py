@@ -6,9 +6,9 @@ packed copy, the peak of forward would hold the tensor for nothing.  A ``Handed`
 takes the tensors.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops.conv.cat import cat
@@ -18,13 +18,23 @@ from ..ops.recompute import recipes
 class Handed(list):
     """Tensors that nobody needs after the module that gets the list."""
 
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        super().__init__(tensors)
+        self._scope = recipes.active()
+
+    def take_off(self) -> None:
+        """Empties the list if its tensors may be freed.
+
+        They may not inside a checkpoint, which calls the module again with the same list, even if a scope lies inside
+        that checkpoint.
+        """
+        if self._scope is not None and recipes.active() is self._scope:
+            self.clear()
+
 
 def handing() -> bool:
-    """Whether a recompute scope keeps what this thread computes.
-
-    It is not so inside a checkpoint, which calls the module again with the same list.
-    """
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and recipes.innermost() is not None
+    """Whether a recompute scope keeps what this thread computes."""
+    return recipes.active() is not None
 
 
 def cat_of(x: Handed) -> Tensor:
@@ -35,5 +45,5 @@ def cat_of(x: Handed) -> Tensor:
 
 def take_off(x: Any) -> None:
     """Empties ``x`` if it is a ``Handed`` and its tensors may be freed."""
-    if type(x) is Handed and handing():
-        x.clear()
+    if type(x) is Handed:
+        x.take_off()

@@ -341,11 +341,19 @@ def test_checkpoints_change_no_gradient_and_keep_less(make):
         torch.testing.assert_close(q.grad, p.grad)
 
 
-def test_a_scope_within_the_checkpoints():
-    """The scope rebuilds the tensors that a block would save while the checkpoint runs it again."""
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_scope_within_the_checkpoints(converted):
+    """The scope rebuilds the tensors that a block would save while the checkpoint runs it again.
+
+    Around a converted network lies a scope of its own, in which blocks hand their tensors over.  A block with a scope
+    inside of its checkpoint once took the tensors off the list with which the checkpoint calls it again.
+    """
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
+    if converted:
+        for net in nets:
+            fusedseg.convert(net, example_inputs=x)
     reports, grads = [], []
     for net, scope in zip(nets, (None, fusedseg.recompute()), strict=True):
         checkpoint_blocks(net, within=scope)
