@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..._torch import unset_fake_temporarily
 from ..layout import FORMATS
 from . import chunks
 from .planes import by_dimension
@@ -70,7 +70,7 @@ def _first(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype,
 @functools.lru_cache(32)
 def _remembered_first(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool) -> Tensor:
     # Later calls may run in another mode.
-    with unset_fake_temporarily(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         return first_positions(size, out_size, pool, device, dtype, inside)
 
 
@@ -80,14 +80,13 @@ def _tables(size: tuple[int, ...], out_size: tuple[int, ...], pool: Pool) -> tup
 
     A distance is the difference of two flat indices.  It must determine the code (``rows_told_apart``).
     """
-    # The tables serve later calls, which may run in another mode.
-    with unset_fake_temporarily(), torch.inference_mode(False):
+    axes = (range(0, k * step, step) for k, step in zip(pool.kernel, _distances(size, pool), strict=True))
+    distance_of = np.array([sum(at) for at in itertools.product(*axes)])
+    code_of = np.zeros(distance_of[-1] + 1, dtype=np.uint8)
+    code_of[distance_of] = np.arange(len(distance_of))
+    with torch.inference_mode(False):
         first = first_positions(size, out_size, pool, torch.device("cpu"), torch.int64)
-        axes = (range(0, k * step, step) for k, step in zip(pool.kernel, _distances(size, pool), strict=True))
-        distance_of = torch.tensor([sum(at) for at in itertools.product(*axes)], device="cpu")
-        code_of = torch.zeros(int(distance_of[-1]) + 1, dtype=torch.uint8, device="cpu")
-        code_of[distance_of] = torch.arange(len(distance_of), dtype=torch.uint8, device="cpu")
-    return first, code_of, distance_of
+        return first, torch.from_numpy(code_of), torch.from_numpy(distance_of)
 
 
 def _few(x: Tensor, z: Tensor, codes: Tensor, pool: Pool) -> None:
