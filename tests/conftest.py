@@ -24,7 +24,6 @@ FIRST = (
     "integrations/test_two_processes.py",
     "kernels/test_*codegen.py",
     "kernels/test_launcher.py",
-    "losses/test_everywhere.py",
     "losses/test_nnunet.py",
     "memory/test_plan.py",
     "ptx/test_kernels.py",
