@@ -56,14 +56,19 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
 
 
 def _are_few(z: Tensor, rows: bool) -> bool:
-    """Whether there are so few outputs that the number of calls costs more than their arithmetic."""
+    """Whether there are so few outputs that the number of calls costs more than their arithmetic.
+
+    What a compiler traces remembers no tables.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return z.numel() <= FEW and z.device.type == "cpu" and (z.dim() == 4 or not rows)
 
 
 def _first(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool = False) -> Tensor:
     """``first_positions``, which is remembered if it is small, because making it takes as long as a small pool."""
-    few = device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS
-    make = _remembered_first if few else _remembered_first.__wrapped__
+    few = device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS and not torch.compiler.is_compiling()
+    make = _remembered_first if few else first_positions
     return make(size, out_size, pool, device, dtype, inside)
 
 
