@@ -93,6 +93,8 @@ top_saved_tensors_default_hooks = _for_scope(
 # They switch the innermost saved-tensor hooks of this thread off and on.  Without them, all tensors pass through hooks.
 pop_hooks = _or("torch._C._autograd._pop_saved_tensors_default_hooks", None)
 push_hooks = _or("torch._C._autograd._push_saved_tensors_default_hooks", None)
+# A context in which autograd records nothing; it is entered faster than ``no_grad``.
+below_autograd = _or("torch._C._AutoDispatchBelowAutograd", torch.no_grad)
 # A context in which no function mode sees calls.
 DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves

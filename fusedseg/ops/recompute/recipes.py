@@ -67,6 +67,12 @@ def innermost() -> Registry | None:
     return registry if type(registry) in REGISTRIES else None
 
 
+def is_innermost(registry: Registry) -> bool:
+    """Whether ``registry`` is the result of ``innermost``, which this function finds out faster."""
+    hooks = _hooks(True)
+    return hooks is not None and getattr(hooks[0], "__self__", None) is registry and _transforms() is None
+
+
 def active() -> Registry | None:
     """The innermost registry, if autograd saves tensors now; None otherwise, and under ``torch.compile``."""
     return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()
@@ -189,8 +195,7 @@ class expect:
         registry: Registry | None = None,
     ) -> None:
         self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
-        # PyTorch itself raises an error when an inference tensor is changed.
-        self.registry = None if x.is_inference() else registry or active()
+        self.registry = registry or active()
 
     def __enter__(self) -> None:
         registry, x = self.registry, self.tensors[0]
@@ -198,15 +203,14 @@ class expect:
             return
         self.claim_before = registry.claim
         with _torch.DisableTorchFunction():
-            others, self.version = self.tensors[1:], x._version
-            self.before, self.offered = registry.overwriting(x, self.rebuild, others, self.overwrite)
+            self.before, self.offered = registry.overwriting(x, self.rebuild, self.tensors[1:], self.overwrite)
         registry.claim = None if self.before is None else self._copy_of_x
 
     def __exit__(self, *exception: object) -> None:
         if self.registry is None:
             return
         self.registry.claim = self.claim_before
-        if self.offered is not None and self.tensors[0]._version != self.version + 1:
+        if self.offered is not None and self.tensors[0]._version != self.offered.version:
             self.registry.withdraw(self.tensors[0], self.offered)
 
     def _copy_of_x(self, t: Tensor) -> Handle | None:

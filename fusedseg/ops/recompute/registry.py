@@ -45,8 +45,8 @@ class Registry:
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # True during a call of which only the first activation passes through ``pack`` (``stock_norm.py``).
-        self.bare = False
+        # During a call of which only this plain tensor passes through ``pack`` (``stock_norm.py``); then what was saved.
+        self.bare: Tensor | Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
@@ -65,27 +65,31 @@ class Registry:
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
+            if t is self.bare:
+                _pop_hooks()
+                self.bare = saved = self._pack(t)
+                return saved
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
-                saved = as_it_is(t, self.outer)
+                as_is = as_it_is(t, self.outer)
                 if self.vectors is not None:
-                    self.vectors.append(saved[0] if type(saved) is tuple else t.detach())
-                return saved
+                    self.vectors.append(as_is[0] if type(as_is) is tuple else t.detach())
+                return as_is
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            if self.bare:
-                self.bare = False
-                _pop_hooks()
-            at, storage = Place.of(t), t.untyped_storage()
-            memory = self._memory(storage)
-            if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
-                offer = memory.offer_of(at, t._version)
-                recipe = None if offer is None else offer.source(self)
-                if recipe is not None:
-                    return self._counted(Handle(recipe, at))
-            return self._keep(t, at, memory)
+            return self._pack(t)
+
+    def _pack(self, t: Tensor) -> Data | Handle:
+        """What is saved for an activation that is plain and that no call claims."""
+        at, version, memory = Place.of(t), t._version, self._memory(t.untyped_storage())
+        if memory.offers and (not memory.kept or memory.kept_at(at, version) is None):
+            offer = memory.offer_of(at, version)
+            recipe = None if offer is None else offer.source(self)
+            if recipe is not None:
+                return self._counted(Handle(recipe, at))
+        return self._keep(t, at, memory)
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -141,13 +145,14 @@ class Registry:
 
         Returns the offers of the present values of ``x`` and of the new values.
         """
-        if not self.before_change(x):
+        memory = self.before_change(x)
+        if memory is None or not memory.offers:
             return None, None
-        memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
-        before = memory.offer_of(at, version) if memory.offers else None
+        at, version = Place.of(x), x._version
+        before = memory.offer_of(at, version)
         if before is None or not (x.is_floating_point() and all(map(plain, others))):
             return before, None
-        if memory.exposed or memory.kept_at(at, version) is not None:
+        if memory.exposed or (memory.kept and memory.kept_at(at, version) is not None):
             # The data of x is kept, and is about to be overwritten.
             return before, None
         return before, self._record(x, at, memory, before, rebuild, others, overwrite)
@@ -201,28 +206,30 @@ class Registry:
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, x: Tensor) -> bool:
+    def before_change(self, x: Tensor) -> Memory | None:
         """Copies the values that recipes read from the memory of ``x``, before ``x`` is written to.
 
-        Returns whether ``x`` is plain and the registry knows its memory, so that ``x`` may have a recipe.
+        Returns the memory if ``x`` is plain and the registry knows it, so that ``x`` may have a recipe.
         """
         t = x
         if not plain(t):
             t = unwrapped(t)
             if not plain(t):
-                return False
+                return None
         storage = t.untyped_storage()
         memory = self._find(storage)
         # After the change, the version of t no longer shows that t's node in the graph has allocated its memory.
         if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
             self._memory(storage).made = True
-        if memory is not None:
+        if memory is None:
+            return None
+        if memory.kept:
             # Versions are not compared with the version of t, which may be another name of the memory with its own
             # count.
             for kept in memory.keepers():
                 if kept.in_recipe:
                     kept.copy_before_change(storage)
-        return memory is not None and t is x
+        return memory if t is x else None
 
     def expose(self, t: Tensor) -> None:
         """Notes that from now on something may write to the memory of ``t`` without raising a version.

@@ -124,7 +124,9 @@ class Data:
     def load_for_recipe(self) -> Tensor:
         if self.recipes_copy is not None:
             return self.recipes_copy.load()
-        if self.outer is not None and _version_of(self.packed) != self.version_packed:
+        if self.outer is None:
+            return self.load()
+        if _version_of(self.packed) != self.version_packed:
             # The hooks around the scope have not copied the tensor.
             raise modified(self.packed, self.version)
         return self.load()

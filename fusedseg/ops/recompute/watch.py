@@ -143,7 +143,7 @@ class Watch(TorchFunctionMode):
         registry, rule = self.registry, self.rules.get(func)
         if rule is None and not kwargs and not _may_change(func):
             return func(*args)
-        if rule is not None and "out" not in kwargs and recipes.innermost() is registry:
+        if rule is not None and "out" not in kwargs and recipes.is_innermost(registry):
             if torch.is_grad_enabled():
                 return rule(registry, func, args, kwargs)
             if not _writes(func) and not kwargs.get("inplace"):
