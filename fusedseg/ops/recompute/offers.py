@@ -147,16 +147,19 @@ class Offer:
 
     def _made(self, registry: "Registry") -> Recipe | None:
         inputs: list[tuple[Data | Recipe, Place]] = []
+        bits = EXACT
         for link, at in self.inputs:
             source = link.source(registry)
             if source is None:
                 return None
             if isinstance(source, Data):
                 source.in_recipe = True
+            if source.bits < bits:
+                bits = source.bits
             inputs.append((source, at))
         recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
-        recipe.bits = min((source.bits for source, _ in inputs), default=EXACT)
+        recipe.bits = bits
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:
             self.reader.reads(recipe)

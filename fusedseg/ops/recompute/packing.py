@@ -25,7 +25,7 @@ from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
 from .stock import CONVOLUTIONS, RULES, Function
-from .stock_norm import ARGUMENTS, OWN, by_statistics, statistics_of
+from .stock_norm import ARGUMENTS, by_statistics, statistics_of
 
 LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
 NORMS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
@@ -107,15 +107,12 @@ def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor
 
 def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: Any) -> Tensor | None:
     """The kink of ``F.batch_norm`` or ``F.instance_norm``; None if its statistics are not at hand."""
-    given = ARGUMENTS[func](*args, **kwargs)
-    x = given.input
-    found: tuple[Any, Any] | None
-    if given[OWN]:
+    x, mean, var, weight, bias, own, _, eps = ARGUMENTS[func](*args, **kwargs)
+    if own:
         found = statistics_of(collected, x.shape[1] * (x.shape[0] if func is F.instance_norm else 1))
     else:
-        assert given.running_var is not None
-        found = given.running_mean, (given.running_var + given.eps).rsqrt()
-    return None if found is None else kink_of(*found, given.weight, given.bias, x.shape)
+        found = mean, (var + eps).rsqrt()
+    return None if found is None else kink_of(*found, weight, bias, x.shape)
 
 
 def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:

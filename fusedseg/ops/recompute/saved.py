@@ -248,7 +248,8 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
-        inputs, ours = list[Any](self.inputs), [False] * len(self.inputs)
+        inputs: list[Any] = list(self.inputs)
+        ours = [False] * len(inputs)
         for i in self.turns:
             inputs[i], ours[i] = self._input(i, order, for_call)
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild

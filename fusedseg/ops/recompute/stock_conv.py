@@ -16,7 +16,6 @@ from ... import _torch
 from .. import reuse
 from ..conv.convolution import shape_only
 from ..double_backward import batched
-from . import bare
 from .plain import Place, plain
 from .registry import Registry
 
@@ -60,12 +59,10 @@ class Convolution(torch.autograd.Function):
 
 
 def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward."""
+    """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward; otherwise as it is."""
     dims, x = DIMS.get(func), args[0] if args else None
-    if dims is None or not isinstance(x, Tensor) or not plain(x):
+    if dims is None or not isinstance(x, Tensor) or x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
         return func(*args, **kwargs)
-    if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
-        return bare.call(registry, x, func, args, kwargs)[0] if bare.possible(registry, x) else func(*args, **kwargs)
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     w, bias, padding = named.get("weight"), named.get("bias"), named.get("padding", 0)
     tensors = [t for t in (x, w, bias) if t is not None]
@@ -90,9 +87,9 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 def _is_rebuilt(registry: Registry, x: Tensor) -> bool:
-    """Whether the scope saves a recipe or a packed copy of ``x``, which is plain."""
+    """Whether the scope saves a recipe or a packed copy of ``x``."""
     with _torch.DisableTorchFunction():
-        if not x.requires_grad:
+        if not (x.requires_grad and plain(x)):
             return False
         memory, at = registry._find(x.untyped_storage()), Place.of(x)
         if memory is not None and memory.kept_at(at, x._version) is None and memory.offer_of(at, x._version):

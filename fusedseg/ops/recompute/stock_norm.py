@@ -7,7 +7,7 @@ runs again, with the statistics of the batch and without running statistics.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,60 +15,44 @@ from torch.nn import functional as F
 
 from ... import _torch
 from ..layout import FORMATS
-from . import bare
 from .calls import replay
-from .plain import Place, plain
+from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 from .saved import OFF, Data, Handle, Recipe
 
 Function = Callable[..., Any]
+_hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
+_CAN_BE_BARE = _push_hooks is not None and _torch.pop_hooks is not None
 # The dtype of the statistics of an input, where aten rounds nothing.
 STATISTICS = {torch.float64: torch.float64}
 
 
-class BatchNorm(NamedTuple):
-    """The arguments of ``F.batch_norm``."""
-
-    input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
+def _of_batch_norm(
+    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+):
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
 
 
-class InstanceNorm(NamedTuple):
-    """The arguments of ``F.instance_norm``."""
-
-    input: Tensor
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    use_input_stats: bool = True
-    momentum: float = 0.1
-    eps: float = 1e-5
+def _of_instance_norm(
+    input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
+):
+    return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
 
 
-# The arguments of each function.  The argument OWN asks for the statistics of the input.
-ARGUMENTS: dict[Function, type[BatchNorm] | type[InstanceNorm]] = {
-    F.batch_norm: BatchNorm,
-    F.instance_norm: InstanceNorm,
-}
-OWN = 5
+# For each function, a function that returns its arguments in their order: x, running mean and variance, weight and
+# bias, whether the statistics of x are used, momentum and eps.
+ARGUMENTS: dict[Function, Callable[..., Any]] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
 
 
 def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
-    given = ARGUMENTS[func](*args, **kwargs)
-    x, own, instance = given.input, given[OWN], func is F.instance_norm
+    x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
+    instance = func is F.instance_norm
     if not plain(x):
         return func(*args, **kwargs)
     found, source = None, x
-    if not instance and bare.possible(registry, x):
-        out, saved = bare.call(registry, x, func, args, kwargs)
+    if not instance and _CAN_BE_BARE and registry.chains and registry.outer is None and not is_trained_leaf(x):
+        out, saved = _call_bare(registry, x, func, args, kwargs)
         if own and x.is_cpu:
             found = _results_of(out.grad_fn)
         # The data that was just saved needs no search.
@@ -78,13 +62,11 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         if own:
             found = statistics_of(vectors, x.shape[1] * (x.shape[0] if instance else 1))
     if found is not None and (registry.rounds or _is_certain(x, found[0], instance)):
-        registry.offer(out, by_statistics(x, given.weight, given.bias, *found), [source])
+        registry.offer(out, by_statistics(x, weight, bias, *found), [source])
         return out
-    if own:
-        given = given._replace(running_mean=None, running_var=None)
     # These are copies, because aten moves running statistics without a new version.
-    moved = [None if v is None else v.detach().clone() for v in given[1:3]]
-    again, tensors = replay(func, (x, *moved, *given[3:]), {})
+    mean, var = [None if own or v is None else v.detach().clone() for v in (mean, var)]
+    again, tensors = replay(func, (x, mean, var, weight, bias, own, *numbers), {})
     registry.offer(out, again, tensors)
     return out
 
@@ -101,6 +83,24 @@ def _call_collecting(
         return func(*args, **kwargs), vectors
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
+
+
+def _call_bare(
+    registry: Registry, x: Tensor, func: Function, args: Any, kwargs: Any
+) -> tuple[Any, Data | Handle | None]:
+    """Calls a batch norm so that only ``x`` passes through the hooks, and autograd itself holds the vectors.
+
+    The hooks take most of the time of a small norm.  Returns the result and what was saved for ``x``; None if it was
+    not saved.
+    """
+    hooks, registry.bare = _hooks(True), x
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        saved, registry.bare = registry.bare, None
+        if saved is not x:
+            _push_hooks(*hooks)
+    return out, None if saved is x else saved
 
 
 def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
