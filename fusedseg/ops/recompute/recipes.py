@@ -94,7 +94,7 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _registries() -> list[Registry]:
+def watching() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _torch.get_current_function_mode_stack() if _torch.len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
@@ -103,7 +103,7 @@ def _registries() -> list[Registry]:
 
 def changing(x: Tensor) -> None:
     """Tells the scopes that an unwatched op is about to write to ``x``."""
-    for registry in _registries():
+    for registry in watching():
         with _torch.DisableTorchFunction():
             registry.before_change(x)
 
@@ -155,7 +155,7 @@ def rewriting(
 def is_source(x: Tensor) -> bool:
     """Whether recipes read the memory of ``x``."""
     with _torch.DisableTorchFunction():
-        return any(registry.is_source(x) for registry in _registries())
+        return any(registry.is_source(x) for registry in watching())
 
 
 def offer(

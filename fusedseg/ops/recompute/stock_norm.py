@@ -28,14 +28,22 @@ STATISTICS = {torch.float64: torch.float64}
 
 
 def _of_batch_norm(
-    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    input,  # noqa: A002
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
 ):
     return input, running_mean, running_var, weight, bias, training, momentum, eps
 
 
 def _of_instance_norm(
-    input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
-):
+    input,  # noqa: A002
+    running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5,
+):  # fmt: skip
     return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
 
 
@@ -71,9 +79,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _call_collecting(
-    registry: Registry, func: Function, args: Any, kwargs: Any, x: Tensor
-) -> tuple[Any, list[Tensor]]:
+def _call_collecting(registry: Registry, func: Function, args: Any, kwargs: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
     """Calls a norm, and returns also the vectors that it saves."""
     vectors: list[Tensor] = []
     before, registry.vectors = registry.claim, vectors
@@ -100,7 +106,7 @@ def _call_bare(
         saved, registry.bare = registry.bare, None
         if saved is not x:
             _push_hooks(*hooks)
-    return out, None if saved is x else saved
+    return out, None if isinstance(saved, Tensor) else saved
 
 
 def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
