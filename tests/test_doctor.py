@@ -1,6 +1,5 @@
 """The command ``fusedseg doctor``."""
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from fusedseg import _backend
 from fusedseg.__main__ import main
 from fusedseg.doctor import report as doctor
 from fusedseg.ops.self_test import checks
+from tests.tools import warm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
@@ -128,17 +128,12 @@ def test_triton_is_found_by_import(monkeypatch, tmp_path):
         (tmp_path / name / "triton").mkdir(parents=True)
     (tmp_path / "windows" / "triton" / "__init__.py").write_text("__version__ = '3.5.1.post21'")
     # Only the folders of this test have a triton; the package itself is found in the checkout.
-    found = subprocess.run(
-        [sys.executable, "-c", HIDE + FIND, *(str(tmp_path / name) for name in ("empty", "windows"))],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-    ).stdout.splitlines()
-    assert found == ["False not installed (a folder of this name is empty)", "True 3.5.1.post21"]
+    done = warm.run_bare(HIDE + FIND, *(str(tmp_path / name) for name in ("empty", "windows")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False not installed (a folder of this name is empty)", "True 3.5.1.post21"]
 
 
-# Forks a process for each folder, because importing PyTorch takes seconds.
+# Forks a process for each folder, because a process imports the package once.
 FIND = """
 import os
 for folder in sys.argv[1:]:
@@ -166,7 +161,8 @@ sys.meta_path.insert(0, Only)
 def test_without_triton_it_is_one_sentence():
     """A process in which Triton cannot be imported: every op runs on aten, and the doctor says so."""
     script = "import sys; sys.modules['triton'] = None\nfrom fusedseg.__main__ import main\nsys.exit(main(['doctor']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = warm.run_bare(script)
+    assert done.returncode == 0, done.stderr
     assert re.search(r"^triton +not installed", done.stdout, re.MULTILINE)
     assert "  cpu: aten (triton is not installed)" in done.stdout
     assert done.stdout.count("triton is not installed, so PyTorch computes every op") == 2
@@ -220,19 +216,17 @@ def test_the_checks_launch_every_kernel(monkeypatch):
     assert launched == {name for text in kernels for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
 
 
-def program(folder, *command: str) -> subprocess.CompletedProcess:
-    """Runs a fresh Python in another folder, without the environment variables of the tests."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("FUSEDSEG_", "TRITON_"))}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=clean, capture_output=True, text=True, check=False
-    )
+def clean() -> dict[str, str]:
+    """The environment without the variables of the tests."""
+    return warm.without(["FUSEDSEG_", "TRITON_"])
 
 
 @pytest.mark.slow
 def test_as_a_program_it_compiles_and_warns_of_nothing(tmp_path):
     """Triton 3.9 warned about ``enable_fp_fusion``, an option of its compiler that the launches did not set."""
     pytest.importorskip("triton")
-    run = program(tmp_path, "-m", "fusedseg", "doctor", "--compile")
+    command = [sys.executable, "-m", "fusedseg", "doctor", "--compile"]
+    run = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[-1].startswith("All is well: ")
 
@@ -249,7 +243,7 @@ sys.exit(__main__.main(["doctor", *sys.argv[1:]]))
 def test_as_a_program_it_warns_of_nothing(tmp_path):
     """The test above, with two kernels for one GPU instead of all kernels."""
     pytest.importorskip("triton")
-    run = program(tmp_path, "-c", SMALL, "--compile")
+    run = warm.run_bare(SMALL, "--compile", cwd=tmp_path, env=clean())
     assert (run.returncode, run.stderr) == (0, "")
     assert "  sm_80 pool: 2 kernels compiled, not run (" in run.stdout
 
@@ -261,7 +255,7 @@ def test_without_compile_it_imports_no_compiler(tmp_path):
         "names = ['torch._dynamo', 'torch._inductor', 'sympy', 'fusedseg.kernels', 'fusedseg.demo', 'matplotlib']\n"
         "print([name for name in names if name in sys.modules])"
     )
-    run = program(tmp_path, "-c", code)
+    run = warm.run_bare(code, cwd=tmp_path, env=clean())
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[-1] == "[]"
 

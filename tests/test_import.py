@@ -1,13 +1,12 @@
 """The package can be imported without triton, without a GPU, and from any folder."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.tools import warm
 
 # A module that is None in sys.modules cannot be imported, as on a machine without triton.
 WITHOUT_TRITON = """
@@ -52,18 +51,15 @@ print(json.dumps(found))
 
 
 def python(code: str, folder: Path, **env: str) -> str:
-    """Returns the output of a fresh interpreter that runs in a folder outside the repository."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("FUSEDSEG_BACKEND", "TRITON_INTERPRET")}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=clean | env, capture_output=True, text=True, check=False
-    )
+    """Returns the output of a program in a folder outside the repository; its process has imported PyTorch alone."""
+    run = warm.run_bare(code, cwd=folder, env=warm.without(["FUSEDSEG_BACKEND", "TRITON_INTERPRET"]) | env)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """The findings of one fresh interpreter.  All tests share it, because importing PyTorch takes seconds."""
+    """The findings of one program, which all tests share."""
     return json.loads(python(PLAIN, tmp_path_factory.mktemp("elsewhere")))
 
 

@@ -23,13 +23,13 @@ def tiny():
 
 
 def test_convert_with_a_budget(capsys):
-    assert main(["convert", NETWORK, *VOLUME, "--budget", "0.4", "--json"]) == 0
+    assert main(["convert", TINY, *VOLUME, "--budget", "0.4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["after"]["saved"] <= 0.4 * report["before"]["saved"]
     assert report["twice"]["calls"]
-    assert main(["convert", NETWORK, *VOLUME, "--budget", f"{report['after']['saved']}B"]) == 0
+    assert main(["convert", TINY, *VOLUME, "--budget", f"{report['after']['saved']}B"]) == 0
     assert "calls run twice" in capsys.readouterr().out
-    assert main(["convert", NETWORK, *VOLUME, "--extra-flops", "0.02"]) == 0
+    assert main(["convert", TINY, *VOLUME, "--extra-flops", "0.02"]) == 0
     assert "For extra_flops 0.02, " in capsys.readouterr().out
 
 
@@ -55,7 +55,7 @@ def test_profile_names_packed_bytes(capsys, tmp_path):
 def test_profile_compares_budgets(capsys, tmp_path):
     figures = tmp_path / "found.json"
     labels = ["eager", "fusedseg", "fusedseg+budget=0.4"]
-    assert main(["profile", NETWORK, *VOLUME, "--compare", ",".join(labels), "--json", str(figures)]) == 0
+    assert main(["profile", TINY, *VOLUME, "--compare", ",".join(labels), "--json", str(figures)]) == 0
     reports = json.loads(figures.read_text())["reports"]
     assert [report["label"] for report in reports] == labels
     eager, converted, budget = reports

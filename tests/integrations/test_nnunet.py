@@ -70,7 +70,7 @@ def test_plan_has_a_row_for_each_trainer(monkeypatch):
         def forward(self, out, targets):
             return out.square().mean()
 
-    build = partial(PlainConvUNet, widths=(8, 16))
+    build = partial(PlainConvUNet, widths=(8,))
     planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
     fits = {way: plan._fit(planned, way, 2**24, print) for way in plan.WAYS}
     stock, ours, budget = (fits[way].total for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import measure
+from fusedseg.ops.recompute import guide, knapsack, twice
+from fusedseg.memory import SavedBytes, measure
 from fusedseg.ops.recompute import guide, twice
 from fusedseg.ops.recompute.choice import Budget
 from fusedseg.ops.recompute.guide import Follow, Observe, choose
@@ -114,6 +116,20 @@ def test_converted_network_with_norms_in_place():
     plain = step(lambda: net(*images), list(net.parameters()), nullcontext())
     net._fusedseg_wiring.make_guide = Observe
     assert_bits(step(lambda: net(*images), list(net.parameters()), nullcontext()), plain)
+
+
+def test_a_norm_in_place_needs_only_the_convolution_before_it():
+    """What the norm has overwritten is rebuilt: the convolution runs again, and then the norm."""
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), fusedseg.InPlaceABN(8), nn.Conv2d(8, 2, 1))
+    x, found = torch.randn(2, 4, 34, 34), []
+    for scope in (recompute(), everything()):
+        with SavedBytes([*net.parameters(), x]) as saved, scope:
+            out = net(x)
+        found.append((saved.nbytes, out.detach(), *torch.autograd.grad(out.square().mean(), [*net.parameters()])))
+    (kept, *expected), (least, *got) = found
+    assert_bits(got, expected)
+    # The output of the norm has 8 channels; a few vectors are kept in addition.
+    assert kept - least > 0.99 * 4 * 2 * 8 * 32 * 32
 
 
 def conv_used_twice():
@@ -220,6 +236,57 @@ def test_a_checkpoint_around_the_scope():
         return torch.autograd.grad(out.square().sum(), [x, *conv.parameters(), *head.parameters()])
 
     assert_bits(run(everything), run(nullcontext))
+
+
+def test_a_scope_inside_of_a_checkpoint_chooses_nothing(monkeypatch):
+    """The second forward of the checkpoint once followed the choice that the first one had made, and saved less."""
+    # The peak of this small network is no condition.
+    monkeypatch.setattr(knapsack, "SAME", 1e9)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    x, scope = torch.randn(2, 3, 16, 16), fusedseg.recompute(budget=0.3)
+
+    def step(forward):
+        return torch.autograd.grad(forward(x).square().sum(), list(net.parameters()))
+
+    expected = step(net)
+    guide.forget()
+    for _ in range(2):
+        assert_bits(step(lambda x: checkpoint(scope(net), x, use_reentrant=False)), expected)
+    # A choice that was made outside of checkpoints is followed.
+    for _ in range(2):
+        assert_bits(step(scope(net)), expected)
+    assert guide._remembered[0][1].again
+    assert_bits(step(lambda x: checkpoint(scope(net), x, use_reentrant=False)), expected)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("act", "again"),
+    [
+        (F.relu, True), (F.relu_, True), (torch.sigmoid, True), (lambda t: F.relu(t + 1), True),
+        # The scope has no recipe for such a result.
+        (lambda t: (t + 1).index_fill_(1, torch.tensor([0]), 0.5), False),
+    ],
+    ids=["relu", "relu_", "sigmoid", "sum and relu", "sum and index_fill_"],
+)  # fmt: skip
+def test_a_result_that_only_its_reader_saves(act, again, monkeypatch):
+    """Of a convolution and ReLU without a norm, autograd saves the result of ReLU alone; calls were never chosen."""
+    monkeypatch.setattr(knapsack, "SAME", 1e9)
+    convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8, 8))
+    x = torch.randn(2, 3, 16, 16)
+
+    def step(scope):
+        y = x
+        with scope:
+            for conv in convs:
+                y = act(conv(y))
+        return torch.autograd.grad(y.square().sum(), list(convs.parameters()))
+
+    guide.forget()
+    expected = step(nullcontext())
+    for _ in range(3):
+        assert_bits(step(fusedseg.recompute(budget=0.3)), expected)
+    assert bool(guide._remembered[0][1].again) == again
 
 
 def test_an_optimizer_step_before_backward_raises():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.recompute import plain, recipes
@@ -332,3 +333,29 @@ def test_hooks_see_tensors_again_after_a_norm_has_raised_an_error(made):
         F.batch_norm(z, torch.zeros(4), torch.ones(4), training=True)
         assert recipes.innermost() is not None
     assert recipes.innermost() is None
+
+
+class Clears(torch.autograd.Function):
+    """2 x, whose backward overwrites what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dz):
+        ctx.saved_tensors[0].zero_()
+        return dz * 2
+
+
+def test_a_rebuilt_output_that_was_changed_is_not_read():
+    """The norm would read its own output, which was rebuilt for the function after it; that function changes it."""
+    conv, norm = nn.Conv2d(4, 4, 3, padding=1), fusedseg.BatchNormAct(4, activation="relu")
+    x, results = torch.randn(SHAPE), []
+    for scope in (nullcontext(), recompute()):
+        with scope:
+            z = Clears.apply(norm(conv(x)))
+        results.append(torch.autograd.grad(z.square().sum(), [*conv.parameters(), *norm.parameters()]))
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)

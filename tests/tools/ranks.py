@@ -3,7 +3,7 @@
     results = on_ranks(2, job, shapes)      # job(rank, world, shapes) in each; results[rank]
 
 Jobs are functions of modules that can be imported (``tests.training.jobs``).  A server process imports PyTorch and
-fusedseg once, runs nothing, and forks the processes.
+fusedseg once (``preloaded.py``), runs nothing, and forks the processes.
 """
 
 import datetime
@@ -16,20 +16,6 @@ from typing import Any
 
 import torch
 
-# The server imports these modules for all processes, if they are installed.  Optimizers import the compiler in their
-# first step, and the compiler imports networkx when it divides its first graph.
-PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch._functorch.partitioners",
-    "torch._inductor.output_code",
-    "networkx",
-    "triton",
-    "fusedseg",
-    "tests.training.jobs",
-]
 # Seconds after which a collective, or a whole job, counts as failed.
 COLLECTIVE, JOB = 60, 240
 
@@ -66,7 +52,7 @@ def on_ranks(world: int, job: Callable, *args: Any) -> list[Any]:
         RankFailed: with the traceback of a rank that failed, or was killed, or took too long.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.tools.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_main, args=(rank, world, folder, job, args)) for rank in range(world)]
         for process in processes:

@@ -4,7 +4,8 @@
 
 Importing takes three to six seconds.  A server process does it once, runs nothing, and forks a process for each
 program.  The server has no TRITON_INTERPRET, so a program may compile kernels.  It must not interpret any, because
-Triton reads the variable where its own functions are defined too.  A test of what an import does needs a fresh process.
+Triton reads the variable where its own functions are defined too.  A test of what an import does takes ``run_bare``,
+whose programs find PyTorch imported and nothing else.
 """
 
 import atexit
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # No module of pytest's plugins: pytest rewrites their assertions when it imports them.
 PRELOADED = ("numpy", "torch", "torch._dynamo", "triton", "pytest")
+BARE = ("torch",)
 
 
 def without(names: Iterable[str]) -> dict[str, str]:
@@ -31,8 +33,8 @@ def without(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.tools.warm"]
+def _server(preloaded: tuple[str, ...]) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.tools.warm", *preloaded]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, cwd=ROOT, env=without(["TRITON_INTERPRET"]), text=True, **pipes)
     # Leaving the context closes the pipes, and the server ends with its input.
@@ -44,16 +46,34 @@ def run(
     module: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
     """Runs ``python -m module arguments`` in the folder ``cwd``, by default without TRITON_INTERPRET."""
-    server = _server()
+    return _served(PRELOADED, {"module": module}, arguments, cwd, env)
+
+
+def run_bare(
+    code: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Runs ``python -c code arguments`` in a process that has imported PyTorch alone; the rest is as for ``run``."""
+    return _served(BARE, {"code": code}, arguments, cwd, env)
+
+
+def _served(
+    preloaded: tuple[str, ...],
+    program: Mapping[str, str],
+    arguments: tuple[str, ...],
+    cwd: Path,
+    env: Mapping[str, str] | None,
+) -> subprocess.CompletedProcess:
+    server = _server(preloaded)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        job = {"module": module, "arguments": arguments, "cwd": str(cwd), "out": str(out), "err": str(err)}
+        job = {**program, "arguments": arguments, "cwd": str(cwd), "out": str(out), "err": str(err)}
         job["env"] = without(["TRITON_INTERPRET"]) if env is None else dict(env)
         print(json.dumps(job), file=server.stdin, flush=True)
         answer = server.stdout.readline()
         if not answer:
             raise RuntimeError("the server of tests/tools/warm.py ended; its error stands above")
-        return subprocess.CompletedProcess([module, *arguments], int(answer), out.read_text(), err.read_text())
+        name = program.get("module", "-c")
+        return subprocess.CompletedProcess([name, *arguments], int(answer), out.read_text(), err.read_text())
 
 
 def _become(job: dict) -> int:
@@ -65,9 +85,12 @@ def _become(job: dict) -> int:
     os.environ.clear()
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
-    sys.argv, sys.path[0] = [job["module"], *job["arguments"]], job["cwd"]
+    sys.argv, sys.path[0] = [job.get("module", "-c"), *job["arguments"]], job["cwd"]
     try:
-        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+        if "code" in job:
+            exec(compile(job["code"], "<code>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if not isinstance(end.code, str):
             return int(end.code or 0)
@@ -79,8 +102,8 @@ def _become(job: dict) -> int:
     return 0
 
 
-def _serve() -> None:
-    for name in PRELOADED:
+def _serve(preloaded: Iterable[str]) -> None:
+    for name in preloaded:
         __import__(name)
     # The garbage collectors of the programs leave alone what they share with the server.
     gc.freeze()
@@ -100,4 +123,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1:])

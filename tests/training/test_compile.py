@@ -50,9 +50,9 @@ def results(net, run, images):
     return z.detach(), gradients, dict(net.named_buffers())
 
 
-# Their graphs have the ops of "2D" and "blocks", with norms that tests/nn/test_inplace_norm_act.py compiles, and joins
-# that tests/ops/test_join_conv.py compiles.
-SELDOM = ("instance", "group", "norm alone", "3D", "two encoders")
+# Their graphs have the ops of "2D" and "blocks", with norms that tests/nn/test_inplace_norm_act.py compiles, joins that
+# tests/ops/test_join_conv.py compiles, and banks that tests/nn/test_conv_bank.py compiles.
+SELDOM = ("instance", "group", "norm alone", "3D", "two encoders", "bank")
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
