@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-# All names that are looked up at import; the missing ones without which a scope of eager mode is off; and the other
-# missing ones.
+# All names that are looked up at import; the missing ones without which a scope is off; and the other missing ones.
 NAMES: list[str] = []
 MISSING_FOR_SCOPE: list[str] = []
 MISSING: list[str] = []
@@ -90,9 +89,10 @@ def later(path: str, feature: str) -> Any:
 top_saved_tensors_default_hooks = _for_scope(
     "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
 )
-# They switch the innermost saved-tensor hooks of this thread off and on.  Without them, all tensors pass through hooks.
+# They switch the innermost saved-tensor hooks off and on.  Without them, all tensors pass through hooks.
 pop_hooks = _or("torch._C._autograd._pop_saved_tensors_default_hooks", None)
 push_hooks = _or("torch._C._autograd._push_saved_tensors_default_hooks", None)
+below_autograd = _or("torch._C._AutoDispatchBelowAutograd", torch.no_grad)  # it is entered faster than ``no_grad``
 # A context in which no function mode sees calls.
 DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves

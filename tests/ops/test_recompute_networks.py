@@ -128,7 +128,7 @@ def test_calls_of_a_step():
         step()
     eager, ours = map(calls, steps)
     print(f"\neager: {eager}, ours: {ours}")
-    assert ours - eager < 22_000
+    assert ours - eager < 17_600
 
 
 def test_calls_of_a_function_that_records_nothing():

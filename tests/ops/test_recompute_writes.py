@@ -44,6 +44,35 @@ def test_memory_changed_by_data_is_not_mistaken(x):
     assert_equal(*[torch.autograd.grad(run(x).square().mean(), conv.weight) for run in (fn, recompute()(fn))])
 
 
+def _set_data(z):
+    z.data = torch.ones(z.shape)
+
+
+SHAPED = {
+    "transposed": lambda z: z.transpose_(2, 3),
+    "other memory": _set_data,
+    "strided": lambda z: z.as_strided_(z.shape, z.stride(), 0),
+}
+
+
+@pytest.mark.parametrize("change", SHAPED.values(), ids=SHAPED)
+def test_a_result_that_gets_another_shape_or_memory(x, change):
+    """The scope looks at the result of a call once, so it must notice functions that change more than its values."""
+    conv, norm = nn.Conv2d(3, 3, (3, 1)), nn.BatchNorm2d(3)
+
+    def fn(x):
+        # silu saves its input, so no op has saved z yet.
+        z = F.silu(norm(conv(x)))
+        # A view keeps the memory alive.
+        first = z[:1]
+        change(z)
+        return conv(z).sum() + first.sum()
+
+    params = [*conv.parameters(), *norm.parameters()]
+    results = [torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))]
+    assert_equal(*results)
+
+
 def test_a_view_changed_in_place_does_not_stand_for_its_base(x):
     conv, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
     last = nn.Conv2d(4, 2, 1)

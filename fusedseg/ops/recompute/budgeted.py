@@ -102,10 +102,11 @@ class BudgetRegistry(Registry):
         self, x: Tensor, rebuild: Callable[..., Tensor], others: Sequence[Tensor], overwrite: Callable[..., Tensor]
     ) -> Iterator[None]:
         """Surrounds an op that overwrites ``x``, in any number of writes, and saves the result while it runs."""
-        if not self.before_change(x):
+        memory = self.before_change(x)
+        if memory is None:
             yield
             return
-        memory, at, version, storage = self._memory(x.untyped_storage()), Place.of(x), x._version, x.untyped_storage()
+        at, version, storage = Place.of(x), x._version, x.untyped_storage()
         before = memory.offer_of(at, version)
         if before is None or memory.kept_at(at, version) is not None or before.source(self) is None:
             yield

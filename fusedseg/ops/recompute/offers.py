@@ -109,14 +109,16 @@ class Offer:
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: "list[tuple[Input, Place]]",
-        calls: int = 1,
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         self.device, self.inputs = device, inputs
-        # The calls that ``rebuild`` makes, and with them those that rebuild its inputs.
-        self.calls = self.steps = calls
+        # The calls that ``rebuild`` makes and those that rebuild its inputs.
+        self.steps = 1
         # The bytes that are kept only for this offer, and the fewest bits of its sources; 0 if they are not known yet.
         self.extra, self.bits = 0, EXACT
+        self._count(inputs)
+
+    def _count(self, inputs: "list[tuple[Input, Place]]") -> None:
         for source, _ in inputs:
             self.steps += source.steps
             self.extra += source.extra
@@ -128,10 +130,22 @@ class Offer:
         free = self.reader is None and self.recipe() is None
         return free and self.at == at and self.autocast == autocast and not in_parts(self.rebuild, at)
 
-    def chained(self, then: Callable[..., Tensor]) -> tuple[Chain, Chain | None]:
-        """``rebuild`` and ``overwrite``, followed by a call that overwrites the tensor."""
+    def followed(self, then: Callable[..., Tensor], others: "list[tuple[Input, Place]]") -> "Offer":
+        """The offer of what a call writes over the tensor: ``then``, with the tensor and ``others``.
+
+        One recipe makes both calls.
+        """
         count, first = len(self.inputs), self.overwrite
-        return Chain(self.rebuild, count, self.at, then), first and Chain(first, count, self.at, then)
+        made = Offer.__new__(Offer)
+        made.__dict__.update(self.__dict__)
+        made.version += 1
+        made.rebuild = Chain(self.rebuild, count, self.at, then)
+        made.overwrite = first and Chain(first, count, self.at, then)
+        made.steps += 1
+        if others:
+            made.inputs = [*self.inputs, *others]
+            made._count(others)
+        return made
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""
@@ -147,16 +161,19 @@ class Offer:
 
     def _made(self, registry: "Registry") -> Recipe | None:
         inputs: list[tuple[Data | Recipe, Place]] = []
+        bits = EXACT
         for link, at in self.inputs:
             source = link.source(registry)
             if source is None:
                 return None
             if isinstance(source, Data):
                 source.in_recipe = True
+            if source.bits < bits:
+                bits = source.bits
             inputs.append((source, at))
         recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
-        recipe.bits = min((source.bits for source, _ in inputs), default=EXACT)
+        recipe.bits = bits
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:
             self.reader.reads(recipe)

@@ -25,7 +25,7 @@ from .packed import SMOOTH_BITS, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
 from .stock import CONVOLUTIONS, RULES, Function
-from .stock_norm import NAMES, by_statistics, statistics_of
+from .stock_norm import ARGUMENTS, by_statistics, statistics_of
 
 LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
 NORMS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
@@ -93,7 +93,7 @@ def _rule(
         return by_sign.run(registry, func, args, kwargs)
     with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
-    if registry.pending and func in NAMES:
+    if registry.pending and func in ARGUMENTS:
         with _torch.DisableTorchFunction():
             after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))
     return out
@@ -107,14 +107,12 @@ def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor
 
 def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: Any) -> Tensor | None:
     """The kink of ``F.batch_norm`` or ``F.instance_norm``; None if its statistics are not at hand."""
-    names, default = NAMES[func]
-    named = dict(zip(names, args, strict=False)) | kwargs
-    x = named["input"]
-    if named.get(names[5], default):
+    x, mean, var, weight, bias, own, _, eps = ARGUMENTS[func](*args, **kwargs)
+    if own:
         found = statistics_of(collected, x.shape[1] * (x.shape[0] if func is F.instance_norm else 1))
     else:
-        found = named["running_mean"], (named["running_var"] + named.get("eps", 1e-5)).rsqrt()
-    return None if found is None else kink_of(*found, named.get("weight"), named.get("bias"), x.shape)
+        found = mean, (var + eps).rsqrt()
+    return None if found is None else kink_of(*found, weight, bias, x.shape)
 
 
 def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:

@@ -67,6 +67,12 @@ def innermost() -> Registry | None:
     return registry if type(registry) in REGISTRIES else None
 
 
+def is_innermost(registry: Registry) -> bool:
+    """Whether ``registry`` is the result of ``innermost``, which this function finds out faster."""
+    hooks = _hooks(True)
+    return hooks is not None and getattr(hooks[0], "__self__", None) is registry and _transforms() is None
+
+
 def active() -> Registry | None:
     """The innermost registry, if autograd saves tensors now; None otherwise, and under ``torch.compile``."""
     return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()
@@ -88,7 +94,7 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _registries() -> list[Registry]:
+def watching() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _torch.get_current_function_mode_stack() if _torch.len_torch_function_stack() else ()
     found = (getattr(mode, "registry", None) for mode in modes)
@@ -97,7 +103,7 @@ def _registries() -> list[Registry]:
 
 def changing(x: Tensor) -> None:
     """Tells the scopes that an unwatched op is about to write to ``x``."""
-    for registry in _registries():
+    for registry in watching():
         with _torch.DisableTorchFunction():
             registry.before_change(x)
 
@@ -149,7 +155,7 @@ def rewriting(
 def is_source(x: Tensor) -> bool:
     """Whether recipes read the memory of ``x``."""
     with _torch.DisableTorchFunction():
-        return any(registry.is_source(x) for registry in _registries())
+        return any(registry.is_source(x) for registry in watching())
 
 
 def offer(
@@ -189,8 +195,7 @@ class expect:
         registry: Registry | None = None,
     ) -> None:
         self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
-        # PyTorch itself raises an error when an inference tensor is changed.
-        self.registry = None if x.is_inference() else registry or active()
+        self.registry = registry or active()
 
     def __enter__(self) -> None:
         registry, x = self.registry, self.tensors[0]
@@ -198,15 +203,14 @@ class expect:
             return
         self.claim_before = registry.claim
         with _torch.DisableTorchFunction():
-            others, self.version = self.tensors[1:], x._version
-            self.before, self.offered = registry.overwriting(x, self.rebuild, others, self.overwrite)
+            self.before, self.offered = registry.overwriting(x, self.rebuild, self.tensors[1:], self.overwrite)
         registry.claim = None if self.before is None else self._copy_of_x
 
     def __exit__(self, *exception: object) -> None:
         if self.registry is None:
             return
         self.registry.claim = self.claim_before
-        if self.offered is not None and self.tensors[0]._version != self.version + 1:
+        if self.offered is not None and self.tensors[0]._version != self.offered.version:
             self.registry.withdraw(self.tensors[0], self.offered)
 
     def _copy_of_x(self, t: Tensor) -> Handle | None:

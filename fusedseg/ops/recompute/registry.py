@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch
-from .memory import Memory, Storage
+from .memory import Memories, Memory
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
@@ -29,7 +29,7 @@ _pop_hooks = _torch.pop_hooks
 VECTOR = 2**12
 
 
-class Registry:
+class Registry(Memories):
     """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
@@ -38,6 +38,7 @@ class Registry:
     chains = True
 
     def __init__(self, outer: Hooks | None) -> None:
+        super().__init__()
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
@@ -45,47 +46,45 @@ class Registry:
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # True during a call of which only the first activation passes through ``pack`` (``stock_norm.py``).
-        self.bare = False
+        # In a call of which only this plain tensor passes through ``pack`` (``stock_norm.py``); then what was saved.
+        self.bare: Tensor | Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
         self.notes, self.joins = WeakIdKeyDictionary(), False
-        self._memories: dict[int, Memory] = {}
-        registry = weakref.ref(self)
-
-        def gone(storage: Storage) -> None:
-            own = registry()
-            memory = None if own is None else own._memories.get(storage.key)
-            if own is not None and memory is not None and memory.storage is storage:
-                del own._memories[storage.key]
-
-        self._gone = gone
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
+            if t is self.bare:
+                _pop_hooks()
+                self.bare = saved = self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
+                return saved
+            seen = self.seen
+            if seen is not None and seen[0]() is t:
+                claimed = self.claim(t) if self.claim is not None else None
+                return self._pack(t, seen[1], seen[2]) if claimed is None else self._counted(claimed)
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
-                saved = as_it_is(t, self.outer)
+                as_is = as_it_is(t, self.outer)
                 if self.vectors is not None:
-                    self.vectors.append(saved[0] if type(saved) is tuple else t.detach())
-                return saved
+                    self.vectors.append(as_is[0] if type(as_is) is tuple else t.detach())
+                return as_is
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            if self.bare:
-                self.bare = False
-                _pop_hooks()
-            at, storage = Place.of(t), t.untyped_storage()
-            memory = self._memory(storage)
-            if memory.offers and (not memory.kept or memory.kept_at(at, t._version) is None):
-                offer = memory.offer_of(at, t._version)
-                recipe = None if offer is None else offer.source(self)
-                if recipe is not None:
-                    return self._counted(Handle(recipe, at))
-            return self._keep(t, at, memory)
+            return self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
+
+    def _pack(self, t: Tensor, at: Place, memory: Memory) -> Data | Handle:
+        """What is saved for an activation that is plain and that no call claims."""
+        version = t._version
+        if memory.offers and (not memory.kept or memory.kept_at(at, version) is None):
+            offer = memory.offer_of(at, version)
+            recipe = None if offer is None else offer.source(self)
+            if recipe is not None:
+                return self._counted(Handle(recipe, at))
+        return self._keep(t, at, memory)
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -126,9 +125,10 @@ class Registry:
             # If an argument lies in the same memory, another call has allocated it.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
                 return None
-        memory = self._memory(own)
+        memory, at = self._memory(own), Place.of(output)
         memory.made = True
-        return self._record(output, Place.of(output), memory, None, rebuild, inputs, overwrite)
+        self.seen = (weakref.ref(output), at, memory) if len(at.size) > 1 else None
+        return self._record(output, at, memory, None, rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -141,13 +141,22 @@ class Registry:
 
         Returns the offers of the present values of ``x`` and of the new values.
         """
-        if not self.before_change(x):
-            return None, None
-        memory, at, version = self._memory(x.untyped_storage()), Place.of(x), x._version
-        before = memory.offer_of(at, version) if memory.offers else None
+        seen = self.seen
+        if seen is not None and seen[0]() is x:
+            _, at, memory = seen
+            if memory.kept:
+                self.before_change(x)
+        else:
+            found = self.before_change(x)
+            if found is None:
+                return None, None
+            memory, at = found, Place.of(x)
+            self.seen = (weakref.ref(x), at, memory) if len(at.size) > 1 else None
+        version = x._version
+        before = memory.offer_of(at, version)
         if before is None or not (x.is_floating_point() and all(map(plain, others))):
             return before, None
-        if memory.exposed or memory.kept_at(at, version) is not None:
+        if memory.exposed or (memory.kept and memory.kept_at(at, version) is not None):
             # The data of x is kept, and is about to be overwritten.
             return before, None
         return before, self._record(x, at, memory, before, rebuild, others, overwrite)
@@ -167,14 +176,8 @@ class Registry:
         If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
         offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
-        version, autocast, calls = output._version, Autocast.of(output), 1
+        version, autocast = output._version, Autocast.of(output)
         links: list[tuple[Input, Place]] = []
-        if before is not None:
-            version += 1
-            links = [(before, at)]
-            if self.chains and before.is_alone(at, autocast):
-                links, calls = list(before.inputs), 1 + before.calls
-                rebuild, overwrite = before.chained(overwrite or rebuild)
         for t in inputs:
             if not isinstance(t, Tensor):
                 links.append((Linked(t), t.at))
@@ -188,11 +191,17 @@ class Registry:
         if before is None and overwrite is not None and (not links or links[0][1].layout() != at.layout()):
             # The result would differ if it were written over an input of another size, layout or dtype.
             overwrite = None
-        offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links, calls)
+        if before is None:
+            offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
+        elif self.chains and before.is_alone(at, autocast):
+            offer = before.followed(overwrite or rebuild, links)
+        else:
+            links.insert(0, (before, at))
+            offer = Offer(at, version + 1, output.device, rebuild, overwrite, autocast, links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
         if memory.offers:
-            memory.offers = [other for other in memory.offers if other.version >= output._version]
+            memory.offers = [other for other in memory.offers if other.version >= version]
         memory.offers.append(offer)
         return offer
 
@@ -201,28 +210,30 @@ class Registry:
         if memory is not None:
             memory.offers = [other for other in memory.offers if other is not offer]
 
-    def before_change(self, x: Tensor) -> bool:
+    def before_change(self, x: Tensor) -> Memory | None:
         """Copies the values that recipes read from the memory of ``x``, before ``x`` is written to.
 
-        Returns whether ``x`` is plain and the registry knows its memory, so that ``x`` may have a recipe.
+        Returns the memory if ``x`` is plain and the registry knows it, so that ``x`` may have a recipe.
         """
         t = x
         if not plain(t):
             t = unwrapped(t)
             if not plain(t):
-                return False
+                return None
         storage = t.untyped_storage()
         memory = self._find(storage)
         # After the change, the version of t no longer shows that t's node in the graph has allocated its memory.
         if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
             self._memory(storage).made = True
-        if memory is not None:
+        if memory is None:
+            return None
+        if memory.kept:
             # Versions are not compared with the version of t, which may be another name of the memory with its own
             # count.
             for kept in memory.keepers():
                 if kept.in_recipe:
                     kept.copy_before_change(storage)
-        return memory is not None and t is x
+        return memory if t is x else None
 
     def expose(self, t: Tensor) -> None:
         """Notes that from now on something may write to the memory of ``t`` without raising a version.
@@ -264,42 +275,6 @@ class Registry:
             if kept.in_recipe and not kept.in_graph:
                 kept.copy_before_change(t.untyped_storage())
 
-    def is_source(self, t: Tensor) -> bool:
-        memory = self._find(t.untyped_storage()) if plain(t) else None
-        return memory is not None and any(kept.in_recipe for kept in memory.keepers())
-
-    def is_exposed(self, t: Tensor) -> bool:
-        memory = self._find(t.untyped_storage())
-        return memory is not None and memory.exposed
-
-    def note_made(self, t: Tensor) -> None:
-        """Notes that ``t`` is the result of a call that has just allocated its memory."""
-        if plain(t):
-            self._memory(t.untyped_storage()).made = True
-
-    def is_computed(self, t: Tensor) -> bool:
-        """Whether the memory of ``t`` was allocated for a result, by torch.
-
-        This is so if ``t`` is the result of a call that this scope saw, or that has a node in the graph.  The answer is
-        False for the caller's own memory, such as images, parameters and buffers, which may change without a new
-        version.
-        """
-        storage = t.untyped_storage()
-        return self._is_computed(t, storage, self._find(storage))
-
-    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: Memory | None) -> bool:
-        # Memory that belongs to numpy or another library, or that was given to one, is not resizable.
-        if not storage.resizable():
-            return False
-        if memory is not None and (memory.made or memory.exposed or memory.named):
-            return not (memory.exposed or memory.named)
-        if self._in_checkpoint or _torch.current_graph_task_id() != -1:
-            # A checkpoint keeps its inputs.  The graph of a forward that it computes again ends with that backward.
-            return True
-        whole = t._base if t._is_view() else t
-        # After a change in place, the node belongs to the change, and does not tell where the memory comes from.
-        return whole is not None and whole.grad_fn is not None and not whole._version
-
     def certain(self, t: Tensor) -> bool:
         """Whether ``t`` may be saved in place of a tensor that is computed from it."""
         if not plain(t):
@@ -313,6 +288,7 @@ class Registry:
     def close(self) -> None:
         self._memories.clear()
         self.notes.clear()
+        self.seen = None
 
     def _link(self, t: Tensor, output: Tensor) -> "tuple[Input | None, Place]":
         """The source of the value of ``t`` in backward, or None if that is not certain; and the place in the source."""
@@ -335,16 +311,3 @@ class Registry:
         # A copy of a part of a larger memory has a place of its own.
         copy = t.detach().clone()
         return Held(copy, 0 if small else copy.nbytes), Place.of(copy)
-
-    def _find(self, storage: torch.UntypedStorage) -> Memory | None:
-        memory = self._memories.get(storage._cdata)
-        return memory if memory is not None and memory.storage() is storage else None
-
-    def _memory(self, storage: torch.UntypedStorage) -> Memory:
-        key = storage._cdata
-        memory = self._memories.get(key)
-        if memory is None or memory.storage() is not storage:
-            own = Storage(storage, self._gone)
-            own.key = key
-            memory = self._memories[key] = Memory(own)
-        return memory

@@ -60,8 +60,7 @@ def as_it_is(t: Tensor, outer: Hooks | None) -> "AsItIs | Data":
     if outer is not None:
         return Data(t, outer)
     # An output that is saved with its own graph would keep itself alive, so the graph is left out, as PyTorch does.
-    held = t.detach() if t.requires_grad and not is_trained_leaf(t) else t
-    return held, -1 if t.is_inference() else t._version
+    return t.detach() if t.requires_grad and not is_trained_leaf(t) else t, -1 if t.is_inference() else t._version
 
 
 class Data:
@@ -246,7 +245,8 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
-        inputs, ours = list[Any](self.inputs), [False] * len(self.inputs)
+        inputs: list[Any] = [*self.inputs]
+        ours = [False] * len(inputs)
         for i in self.turns:
             inputs[i], ours[i] = self._input(i, order, for_call)
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
@@ -328,7 +328,7 @@ def _let_go(held: list["weakref.ref[Data | Recipe]"], order: int | None = None) 
     stay = []
     for ref in held:
         source = ref()
-        if source is None:
+        if source is None or source.held is None:
             continue
         if order is not None and source.near(order + 1):
             stay.append(ref)

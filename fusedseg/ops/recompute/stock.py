@@ -88,20 +88,26 @@ def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pur
         registry.before_change(args[0])
         return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
-    apart = again.by(pure)
-
-    def rounded(x: Tensor, *others: Tensor) -> Tensor:
-        # If another argument has more precision, pure returns the dtype of that argument.
-        return apart(x, *others).to(x.dtype)
-
-    with recipes.expect(tensors[0], rounded, *tensors[1:], overwrite=again, registry=registry):
+    with recipes.expect(tensors[0], Rounded(again.by(pure)), *tensors[1:], overwrite=again, registry=registry):
         return func(*args, **kwargs)
+
+
+class Rounded:
+    """A call whose result has the dtype of its first argument, although another argument may have more precision."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Function) -> None:
+        self.call = call
+
+    def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.call(x, *others).to(x.dtype)
 
 
 def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
     apart: Function
-    if len(args) == 1 and kwargs.keys() <= {"inplace"}:
+    if len(args) == 1 and len(kwargs) == ("inplace" in kwargs):
         (apart, overwrite), tensors = _forms(func), args
     else:
         again, tensors = replay(func, args, kwargs)

@@ -16,80 +16,105 @@ from torch.nn import functional as F
 from ... import _torch
 from ..layout import FORMATS
 from .calls import replay
-from .plain import Place, plain
+from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
-from .saved import OFF, Handle, Recipe
+from .saved import OFF, Data, Handle, Recipe
 
 Function = Callable[..., Any]
 _hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
-_TENSORS = ("input", "running_mean", "running_var", "weight", "bias")
-# The names of the arguments, and the default of the sixth argument, which asks for the statistics of the batch.
-NAMES = {
-    F.batch_norm: ((*_TENSORS, "training", "momentum", "eps"), False),
-    F.instance_norm: ((*_TENSORS, "use_input_stats", "momentum", "eps"), True),
-}
+_CAN_BE_BARE = _push_hooks is not None and _torch.pop_hooks is not None
+# The dtype of the statistics of an input, where aten rounds nothing.
+STATISTICS = {torch.float64: torch.float64}
+
+
+def _of_batch_norm(
+    input,  # noqa: A002
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
+
+
+def _of_instance_norm(
+    input,  # noqa: A002
+    running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5,
+):  # fmt: skip
+    return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+
+
+# For each function, a function that returns its arguments in their order: x, running mean and variance, weight and
+# bias, whether the statistics of x are used, momentum and eps.
+ARGUMENTS: dict[Function, Callable[..., Any]] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
 
 
 def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
-    names, default = NAMES[func]
-    named = dict(zip(names, args, strict=False))
-    named.update(kwargs)
-    x, own, instance = named["input"], named.get(names[5], default), func is F.instance_norm
+    x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
+    instance = func is F.instance_norm
     if not plain(x):
         return func(*args, **kwargs)
-    vectors: list[Tensor] = []
-    before, registry.vectors = registry.claim, vectors
-    bare = False
-    try:
-        if instance:
-            registry.claim = functools.partial(_laid_anew, registry, x)
-            out = func(*args, **kwargs)
-        else:
-            out, bare = _call_bare(registry, func, args, kwargs)
-    finally:
-        registry.claim, registry.vectors, registry.collected = before, None, vectors
-    if bare and own and x.is_cpu:
-        vectors += _results_of(out.grad_fn)
-    again, count = None, x.shape[1] * (x.shape[0] if instance else 1)
-    if own and (registry.rounds or _is_certain(x, vectors, count, instance)):
-        found = statistics_of(vectors, count)
-        again = None if found is None else by_statistics(x, named.get("weight"), named.get("bias"), *found)
-    if again is not None:
-        registry.offer(out, again, [x])
+    found, source = None, x
+    if not instance and _CAN_BE_BARE and registry.chains and registry.outer is None and not is_trained_leaf(x):
+        out, saved = _call_bare(registry, x, func, args, kwargs)
+        if own and x.is_cpu:
+            found = _results_of(out.grad_fn)
+        # The data that was just saved needs no search.
+        source = saved if type(saved) is Data else x
+    else:
+        out, vectors = _call_collecting(registry, func, args, kwargs, x)
+        if own:
+            found = statistics_of(vectors, x.shape[1] * (x.shape[0] if instance else 1))
+    if found is not None and (registry.rounds or _is_certain(x, found[0], instance)):
+        registry.offer(out, by_statistics(x, weight, bias, *found), [source])
         return out
-    for name in names[1:3]:
-        # These are copies, because aten moves running statistics without a new version.
-        moved = named.get(name)
-        named[name] = None if own or moved is None else moved.detach().clone()
-    again, tensors = replay(func, (), named)
+    # These are copies, because aten moves running statistics without a new version.
+    mean, var = [None if own or v is None else v.detach().clone() for v in (mean, var)]
+    again, tensors = replay(func, (x, mean, var, weight, bias, own, *numbers), {})
     registry.offer(out, again, tensors)
     return out
 
 
-def _call_bare(registry: Registry, func: Function, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Calls a norm so that only its input passes through the hooks, and autograd itself holds the vectors.
+def _call_collecting(registry: Registry, func: Function, args: Any, kwargs: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
+    """Calls a norm, and returns also the vectors that it saves."""
+    vectors: list[Tensor] = []
+    before, registry.vectors = registry.claim, vectors
+    try:
+        if func is F.instance_norm:
+            registry.claim = functools.partial(_laid_anew, registry, x)
+        return func(*args, **kwargs), vectors
+    finally:
+        registry.claim, registry.vectors, registry.collected = before, None, vectors
 
-    The hooks take most of the time of a small norm.  Returns also whether the input was saved.
+
+def _call_bare(
+    registry: Registry, x: Tensor, func: Function, args: Any, kwargs: Any
+) -> tuple[Any, Data | Handle | None]:
+    """Calls a batch norm so that only ``x`` passes through the hooks, and autograd itself holds the vectors.
+
+    The hooks take most of the time of a small norm.  Returns the result and what was saved for ``x``; None if it was
+    not saved.
     """
-    if not registry.chains or registry.outer is not None or _push_hooks is None or _torch.pop_hooks is None:
-        return func(*args, **kwargs), False
-    hooks, registry.bare = _hooks(True), True
+    hooks, registry.bare = _hooks(True), x
     try:
         out = func(*args, **kwargs)
     finally:
-        saved, registry.bare = not registry.bare, False
-        if saved:
+        saved, registry.bare = registry.bare, None
+        if saved is not x:
             _push_hooks(*hooks)
-    return out, saved
+    return out, None if isinstance(saved, Tensor) else saved
 
 
-def _results_of(node: Any) -> list[Tensor]:
-    """What a node of autograd has saved of the results of a norm, after the output."""
+def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1 / sqrt(var + eps) that the node of a batch norm on a CPU has saved."""
     try:
-        return [node._saved_result1, node._saved_result2]
+        return node._saved_result1, node._saved_result2
     except AttributeError:
-        return []
+        return None
 
 
 def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
@@ -98,18 +123,17 @@ def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | 
     return (found[-2], found[-1]) if len(found) > 1 else None
 
 
-def _is_certain(x: Tensor, vectors: list[Tensor], count: int, instance: bool) -> bool:
+def _is_certain(x: Tensor, mean: Tensor, instance: bool) -> bool:
     """Whether ``by_statistics`` gives the same bits as the norm.
 
-    It may not on other devices than a CPU, and if the vectors may be something else.  With parameters in half
-    precision, aten rounds the statistics; in memory with gaps or with another order of dimensions, it multiplies in
-    another order.
+    It may not on other devices than a CPU, and if ``mean`` may be something else.  With parameters in half precision,
+    aten rounds the statistics; in memory with gaps or with another order of dimensions, it multiplies in another order.
     """
-    dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
-    if len(vectors) < 2 or not x.is_cpu or not (instance or dense):
+    if not x.is_cpu or mean.dtype != STATISTICS.get(x.dtype, torch.float32):
         return False
-    mean = vectors[-2]
-    return mean.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and mean.numel() == count
+    if instance or x.is_contiguous():
+        return mean.numel() == x.shape[1] * (x.shape[0] if instance else 1)
+    return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]) and mean.numel() == x.shape[1]
 
 
 class ByStatistics:
@@ -125,9 +149,29 @@ class ByStatistics:
 
     def __call__(self, x: Tensor) -> Tensor:
         mean = self.mean
-        problem = x.contiguous().view(1, mean.numel(), *x.shape[2:]) if self.instance else x
-        z, _, _ = torch.native_batch_norm(problem, self.scale, self.bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
-        return z.view(x.shape) if self.instance else z
+        ones = _ones_like(mean)
+        if not self.instance:
+            return torch.native_batch_norm(x, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0]
+        channels = x.contiguous().view(1, mean.numel(), *x.shape[2:])
+        return torch.native_batch_norm(channels, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0].view(x.shape)
+
+
+# Vectors of ones, to which nobody writes, by their length, dtype and device.
+_ones: dict[Any, Tensor] = {}
+MOST_ONES = 256
+
+
+def _ones_like(mean: Tensor) -> Tensor:
+    if type(mean) is not Tensor:
+        return torch.ones_like(mean)
+    key = mean.numel(), mean.dtype, mean.device
+    ones = _ones.get(key)
+    if ones is None:
+        ones = torch.ones_like(mean)
+        # Inside a mode or a transform it may be another kind of tensor.
+        if len(_ones) < MOST_ONES and type(ones) is Tensor and plain(ones):
+            _ones[key] = ones
+    return ones
 
 
 def by_statistics(
@@ -141,13 +185,12 @@ def by_statistics(
     instance = mean.numel() != channels
     scale = rstd
     # These are copies, because an optimizer may change the parameters before backward.
-    if weight is not None:
-        weight = weight.detach()
-        scale = scale * (weight.repeat(samples) if instance else weight)
-    if bias is not None:
-        bias = bias.detach()
-        bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
-        bias = bias.repeat(samples) if instance else bias
+    with _torch.below_autograd():
+        if weight is not None:
+            scale = scale * (weight.repeat(samples) if instance else weight)
+        if bias is not None:
+            bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
+            bias = bias.repeat(samples) if instance else bias
     return ByStatistics(scale, bias, mean, instance)
 
 

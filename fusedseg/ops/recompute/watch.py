@@ -71,8 +71,9 @@ NAMING = EXPOSING | DETACHING
 
 @functools.cache
 def _may_change(func: Function) -> bool:
-    """Whether a function may write to a tensor, or give its memory another name, without ``out`` or ``inplace``."""
-    return func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
+    """Whether a function may change a tensor, or give its memory another name, without ``out`` or ``inplace``."""
+    sets = getattr(func, "__name__", "") == "__set__"
+    return sets or func in NAMING or func in EMBEDDINGS or _writes(func) or bool(_schemas(func))
 
 
 def _dispatched() -> bool:
@@ -110,6 +111,8 @@ def _watch_scripted() -> None:
     for cls in _torch.script_classes:
 
         def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
+            for registry in recipes.watching():
+                registry.seen = None
             tensors = replay(_run, args, kwargs)[1] if _torch.len_torch_function_stack() else []
             if any(map(recipes.is_source, tensors)) and _changes(self.inlined_graph):
                 for t in tensors:
@@ -143,7 +146,7 @@ class Watch(TorchFunctionMode):
         registry, rule = self.registry, self.rules.get(func)
         if rule is None and not kwargs and not _may_change(func):
             return func(*args)
-        if rule is not None and "out" not in kwargs and recipes.innermost() is registry:
+        if rule is not None and "out" not in kwargs and recipes.is_innermost(registry):
             if torch.is_grad_enabled():
                 return rule(registry, func, args, kwargs)
             if not _writes(func) and not kwargs.get("inplace"):
@@ -151,6 +154,7 @@ class Watch(TorchFunctionMode):
                 with _torch.DisableTorchFunction():
                     _made(registry, out, args)
                 return out
+        registry.seen = None
         if _may_change(func) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             with _torch.DisableTorchFunction():
                 for t in _written(func, args, kwargs):
