@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch._functorch.partitioners import get_default_op_list
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fusedseg import _torch
 from fusedseg.memory.buffers import Buffers
 
 # The bytes of one value of these functions.
@@ -54,14 +54,14 @@ def graph_of(function):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_peak(function, most):
-    found = Buffers(graph_of(function), _torch.partitioner().op_list().is_fusible).peak()
+    found = Buffers(graph_of(function), get_default_op_list().is_fusible).peak()
     assert found == most
 
 
 def test_inputs_that_are_counted_live_until_their_last_use():
     graph = graph_of(chain)
     x, w = (node for node in graph.nodes if node.op == "placeholder")
-    buffers = Buffers(graph, _torch.partitioner().op_list().is_fusible)
+    buffers = Buffers(graph, get_default_op_list().is_fusible)
     assert buffers.peak([w]) == 2 * ONE + 8 * 8 * 9 * 4
     # x is freed before the second product.
     assert buffers.peak([x]) == 2 * ONE
