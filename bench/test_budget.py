@@ -1,6 +1,7 @@
 """Times one training step within a byte budget, beside the arithmetic that the step repeats.
 
-The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, and checkpoints.
+The contenders are eager mode, the scope without a budget (ours), ``fusedseg.convert`` with budgets, the same compiled,
+``torch.compile`` with its own memory budget that keeps about the same bytes, and checkpoints.
 ``pytest -s bench/test_budget.py -m slow`` also prints the time and the arithmetic of a step, divided by those of eager
 mode.
 """
@@ -12,11 +13,14 @@ from statistics import median
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedseg
+from fusedseg.memory.compiled import Partition, partitions
 from tests.nnunet import PlainConvUNet
 
+from .contenders import Compiled
 from .data import parametrize_pairs
 from .harness import Result, Timing, once
 from .jobs import NetJob, compete_networks
@@ -26,13 +30,20 @@ from .test_recompute import CLASSES, Checkpointed, Scoped, Segments, checkpointe
 
 SECONDS = {"cpu": 12.0, "cuda": 15.0}
 BUDGETS = {f"budget {budget}": budget for budget in (0.4, 0.3, 0.2)}
-CONTENDERS = ["eager", "ours", *BUDGETS, "checkpoint"]
+COMPILED = {f"{name}, compiled": name for name in BUDGETS}
+PLAIN, RESNET = "nnU-Net's plain network, 2x1x32x32x32", "ResNet-18, 4x3x128x128"
+# The compiler's own budgets that keep about the same bytes.
+COMPILERS = {
+    PLAIN: {f"compiler like {name}": budget for name, budget in zip(BUDGETS, (0.4, 0.3, 0.2), strict=True)},
+    RESNET: {f"compiler like {name}": budget for name, budget in zip(BUDGETS, (0.5, 0.35, 0.2), strict=True)},
+}
+CONTENDERS = ["eager", "ours", *BUDGETS, *COMPILED, "compiled", *COMPILERS[PLAIN], "checkpoint"]
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "nnU-Net's plain network, 2x1x32x32x32": (
+    PLAIN: (
         partial(PlainConvUNet, classes=CLASSES, widths=(16, 32, 64)),
         (2, 1, 32, 32, 32),
     ),
-    "ResNet-18, 4x3x128x128": (partial(Segments, width=32), (4, 3, 128, 128)),
+    RESNET: (partial(Segments, width=32), (4, 3, 128, 128)),
 }
 
 
@@ -54,6 +65,14 @@ def arithmetic(job: NetJob) -> int:
 
 
 @cache
+def of_compiler(case: str) -> dict[float, Partition]:
+    """What the compiler keeps and repeats by default and with its own budgets."""
+    make, shape = CASES[case]
+    with FakeTensorMode():
+        return partitions(make(), [torch.empty(shape)], (1.0, *COMPILERS[case].values()))
+
+
+@cache
 def inputs(case: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     make, shape = CASES[case]
     torch.manual_seed(0)
@@ -65,17 +84,29 @@ def inputs(case: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor,
 def run(case: str, device: torch.device) -> tuple[dict[str, Result], dict[str, float]]:
     """The results of all contenders, and the arithmetic of each divided by that of eager mode."""
     x, target, state = inputs(case, device)
+    # It empties the compiler's caches, so it comes before the contenders.
+    of_compiler(case)
     work: dict[str, float] = {}
 
     def build(name: str) -> NetJob:
         net = CASES[case][0]()
         net.load_state_dict(state)
         net = net.to(device)
-        if name in BUDGETS:
-            fusedseg.convert(net, example_inputs=x, budget=BUDGETS[name])
+        if name in BUDGETS or name in COMPILED:
+            fusedseg.convert(net, example_inputs=x, budget=BUDGETS[COMPILED.get(name, name)])
+        own = 1.0 if name == "compiled" else COMPILERS[case].get(name)
+        if name in COMPILED:
+            net = Compiled(net)
+        elif own is not None:
+            net = Compiled(net, activation_memory_budget=own)
         net = Scoped(net) if name == "ours" else checkpointed_stages(net) if name == "checkpoint" else net
         job = NetJob(net, x, target)
-        work[name] = arithmetic(job)
+        # Compiled code cannot be counted while it runs.
+        if own is not None:
+            partition = of_compiler(case)[own]
+            work[name] = work["eager"] + partition.repeated * partition.flops
+        else:
+            work[name] = work[COMPILED[name]] if name in COMPILED else arithmetic(job)
         return job
 
     results = compete_networks(CONTENDERS, build, False, Timing(device, SECONDS[device.type]))

@@ -327,14 +327,14 @@ def has_fake_mode() -> bool:
     return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-# What the memory planner needs to divide a graph as ``torch.compile`` does.
+# What the planner needs to divide a graph as ``torch.compile`` does.  Decompositions need the lowerings to be imported.
 _PARTITIONER = {
-    # The table of decompositions uses this module without importing it.
     "lowerings": "torch._inductor.lowering",
     "decompositions": "torch._inductor.decomposition.select_decomp_table",
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
+    "op_list": "torch._functorch.partitioners.get_default_op_list",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 

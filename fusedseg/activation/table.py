@@ -64,14 +64,15 @@ class Row:
     module: the stock module; None for identity, which conversion does not look for.
     function: (y, p) -> z, by stock functions.
     forward: (y, p) -> z, by aten's functions, in the memory of y.
-    grad: (dz, y, p) -> dz * phi'(y), in the memory of y if aten has an op for that.  Autograd calls these ops for the
-        stock function of y.  For the function that overwrites y, autograd calls other ops, which round differently.
+    grad: (dz, y, p, out) -> dz * phi'(y), in ``out`` if aten has an op for that, otherwise in new memory.  ``out`` may
+        be dz or y.  Autograd calls these ops for the stock function of y.  For the function that overwrites y, autograd
+        calls other ops, which round differently.
     node: the beginning of the name of the node that autograd makes for it; "" if the memory report gives no advice.
     parameter: the meaning of ``activation_param``, or None if there is no parameter.
     inverse: the functions that need only z; None if y cannot be found from z.
     identity: z equals y, so the gradient of y is dz, and a parameter has no effect.
     idempotent: applying it twice gives the same result as applying it once.
-    grad_of_output: (dz, z) -> dz * phi'(y) in new memory, with the bits of ``grad``; None if phi'(y) needs y.
+    grad_of_output: (dz, z, out) writes dz * phi'(y) to ``out``, with the bits of ``grad``; None if phi'(y) needs y.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they support.
     selected_by: for a row that a word selects, the public name and the word.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
@@ -82,13 +83,13 @@ class Row:
     module: type[nn.Module] | None
     function: Callable[[Tensor, Any], Tensor]
     forward: Callable[[Tensor, Any], Tensor]
-    grad: Callable[[Tensor, Tensor, Any], Any]
+    grad: Callable[[Tensor, Tensor, Any, Tensor], Any]
     node: str = ""
     parameter: Parameter | None = None
     inverse: Inverse | None = None
     identity: bool = False
     idempotent: bool = False
-    grad_of_output: Callable[[Tensor, Tensor], Tensor] | None = None
+    grad_of_output: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
     learned: bool = False
@@ -126,7 +127,7 @@ def _per_channel(slope: Tensor, y: Tensor) -> Tensor:
     return slope.view(1, -1, *(1,) * (y.dim() - 2)).to(y.dtype)
 
 
-def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     w = _per_channel(slope, y)
     g, dw = _torch.prelu_kernel_backward(dz, y, w)
     over = [d for d in range(y.dim()) if w.shape[d] == 1]
@@ -141,7 +142,7 @@ _ROWS = (
         nn.LeakyReLU,
         function=F.leaky_relu,
         forward=lambda y, p: _nn.leaky_relu_(y, p),
-        grad=lambda dz, y, p: aten.leaky_relu_backward.grad_input(dz, y, p, False, grad_input=y),
+        grad=lambda dz, y, p, out: aten.leaky_relu_backward.grad_input(dz, y, p, False, grad_input=out),
         node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
@@ -156,7 +157,7 @@ _ROWS = (
         nn.ELU,
         function=F.elu,
         forward=lambda y, p: _nn.elu_(y, p),
-        grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=y),
+        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=out),
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
         inverse=Inverse(
@@ -171,7 +172,9 @@ _ROWS = (
         nn.SELU,
         function=lambda y, p: F.selu(y),
         forward=lambda y, p: torch.selu_(y),
-        grad=lambda dz, y, p: aten.elu_backward.grad_input(dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=y),
+        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(
+            dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=out
+        ),
         node="Elu",
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
@@ -184,7 +187,7 @@ _ROWS = (
         None,
         function=lambda y, p: y,
         forward=lambda y, p: y,
-        grad=lambda dz, y, p: dz,
+        grad=lambda dz, y, p, out: dz,
         identity=True,
         idempotent=True,
         inverse=Inverse(
@@ -198,17 +201,17 @@ _ROWS = (
         nn.ReLU,
         function=lambda y, p: F.relu(y),
         forward=lambda y, p: torch.relu_(y),
-        grad=lambda dz, y, p: aten.threshold_backward.grad_input(dz, y, 0, grad_input=y),
+        grad=lambda dz, y, p, out: aten.threshold_backward.grad_input(dz, y, 0, grad_input=out),
         node="Relu",
         idempotent=True,
-        grad_of_output=lambda dz, z: aten.threshold_backward.default(dz, z, 0),
+        grad_of_output=lambda dz, z, out: aten.threshold_backward.grad_input(dz, z, 0, grad_input=out),
     ),
     Row(
         "silu",
         nn.SiLU,
         function=lambda y, p: F.silu(y),
         forward=lambda y, p: _nn.silu_(y),
-        grad=lambda dz, y, p: aten.silu_backward.grad_input(dz, y, grad_input=y),
+        grad=lambda dz, y, p, out: aten.silu_backward.grad_input(dz, y, grad_input=out),
         node="Silu",
     ),
     Row(
@@ -216,7 +219,7 @@ _ROWS = (
         nn.GELU,
         function=lambda y, p: F.gelu(y),
         forward=lambda y, p: _nn.gelu_(y),
-        grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, grad_input=y),
+        grad=lambda dz, y, p, out: aten.gelu_backward.grad_input(dz, y, grad_input=out),
         node="Gelu",
         parameter=_APPROXIMATION,
     ),
@@ -225,7 +228,7 @@ _ROWS = (
         nn.GELU,
         function=lambda y, p: F.gelu(y, approximate="tanh"),
         forward=lambda y, p: _nn.gelu_(y, approximate="tanh"),
-        grad=lambda dz, y, p: aten.gelu_backward.grad_input(dz, y, approximate="tanh", grad_input=y),
+        grad=lambda dz, y, p, out: aten.gelu_backward.grad_input(dz, y, approximate="tanh", grad_input=out),
         node="Gelu",
         parameter=_APPROXIMATION,
         selected_by=("gelu", "tanh"),
@@ -235,7 +238,7 @@ _ROWS = (
         nn.Mish,
         function=lambda y, p: F.mish(y),
         forward=lambda y, p: _nn.mish_(y),
-        grad=lambda dz, y, p: aten.mish_backward.default(dz, y),
+        grad=lambda dz, y, p, out: aten.mish_backward.default(dz, y),
         node="Mish",
     ),
     Row(
@@ -243,7 +246,7 @@ _ROWS = (
         nn.Hardswish,
         function=lambda y, p: F.hardswish(y),
         forward=lambda y, p: _nn.hardswish_(y),
-        grad=lambda dz, y, p: aten.hardswish_backward.default(dz, y),
+        grad=lambda dz, y, p, out: aten.hardswish_backward.default(dz, y),
         node="Hardswish",
     ),
     Row(
@@ -251,17 +254,17 @@ _ROWS = (
         nn.ReLU6,
         function=lambda y, p: F.relu6(y),
         forward=lambda y, p: _nn.hardtanh_(y, 0.0, 6.0),
-        grad=lambda dz, y, p: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=y),
+        grad=lambda dz, y, p, out: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=out),
         node="Hardtanh",
         idempotent=True,
-        grad_of_output=lambda dz, z: aten.hardtanh_backward.default(dz, z, 0.0, 6.0),
+        grad_of_output=lambda dz, z, out: aten.hardtanh_backward.grad_input(dz, z, 0.0, 6.0, grad_input=out),
     ),
     Row(
         "softplus",
         nn.Softplus,
         function=lambda y, p: F.softplus(y),
         forward=lambda y, p: _nn.softplus(y, out=y),
-        grad=lambda dz, y, p: aten.softplus_backward.grad_input(dz, y, 1, 20, grad_input=y),
+        grad=lambda dz, y, p, out: aten.softplus_backward.grad_input(dz, y, 1, 20, grad_input=out),
         node="Softplus",
         fixed=(("beta", 1.0), ("threshold", 20.0)),
     ),

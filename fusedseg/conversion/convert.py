@@ -96,7 +96,8 @@ def convert(
             higher peak.  The calls are chosen on the example; another size of the input keeps the choice, so that its
             bytes grow with the size.  None lets no call run twice.
         extra_flops: the arithmetic that may run twice, as a share of the forward's convolution and matrix arithmetic
-            (0.02).  Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
+            (0.02).  Without ``budget``, it buys as few bytes as it can.  With ``budget``, the peak may be higher than
+            that of a larger budget where both limits cannot be met otherwise.  The default with ``budget`` is 1.0.
         bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
             the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
             With a budget too, only convolutions that read exact values run twice, such as the first one.

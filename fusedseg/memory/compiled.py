@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import partitioner
+from .buffers import Buffers
 from .meter import key_of, mean_of
 
 OP = "fusedseg.memory.partitions"
@@ -23,11 +24,13 @@ class Partition(NamedTuple):
 
     Attributes:
         kept: bytes that forward keeps for backward, without parameters and buffers.
+        peak: the most bytes at once if elementwise functions are fused (``buffers.py``), without inputs and parameters.
         repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
         flops: this arithmetic of forward, as far as ops of PyTorch do it.
     """
 
     kept: int
+    peak: int
     repeated: float
     flops: int
 
@@ -47,6 +50,7 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
         RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
     """
     parts = partitioner()
+    is_fusible = parts.op_list().is_fusible
     found: dict[float, Partition] = {}
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -57,7 +61,13 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
                 warnings.simplefilter("ignore", FutureWarning)
                 twin = copy.deepcopy(joint)
             forward, backward = _divided(parts, twin, joint_inputs, budget, options)
-            found[budget] = _partition(joint, forward, backward, owned, options["num_fwd_outputs"])
+            first, second = _flops(forward), _flops(backward)
+            found[budget] = Partition(
+                _kept(forward, owned, options["num_fwd_outputs"]),
+                _peak(forward, backward, is_fusible),
+                (first + second - _flops(joint)) / max(first, 1),
+                first,
+            )
         return _divided(parts, joint, joint_inputs, 1.0, options)
 
     def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
@@ -86,20 +96,22 @@ def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, opti
         return parts.min_cut(joint, inputs, compiler="inductor", **options)
 
 
-def _partition(
-    joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int
-) -> Partition:
-    """The bytes and the arithmetic of one division; ``owned`` has the shapes of parameters and buffers."""
+def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) -> int:
+    """The bytes that forward keeps; ``owned`` has the shapes of parameters and buffers, inputs that do not count."""
     (returned,) = next(node for node in forward.graph.nodes if node.op == "output").args
     kept: dict[int, int] = {}
     for node in returned[outputs:]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        # Parameters are inputs of the graph.
         if isinstance(value, Tensor) and not (node.op == "placeholder" and tuple(value.shape) in owned):
             kept[key_of(value)] = value.untyped_storage().nbytes()
-    first = _flops(forward)
-    again = first + _flops(backward) - _flops(joint)
-    return Partition(sum(kept.values()), again / max(first, 1), first)
+    return sum(kept.values())
+
+
+def _peak(forward: fx.GraphModule, backward: fx.GraphModule, is_fusible: Callable[[fx.Node], bool]) -> int:
+    """The most bytes at once in forward or backward, without parameters, buffers and inputs of the model."""
+    before = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
+    given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in before]
+    return max(Buffers(forward.graph, is_fusible).peak(), Buffers(backward.graph, is_fusible).peak(given))
 
 
 def _flops(module: fx.GraphModule) -> int:

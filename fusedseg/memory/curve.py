@@ -30,10 +30,18 @@ ALMOST = 0.99
 
 
 class Point(NamedTuple):
-    """One budget of one way: the budget ("" for none), the bytes kept, and the share of arithmetic that is repeated."""
+    """One budget of one way.
+
+    Attributes:
+        budget: the budget; "" for none.
+        kept: the bytes kept for backward.
+        peak: the most bytes at once in a step, without parameters and inputs.
+        repeated: the share of the forward's arithmetic that backward repeats.
+    """
 
     budget: str
     kept: int
+    peak: int
     repeated: float
 
 
@@ -77,13 +85,15 @@ class Curve:
         lines = []
         for way, points in self.ways.items():
             for point in spread(points, lambda point: point.kept):
-                share = f"{point.kept / self.eager:.3f}"
-                lines.append((way, point.budget, gib(point.kept), share, f"{point.repeated:.1%}"))
-        return table(("", "budget", "kept", "of eager", "repeated"), lines)
+                eager = self.ways[EAGER][0]
+                share, peak = f"{point.kept / eager.kept:.3f}", f"{point.peak / eager.peak:.3f}"
+                repeated = f"{point.repeated:.1%}"
+                lines.append((way, point.budget, gib(point.kept), share, gib(point.peak), peak, repeated))
+        return table(("", "budget", "kept", "of eager", "peak", "of eager", "repeated"), lines)
 
     def to_dict(self) -> dict[str, Any]:
         """All points as plain values, for JSON."""
-        names = ("budget", "kept_bytes", "repeated")
+        names = ("budget", "kept_bytes", "peak_bytes", "repeated")
         ways = {way: [dict(zip(names, point, strict=True)) for point in points] for way, points in self.ways.items()}
         return {"model": self.model, "shapes": self.shapes, "ways": ways, "left_out": self.left_out}
 
@@ -92,7 +102,8 @@ class Curve:
         note = (
             "Kept: for backward, at the end of forward, counted on tensors without values. Repeated: the arithmetic "
             "that backward runs again, as a share of the forward's. The budget of torch.compile is its own "
-            "activation_memory_budget."
+            "activation_memory_budget. The peak of a compiled model is that of its graphs if elementwise functions are "
+            "fused."
         )
         lines = [f"Left out: {way}: {reason}." for way, reason in self.left_out.items()]
         return "\n".join([title, "═" * len(title), self.table(), "", wrapped("\n".join([note, *lines]))])
@@ -132,13 +143,14 @@ def curve(
         net, inputs = fake_model(model, mode, dtype), fake_inputs(shapes, dtype)
         name = type(net).__name__
         say(EAGER)
-        ways[EAGER] = (Point("", measure(net, *inputs).saved, 0.0),)
+        found = measure(net, *inputs)
+        ways[EAGER] = (Point("", found.saved, found.peak, 0.0),)
         try:
             say(CHECKPOINT)
             blocks = fake_model(model, mode, dtype)
             checkpoint_blocks(blocks)
             report = profile_fake(blocks, inputs)
-            ways[CHECKPOINT] = (Point("", report.saved, report.repeated),)
+            ways[CHECKPOINT] = (Point("", report.saved, report.peak, report.repeated),)
         except NoBlocks as error:
             left_out[CHECKPOINT] = str(error).partition(": ")[2]
         say(OURS)
@@ -148,7 +160,7 @@ def curve(
             left_out[OURS] = str(error).partition(": ")[2]
         else:
             rungs = [rung for rung in ladder if rung.repeated <= MOST]
-            ways[OURS] = tuple(Point(_budget(rung), rung.kept, rung.repeated) for rung in rungs)
+            ways[OURS] = tuple(Point(_budget(rung), rung.kept, rung.peak, rung.repeated) for rung in rungs)
         if compiled:
             tries: dict[str, Callable[[], list[Point]]] = {COMPILER: lambda: _compiler(net, inputs)}
             if OURS in ways:
@@ -178,13 +190,14 @@ def _ours_compiled(
         # If an op of this package holds a convolution, PyTorch does not count its arithmetic.  What eager mode repeats
         # is the most that compiled code repeats.
         counted = found.flops >= ALMOST * of_stock.flops
-        points.append(Point(_budget(rung), found.kept, found.repeated if counted else rung.repeated))
+        points.append(Point(_budget(rung), found.kept, found.peak, found.repeated if counted else rung.repeated))
     return points
 
 
 def _compiler(model: nn.Module, inputs: Any) -> list[Point]:
     found = partitions(model, inputs, COMPILER_BUDGETS)
-    return [Point("" if budget == 1.0 else f"{budget:g}", of.kept, of.repeated) for budget, of in found.items()]
+    names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
+    return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
 
 
 def spread(items: Sequence[Any], kept: Callable[[Any], int]) -> list[Any]:

@@ -15,13 +15,13 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
 
 
 def activation_grad(
-    dz: Tensor, y: Tensor, act: Activation, slope: Tensor | None = None
+    dz: Tensor, y: Tensor, act: Activation, slope: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """g = dz phi'(y), and the gradient of the slope of prelu, in the shape and dtype of the slope.
 
-    g is written over ``y`` if aten has an op for that.  ``dz`` is not changed.
+    g is written to ``out``, which may be ``dz`` or ``y``, if aten has an op for that.
     """
     row = TABLE[act.name]
     if row.learned:
-        return row.grad(dz, y, slope)
-    return row.grad(dz, y, act.param), None
+        return row.grad(dz, y, slope, out)
+    return row.grad(dz, y, act.param, out), None

@@ -14,6 +14,7 @@ from fusedseg.memory import curve, measure
 from fusedseg.memory.compiled import partitions
 from fusedseg.memory.curve import spread
 from tests.nnunet import PlainConvUNet
+from tests.ops.test_recompute_compiled import Residual, instance
 
 SMALL, SHAPE = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
 
@@ -102,6 +103,18 @@ def test_compiled_models_keep_what_eager_mode_keeps(ladder, whole):
         assert 0.8 * rung.repeated <= found.repeated <= rung.repeated + 1e-9
 
 
+def test_a_residual_stream_follows_its_budget():
+    """Products that run again do not count among the calls after which compiled code keeps a sum."""
+    with FakeTensorMode():
+        net = nn.Sequential(nn.Conv3d(1, 8, 3), *instance(8), *(Residual(8) for _ in range(6)), nn.Conv3d(8, 2, 1))
+        ladder = Ladder(net, x := torch.empty(1, 1, 18, 18, 18))
+        rung = next(rung for rung in ladder if rung.kept <= 0.3 * ladder.before.saved)
+        ladder.follow(rung)
+        (found,) = partitions(ladder.model, [x]).values()
+    assert len(rung.choice.again) > 3
+    assert found.kept <= 1.02 * rung.kept
+
+
 def test_the_compilers_own_budgets(whole):
     eager, found = whole[0].eager, {float(point.budget or 1): point for point in whole[0].ways["torch.compile"]}
     assert found[1.0].repeated == 0.0
@@ -115,6 +128,8 @@ def test_curve(whole):
     assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", "fusedseg, compiled"]
     assert found.ways["eager"][0].kept == found.eager
     assert 0.9 < found.ways["checkpoint"][0].repeated <= 1.0
+    for way, points in found.ways.items():
+        assert all(point.kept < point.peak <= found.ways["eager"][0].peak for point in points), way
     lines = text.splitlines()
     assert lines[0] == "PlainConvUNet, 2×1×16×16×16: bytes kept against arithmetic repeated"
     assert sum(line.startswith("fusedseg ") for line in lines) == 2

@@ -320,19 +320,6 @@ def network():
     )  # fmt: skip
 
 
-def test_a_bare_scope_learns_in_its_first_step():
-    net, x = network(), torch.randn(2, 1, 32, 32)
-    owned = [*net.parameters(), *net.buffers()]
-    eager = measure(net, x, owned=owned)
-    scoped = recompute(0.25)(net)
-    first, second = measure(scoped, x, owned=owned), measure(scoped, x, owned=owned)
-    assert second.saved <= 0.25 * eager.saved < first.saved
-    # Another size has another plan, and a decorated function or a new scope shares the plans.
-    small = torch.randn(2, 1, 16, 16)
-    measure(recompute(0.25)(net), small, owned=owned)
-    assert measure(recompute(0.25)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
-
-
 def test_a_plan_that_no_longer_fits_is_left():
     """A network whose calls differ from the plan keeps their outputs, and its gradients are right."""
     net, x = network(), torch.randn(2, 1, 16, 16)

@@ -5,8 +5,9 @@ from itertools import combinations
 
 import pytest
 
-from fusedseg.ops.recompute.choice import Call
+from fusedseg.ops.recompute.choice import Budget, Call
 from fusedseg.ops.recompute.graph import Graph
+from fusedseg.ops.recompute.guide import choose
 from fusedseg.ops.recompute.knapsack import CLOSE, SAME, Knapsack, Limits
 from fusedseg.ops.recompute.replay import Node, Others
 
@@ -82,6 +83,30 @@ def test_a_value_that_is_needed_again_is_held():
     # Beside large gradients in between, the call runs twice more, and the peak stays.
     graph.others = [Others(0, 40 if number > 6 else 0) for number in range(count)]
     assert graph.cost({0}) == (10 + 12 * 4, 200, 10 + 12 * 4 + 20 + 40, frozenset())
+    held = graph.cost({0}, hold_all=True)
+    assert held[:2] == (10 + 12 * 4, 100)
+    assert held.peak > graph.cost({0}).peak
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bytes_and_arithmetic_as_limits(seed):
+    """If any set is within both limits, a set within both is chosen, even if its peak is higher than before."""
+    graph = random_graph(seed, 6)
+    nothing, total = graph.cost(()), sum(call.flops for call in graph.calls)
+    prices = (graph.cost(again, hold_all=hold_all) for again in sets(graph) for hold_all in (False, True))
+    costs = [cost for cost in prices if cost is not None]
+    reached = 0
+    for kept in (0.8, 0.6, 0.4):
+        for flops in (0.2, 0.5, 0.8):
+            most = int(kept * nothing.kept)
+            choice = choose(graph, Budget(nbytes=most, extra_flops=flops), nothing.kept)
+            if any(Limits(most, flops * total).allow(cost) for cost in costs):
+                assert choice.kept <= most
+                assert choice.repeated <= flops
+                reached += 1
+            # A choice that follows itself costs what it says.
+            assert choice.flops in [graph.cost(choice.again, hold_all=hold_all).flops for hold_all in (False, True)]
+    assert reached
 
 
 @pytest.mark.parametrize("seed", range(6))

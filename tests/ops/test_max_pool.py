@@ -10,7 +10,7 @@ import fusedseg
 from fusedseg.functional import max_pool
 from fusedseg.memory import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
-from fusedseg.ops.max_pool import op
+from fusedseg.ops.max_pool import chunks, op
 from fusedseg.ops.recompute.watch import Watch
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
@@ -21,6 +21,8 @@ CASES = {
     "halving": ((2, 3, 8, 6), 2, None, 0, 1, False),
     "odd-ceil": ((2, 3, 5, 7), 2, 2, 0, 1, True),
     "overlapping": ((2, 3, 9, 7), 3, 2, 1, 1, False),
+    "overlapping-inside": ((2, 3, 8, 7), 3, 2, 1, 1, False),
+    "overlapping-unpadded": ((2, 3, 9, 7), 3, 2, 0, 1, True),
     "stride-over-window": ((1, 2, 8, 9), (2, 1), 3, (1, 0), 1, True),
     "dilation": ((1, 2, 8, 9), 3, 1, 1, (2, 3), False),
     "window-wider-than-x": ((2, 3, 3, 2), 5, 1, 2, 1, False),
@@ -40,9 +42,9 @@ def chunking(request, monkeypatch):
     if request.param != "small":
         monkeypatch.setattr(max_pool_aten, "FEW", 0)
     if request.param == "chunked":
-        monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
-        monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)
-        monkeypatch.setattr(max_pool_aten, "PIECE", 30)
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(chunks, "ROWS_CHUNK_BYTES", 300)
+        monkeypatch.setattr(chunks, "PIECE", 30)
 
 
 def special(shape):
@@ -190,7 +192,7 @@ def test_a_window_that_steps_over_x_is_refused():
 def test_planes_beyond_a_chunk_that_is_copied_to_channels_last(shape, window, dtype, monkeypatch):
     """Four planes are copied at a time, and the last copy has one."""
     monkeypatch.setattr(max_pool_aten, "FEW_POSITIONS", 0)
-    monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 4 * math.prod(shape[2:]) * dtype.itemsize)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * math.prod(shape[2:]) * dtype.itemsize)
     compare(special(shape).to(dtype), (shape, *window), False)
 
 

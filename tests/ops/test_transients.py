@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import fusedseg
+from fusedseg.activation import TABLE
 from fusedseg.functional import Interpolated
 from fusedseg.memory import LiveBytes, measure
 from fusedseg.ops import reuse
@@ -44,6 +45,39 @@ def gradients(norm, x, monkeypatch, least):
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
     z = norm(x * 1)
     return torch.autograd.grad((z * 3).square().sum(), [x, *norm.parameters()])
+
+
+@pytest.fixture
+def in_one_piece(monkeypatch):
+    """Tensors of tests are not divided into parts."""
+    monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 2**20)
+
+
+@pytest.mark.usefixtures("in_one_piece")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.selected_by is None])
+def test_g_over_dz_has_the_same_bits(name, dtype, memory_format, monkeypatch):
+    invertible = TABLE[name].inverse is not None
+    modules = [fusedseg.BatchNormAct] + [fusedseg.InPlaceABN] * invertible
+    for module in modules:
+        norm = module(4, activation=name).to(dtype)
+        x = torch.randn(2, 4, 9, 8).to(dtype).to(memory_format=memory_format).requires_grad_()
+        ours, plain = (gradients(norm, x, monkeypatch, least) for least in (1, NEVER))
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.usefixtures("in_one_piece")
+def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
+    """A converted network peaked one tensor higher than the same network in the scope, whose stock ReLU frees dz."""
+    x = torch.randn(2, 4, 64, 64, requires_grad=True)
+    norm = fusedseg.BatchNormAct(4, activation="relu")
+
+    def peak(least):
+        monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+        return measure(lambda x: norm(x * 1) * 2, x, loss=torch.sum).peak
+
+    assert peak(NEVER) - peak(1) == x.nbytes
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

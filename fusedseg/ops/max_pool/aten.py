@@ -9,139 +9,157 @@ indices (the first position of the window plus the distance that the code stands
 CPU in chunks.  So neither direction holds int64 indices of the whole tensor.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..layout import FORMATS
+from . import chunks
 from .planes import by_dimension
 from .windows import Pool, first_positions, rows_told_apart, steps
 
 aten = torch.ops.aten
 
-CHUNK_BYTES = 2**21
-# Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
-ROWS_CHUNK_BYTES = 2**22
 # Windows with more positions are pooled faster in a channels_last copy than dimension by dimension.
 FEW_POSITIONS = 4
-# The number of outputs whose codes are made or read at a time: their int16 numbers fit into the cache of a core.
-PIECE = 2**18
-# Up to this number of outputs of contiguous tensors, the number of calls costs more than aten's slow pooling.
+# Up to this number of outputs, the number of calls costs more than their arithmetic.
 FEW = 2**12
+# Up to this number of windows of a plane, their first positions are remembered.
+FEW_WINDOWS = 2**15
+# Matrices of fewer rows are not transposed faster by aten than tensors are copied.
+LEAST_TRANSPOSED = 32
 # A multiple of the number of channels in a vector of any CPU.
 VECTOR = 64
-
-
-def _chunks(x: Tensor, z: Tensor, rows: bool, pool: Pool) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Parts of x, each with the part of z that depends on it alone.
-
-    A part is a range of samples and channels that is dense in memory.  In channels_last it may be a range of the first
-    spatial dimension, if windows do not overlap.
-    """
-    everything = slice(None)
-    if x.device.type != "cpu":
-        yield (everything,), (everything,)
-        return
-    N, C, count = *x.shape[:2], z.shape[2]
-    nbytes = ROWS_CHUNK_BYTES if rows else CHUNK_BYTES
-    planes = max(1, nbytes // (x.element_size() * x[0, 0].numel()))
-    samples, channels = max(1, planes // C), C if rows else min(planes, C)
-    (k, *_), (s, *_), (p, *_), (d, *_), _ = pool
-    step = count
-    if rows and samples == 1 and p == 0 and (k - 1) * d < s:
-        step = max(1, nbytes // (x.element_size() * s * x[0, :, 0].numel()))
-    for n in range(0, N, samples):
-        for c in range(0, C, channels):
-            part = slice(n, n + samples), slice(c, c + channels)
-            if step >= count:
-                yield part, part
-                continue
-            for o in range(0, count, step):
-                end = (o + step) * s if o + step < count else x.shape[2]
-                yield (
-                    (slice(n, n + 1), everything, slice(o * s, end)),
-                    (slice(n, n + 1), everything, slice(o, o + step)),
-                )
-
-
-def _pieces(z: Tensor) -> Iterator[slice]:
-    """Ranges of the first spatial dimension that are small enough for temporaries to stay in the cache."""
-    step = count = z.shape[2]
-    if z.device.type == "cpu":
-        step = max(1, PIECE // (z.numel() // count))
-    return (slice(o, min(o + step, count)) for o in range(0, count, step))
 
 
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
     told_apart = rows_told_apart(tuple(x.shape[2:]), pool)
     planes = x.device.type == "cpu" and not rows
-    if planes and codes is not None and told_apart and z.numel() <= FEW:
-        _by_indices([(x, z, codes)], x, z, pool)
+    if codes is not None and told_apart and _are_few(z, rows):
+        _few(x, z, codes, pool)
     elif planes and codes is not None and told_apart and math.prod(pool.kernel) > FEW_POSITIONS:
-        _by_indices(_as_rows(x, z, codes), x, z, pool)
+        _by_indices(_as_rows(x, z, codes, pool), x, z)
     elif planes or (codes is not None and not told_apart):
-        for of_x, of_z in _chunks(x, z, rows, pool):
-            by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], pool)
+        for of_x, of_z, inner in chunks.parts(x, z, rows, pool, split=True):
+            by_dimension(x[of_x], z[of_z], None if codes is None else codes[of_z], inner)
     else:
-        parts = _chunks(x, z, rows, pool)
-        of_codes = ((x[of_x], z[of_z], None if codes is None else codes[of_z]) for of_x, of_z in parts)
-        _by_indices(of_codes, x, z, pool)
+        parts = chunks.parts(x, z, rows, pool, split=True)
+        of_codes = ((x[of_x], z[of_z], None if codes is None else codes[of_z], inner) for of_x, of_z, inner in parts)
+        _by_indices(of_codes, x, z)
 
 
-def _as_rows(x: Tensor, z: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _are_few(z: Tensor, rows: bool) -> bool:
+    """Whether there are so few outputs that the number of calls costs more than their arithmetic."""
+    return z.numel() <= FEW and z.device.type == "cpu" and (z.dim() == 4 or not rows)
+
+
+def _first(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool = False) -> Tensor:
+    """``first_positions``, which is remembered if it is small, because making it takes as long as a small pool."""
+    few = device.type == "cpu" and math.prod(out_size) <= FEW_WINDOWS
+    make = _remembered_first if few else _remembered_first.__wrapped__
+    return make(size, out_size, pool, device, dtype, inside)
+
+
+@functools.lru_cache(32)
+def _remembered_first(size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool) -> Tensor:
+    # Later calls may run in another mode.
+    with torch.inference_mode(False):
+        return first_positions(size, out_size, pool, device, dtype, inside)
+
+
+@functools.lru_cache(16)
+def _tables(size: tuple[int, ...], out_size: tuple[int, ...], pool: Pool) -> tuple[Tensor, Tensor, Tensor]:
+    """The first position of each window, the code of each distance from it, and the distance of each code.
+
+    A distance is the difference of two flat indices.  It must determine the code (``rows_told_apart``).
+    """
+    axes = (range(0, k * step, step) for k, step in zip(pool.kernel, _distances(size, pool), strict=True))
+    distance_of = np.array([sum(at) for at in itertools.product(*axes)])
+    code_of = np.zeros(distance_of[-1] + 1, dtype=np.uint8)
+    code_of[distance_of] = np.arange(len(distance_of))
+    with torch.inference_mode(False):
+        first = first_positions(size, out_size, pool, torch.device("cpu"), torch.int64)
+        return first, torch.from_numpy(code_of), torch.from_numpy(distance_of)
+
+
+def _few(x: Tensor, z: Tensor, codes: Tensor, pool: Pool) -> None:
+    """``forward`` for a few outputs; it looks the codes up."""
+    op = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
+    first, code_of, _ = _tables(tuple(x.shape[2:]), tuple(z.shape[2:]), pool)
+    index = torch.empty_like(z, dtype=torch.int64)
+    op.out(x, *pool, out=z, indices=index)
+    torch.take(code_of, index.sub_(first), out=codes)
+
+
+def _as_rows(x: Tensor, z: Tensor, codes: Tensor, pool: Pool) -> Iterator[tuple[Tensor, Tensor, Tensor, Pool]]:
     """Ranges of contiguous planes as channels_last copies of x, z and codes.
 
     The caller writes to the copies of z and codes; these are copied back when it asks for the next range.
     """
     of_all = [t.view(1, -1, *t.shape[2:]) for t in (x, z, codes)]
-    count, step = of_all[0].shape[1], max(1, CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
+    count, step = of_all[0].shape[1], max(1, chunks.CHUNK_BYTES // (x.element_size() * x[0, 0].numel()))
     copies: list[Tensor] = []
     for first in range(0, count, step):
         x_part, *others = parts = [t[:, first : first + step] for t in of_all]
         if not copies or copies[0].shape != x_part.shape:
             copies = [torch.empty_like(t, memory_format=FORMATS[t.dim()]) for t in parts]
-        copies[0].copy_(x_part)
-        yield copies[0], copies[1], copies[2]
+        _copy_to_rows(copies[0], x_part)
+        yield copies[0], copies[1], copies[2], pool
         for part, copy in zip(others, copies[1:], strict=True):
             part.copy_(copy)
 
 
-def _by_indices(
-    parts: Iterable[tuple[Tensor, Tensor, Tensor | None]], whole_x: Tensor, whole_z: Tensor, pool: Pool
-) -> None:
+def _copy_to_rows(rows: Tensor, planes: Tensor) -> None:
+    """Copies a contiguous (1, C, *spatial) to a channels_last tensor."""
+    C = planes.shape[1]
+    if C < LEAST_TRANSPOSED:
+        rows.copy_(planes)
+        return
+    # aten copies the transpose of a matrix faster than a tensor of another memory format.
+    rows.movedim(1, -1).view(-1, C).copy_(planes.reshape(C, -1).t())
+
+
+def _by_indices(parts: Iterable[tuple[Tensor, Tensor, Tensor | None, Pool]], whole_x: Tensor, whole_z: Tensor) -> None:
     """Pools parts of x, each into its parts of z and codes (unless these are None), from the indices that aten returns.
 
-    On a CPU parts are channels_last, or small.
+    On a CPU parts are channels_last.
     """
-    size, out_size, on_cpu = tuple(whole_x.shape[2:]), tuple(whole_z.shape[2:]), whole_x.device.type == "cpu"
-    op = aten.max_pool2d_with_indices if len(size) == 2 else aten.max_pool3d_with_indices
-    first = inside = index = None
-    memory = _Memory(_narrow(size, pool))
-    for x, z, codes in parts:
+    size, dims, on_cpu = tuple(whole_x.shape[2:]), whole_x.dim() - 2, whole_x.device.type == "cpu"
+    op = aten.max_pool2d_with_indices if dims == 2 else aten.max_pool3d_with_indices
+    index: Tensor | None = None
+    memory: _Memory | None = None
+    tables: Any = None
+    for x, z, codes, pool in parts:
         if index is None or index.shape != z.shape:
             index = torch.empty_like(z, dtype=torch.int64)
         op.out(x, *pool, out=z, indices=index)
         if codes is None:
             continue
-        if first is None:
+        if memory is None:
+            memory = _Memory(_narrow(size, pool))
+        if tables is None or tables[0] != (z.shape, pool):
             # A part of a channels_last tensor may be a range of its first spatial dimension; indices count from there.
-            first = first_positions(size, out_size, pool, x, memory.dtype)
+            first, inside = _first(size, tuple(z.shape[2:]), pool, x.device, memory.dtype), None
             # If all values of a window are -inf, aten's index is too low in two cases: on a CPU in channels_last_3d if
             # the channels do not fill a vector, and on GPUs in channels_last.
-            if len(size) == 3 if on_cpu else len(size) == 2 and not x.is_contiguous():
-                inside = first_positions(size, out_size, pool, x, torch.int64, inside=True)
-        low = inside if not on_cpu or x.shape[1] % VECTOR else None
-        for piece in _pieces(index):
-            taken = index[:, :, piece]
-            if low is not None:
-                taken = torch.maximum(taken, low[piece])
+            if (dims == 3 and x.shape[1] % VECTOR) if on_cpu else (dims == 2 and not x.is_contiguous()):
+                inside = _first(size, tuple(z.shape[2:]), pool, x.device, torch.int64, inside=True)
+            tables = (z.shape, pool), first, inside
+        _, first, inside = tables
+        for piece in chunks.pieces(index):
+            taken = chunks.along(index, piece)
+            if inside is not None:
+                taken = torch.maximum(taken, inside[piece])
             distance = memory.like(taken).copy_(taken).sub_(first[piece])
             code = _recoded(distance, _distances(size, pool), steps(pool.kernel), pool.kernel, memory)
-            codes[:, :, piece].copy_(code)
+            chunks.along(codes, piece).copy_(code)
 
 
 class _Memory:
@@ -217,15 +235,15 @@ def _first_of_codes(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """``first_positions`` for codes, in the narrowest type that holds every index and every distance."""
     types = (_narrow(size, pool), torch.int32, torch.int64)
     dtype = next(dtype for dtype in types if math.prod(size) <= torch.iinfo(dtype).max)
-    return first_positions(size, tuple(codes.shape[2:]), pool, codes, dtype)
+    return _first(size, tuple(codes.shape[2:]), pool, codes.device, dtype)
 
 
 def _write_indices(
     index: Tensor, codes: Tensor, first: Tensor, size: tuple[int, ...], pool: Pool, memory: _Memory
 ) -> None:
     wide = _Memory(first.dtype)
-    for piece in _pieces(codes):
-        code, into = codes[:, :, piece], index[:, :, piece]
+    for piece in chunks.pieces(codes):
+        code, into = chunks.along(codes, piece), chunks.along(index, piece)
         number = memory.like(code).copy_(code)
         distance = _recoded(number, steps(pool.kernel), _distances(size, pool), pool.kernel, memory)
         if first.dtype != memory.dtype:
@@ -237,14 +255,19 @@ def _write_indices(
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     """Writes dx.  All tensors are channels_last (``rows``) or contiguous."""
     size = tuple(dx.shape[2:])
+    name = "max_pool2d_with_indices_backward" if len(size) == 2 else "max_pool3d_with_indices_backward"
+    op = getattr(aten, name).grad_input
+    if _are_few(codes, rows) and rows_told_apart(size, pool):
+        first, _, distance_of = _tables(size, tuple(codes.shape[2:]), pool)
+        op(dz, dx, *pool, torch.take(distance_of, codes.long()).add_(first), grad_input=dx)
+        return
     if dx.device.type == "cpu" and rows and not pool.overlaps:
         _backward_apart(dz, codes, dx, pool)
         return
-    name = "max_pool2d_with_indices_backward" if len(size) == 2 else "max_pool3d_with_indices_backward"
-    op = getattr(aten, name).grad_input
     first = _first_of_codes(codes, size, pool)
     index, memory = None, _Memory(_narrow(size, pool))
-    for of_x, of_z in _chunks(dx, dz, rows, pool):
+    # The gradients of windows that overlap are summed, so the parts must not overlap.
+    for of_x, of_z, _ in chunks.parts(dx, dz, rows, pool, split=False):
         into, code = dx[of_x], codes[of_z]
         if index is None or index.shape != code.shape:
             index = torch.empty_like(code, dtype=torch.int64)
@@ -275,7 +298,7 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
         of[2] = slice(None)
         parts.append((along, tuple(of), dz[tuple(of)], dx[tuple(at)]))
     memory = _Memory(dz.dtype)
-    for n, begin, end in _row_chunks(dz):
+    for n, begin, end in chunks.row_chunks(dz):
         part = codes[n, :, begin:end]
         code = memory.like(part).copy_(part)
         for number, (along, across, of_dz, of_dx) in enumerate(parts):
@@ -289,15 +312,6 @@ def _backward_apart(dz: Tensor, codes: Tensor, dx: Tensor, pool: Pool) -> None:
                     number + 0.5,
                     grad_input=of_dx[n].narrow(2, low - along.start, high - low),
                 )
-
-
-def _row_chunks(z: Tensor) -> Iterator[tuple[slice, int, int]]:
-    """Samples with a range of their first spatial dimension, small enough to stay in the cache."""
-    step = max(1, PIECE // z[0, :, 0].numel())
-    samples = max(1, step // z.shape[2])
-    for n in range(0, z.shape[0], samples):
-        for begin in range(0, z.shape[2], step):
-            yield slice(n, n + samples), begin, min(begin + step, z.shape[2])
 
 
 def pick(ddx: Tensor, codes: Tensor, pool: Pool) -> Tensor:

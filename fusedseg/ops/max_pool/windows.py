@@ -3,8 +3,11 @@
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+NUMPY = {torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64}
 
 
 class Pool(NamedTuple):
@@ -46,15 +49,18 @@ def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
     return True
 
 
-def first_positions(size, out_size, pool: Pool, like: Tensor, dtype: torch.dtype, inside: bool = False) -> Tensor:
+def first_positions(
+    size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool = False
+) -> Tensor:
     """The flat index of the first position of every window.
 
     This position may lie in the padding; with ``inside`` it is the first position inside x.
     """
-    first = torch.zeros((), dtype=torch.int64, device=like.device)
+    first = np.zeros((), dtype=np.int64)
     for axis, (step, s, p, d) in enumerate(zip(steps(size), pool.stride, pool.padding, pool.dilation, strict=True)):
-        along = torch.arange(-p, out_size[axis] * s - p, s, device=like.device)
+        along = np.arange(-p, out_size[axis] * s - p, s)
         if inside:
-            along = torch.where(along < 0, along + -(along // d) * d, along)
-        first = first + (along * step).view(-1, *(1,) * (len(size) - 1 - axis))
-    return first.to(dtype)
+            along = np.where(along < 0, along + -(along // d) * d, along)
+        first = first + (along * step).reshape(-1, *(1,) * (len(size) - 1 - axis))
+    # No op of torch has made the tensor, so the memory report does not take it for a tensor of the model.
+    return torch.from_numpy(first.astype(NUMPY[dtype])).to(device)

@@ -231,27 +231,32 @@ def reads_output(x: Tensor, act: Activation) -> bool:
     return TABLE[act.name].grad_of_output is not None and (x.nbytes <= WHOLE_BYTES or not x.is_contiguous())
 
 
-def _from_output(dz: Tensor, rebuilt: list[Tensor] | None, x: Tensor, act: Activation) -> Tensor | None:
+def _from_output(dz: Tensor, x: Tensor, spec: Spec, wanted: Wanted) -> Tensor | None:
     """g, computed from the output; None if no output is at hand or its strides are not those of ``x``."""
-    z = rebuilt.pop() if rebuilt else None
-    grad = TABLE[act.name].grad_of_output
-    return None if z is None or grad is None or z.stride() != x.stride() else grad(dz, z)
+    z = wanted.rebuilt.pop() if wanted.rebuilt else None
+    grad = TABLE[spec.act.name].grad_of_output
+    if z is None or grad is None or z.stride() != x.stride():
+        return None
+    return grad(dz, z, torch.empty_like(dz) if wanted.into is None else wanted.into)
 
 
 def _whole(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted, buffer: Tensor | None = None) -> Gradients:
-    """The gradients, computed in one piece, with ``buffer`` or new memory for y and g.
+    """The gradients, computed in one piece, with ``buffer`` or new memory for y.
 
-    The gradients of weight, bias and slope may have one value per channel and sample.
+    g is written over dz if ``wanted.into`` allows that, otherwise over y.  The gradients of weight, bias and slope may
+    have one value per channel and sample.
     """
     affine, exchange = wanted.affine, wanted.exchange
-    g, dslope, residual = _from_output(dz, wanted.rebuilt, saved.source, spec.act), None, saved.residual
+    g, dslope, residual = _from_output(dz, saved.source, spec, wanted), None, saved.residual
     if g is None and TABLE[spec.act.name].identity:
         g = dz
     elif g is None:
         y = _normalise(saved, spec, buffer)
         if residual is not None:
             y.add_(residual)
-        g, dslope = activation_grad(dz, y, spec.act, saved.slope)
+        g, dslope = activation_grad(dz, y, spec.act, saved.slope, y if wanted.into is None else wanted.into)
+        # The memory is free before aten allocates dx, for which it takes memory twice.
+        del y
     if exchange is None:
         dx, dweight, dbias = _norm_backward(g, saved, spec, affine)
     else:
@@ -301,6 +306,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
     # All parts share this memory, because allocating memory for each part would cost more than the computation.
     scratch = x.new_empty((2, N * step * (x.numel() // (N * U))))
     sums: list[tuple] = []
+    of_part = wanted._replace(into=None)
     parts = [slice(first, min(first + step, U)) for first in range(0, U, step)]
     # Without values, two parts stand for all, because each part allocates the same memory, and the next one frees it.
     run = parts[:2] if isinstance(x, FakeTensor) and get_proxy_mode() is None else parts
@@ -316,7 +322,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
         grouped = spec.kind == "group"
         part = spec._replace(kind="group" if grouped else "batch", groups=of.stop - of.start if grouped else 0)
         own = Saved(xp, w, b, rp, slope if s is None else s, mean[of], saved.second[of])
-        found = _whole(dzp, own, part, wanted, buffer)
+        found = _whole(dzp, own, part, of_part, buffer)
         wide["dx"][:, u] = found.dx
         if residual is not None:
             wide["dresidual"][:, u] = found.dresidual

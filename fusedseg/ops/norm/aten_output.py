@@ -32,6 +32,7 @@ _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
 # Up to this number of values of planes, and of rows, the number of calls costs more than their arithmetic.
 FEW, FEW_IN_ROWS = 2**20, 2**18
+EVERY = slice(None)
 
 
 def _inverse(act: Activation) -> Inverse:
@@ -211,16 +212,12 @@ class _Backward:
 
 
 def _by_sums(z: Tensor) -> bool:
-    """Whether a whole CPU tensor is reduced to its sums first, and dx is then written over y.
+    """Whether a whole CPU tensor is reduced to its sums first, and dx is then written over y, in nine calls.
 
-    Otherwise aten computes dx at once.  aten is slow at this and takes new memory, but it is a single call.  The other
-    way takes nine calls, most of them on vectors.  In half precision aten is faster.
+    Otherwise aten computes dx in one call, which is slow and takes new memory.  In half precision aten is faster.
     """
     few = FEW if z.is_contiguous() else FEW_IN_ROWS
     return z.numel() > few and z.device.type == "cpu" and z.dtype == stats_dtype(z)
-
-
-EVERY = slice(None)
 
 
 def backward(
@@ -238,6 +235,8 @@ def backward(
     # As in ``forward``.
     as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout) and not _by_sums(z)
     zv, dzv = (z, dz) if as_given else (channel_view(z, layout), channel_view(dz, layout))
+    # Where aten allocates dx, g may take the memory of dz.
+    over = dzv if into is not None and starts_at(into, dz) else None
     # Half precision is excluded, because x - mean must not be rounded to it.
     as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
     if at_once:
@@ -245,10 +244,10 @@ def backward(
             dx = torch.empty_like(z) if into is None else into
             s2, s1 = _backward_over(job, zv, dzv, channel_view(dx, layout))
         else:
-            g, y = job.gradient(zv, dzv, EVERY, EVERY), job.invert(zv, EVERY, EVERY)
+            g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
             dx, s2, s1 = job.reduce(g, y, EVERY, True)
     elif as_groups and aten_chunks.small(z):
-        g, y = job.gradient(zv, dzv, EVERY, EVERY), job.invert(zv, EVERY, EVERY)
+        g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
         dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
     elif isinstance(z, FakeTensor):
         # A loop over thousands of pieces of a fake tensor would take seconds.

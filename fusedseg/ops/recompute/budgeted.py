@@ -18,7 +18,7 @@ from .graph import Graph
 from .guide import Guide
 from .offers import Held, Input, Linked, Offer
 from .parts import in_parts
-from .plain import Place, is_trained_leaf
+from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 from .replay import Node
 from .saved import AsItIs, Autocast, Data, Handle, Hooks
@@ -141,6 +141,8 @@ class BudgetRegistry(Registry):
         # The call overwrites its output if that is its own first input.
         alias = before is not None
         offer = super()._record(output, at, memory, before, *rest)
+        if offer is None and before is None:
+            self._foresee(output, memory, *rest)
         if offer is not None:
             inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
             if before is not None and before.steps == 0:
@@ -154,6 +156,35 @@ class BudgetRegistry(Registry):
                 Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs), in_parts=parts)
             )
         return offer
+
+    def _foresee(self, output: Tensor, memory: Any, rebuild: Any, inputs: Sequence[Any], overwrite: Any) -> None:
+        """Writes the node of a recipe that is refused now, but not if the call that made one of its inputs runs twice.
+
+        An example is ReLU, which saves its result, of the output of a convolution, which nobody saves.  The result is
+        kept in the place of that output, as if it had overwritten it.
+        """
+        nbytes, call, others = output.untyped_storage().nbytes(), -1, []
+        for t in inputs:
+            link = self._link(t, output)[0] if isinstance(t, Tensor) else Linked(t)
+            if isinstance(link, Held) and link.extra:
+                source = self._find(t.untyped_storage())
+                if call >= 0 or source is None or source.node < 0 or self.graph.nodes[source.node].nbytes != nbytes:
+                    return
+                call = source.node
+            elif link is None:
+                return
+            elif (node := self._node_of(link)) >= 0:
+                others.append(node)
+        if call >= 0 and self.graph.nodes[call].inputs:
+            overwrites = overwrite is not None
+            memory.node = self.graph.add(Node(nbytes, (call, *others), overwrites=overwrites, alias=True))
+
+    def before_change(self, x: Tensor) -> Any:
+        memory = self._find(x.untyped_storage()) if plain(x) else None
+        if memory is not None and memory.node >= 0 and self.graph.nodes[memory.node].alias:
+            # What was foreseen is overwritten.
+            memory.node = -1
+        return super().before_change(x)
 
     def _keep(self, t: Tensor, at: Place, memory: Any) -> Data:
         kept = super()._keep(t, at, memory)
@@ -184,6 +215,9 @@ class BudgetRegistry(Registry):
 
     def finish(self) -> None:
         """Ends a forward that raised no exception."""
+        if self._in_checkpoint:
+            # The checkpoint calls the forward again, which must save the same tensors.
+            return
         with _torch.DisableTorchFunction():
             self.guide.ends(self.graph)
 

@@ -23,7 +23,7 @@ class Budget:
             in forward; or None for no limit but ``MOST``.
 
     One of ``fraction`` and ``nbytes`` asks for as little repeated arithmetic as the bytes allow.  With ``extra_flops``
-    alone, as few bytes are kept as that arithmetic buys.
+    alone, as few bytes are kept as that arithmetic buys.  With both, the peak counts less than the two limits.
     """
 
     fraction: float | None = None

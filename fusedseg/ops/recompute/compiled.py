@@ -220,12 +220,14 @@ class Labels:
 
     again: the products that backward computes again, by their place in the order of the products.
     calls: for each large value that follows from a product, the calls that compute it again from values that are kept;
-        none for a value that is kept itself.
+        none for a value that is kept itself.  The result of a product counts as kept, also if the product runs again,
+        so that what follows from it is labelled as without a budget, as in eager mode.
     """
 
     def __init__(self, again: tuple[int, ...] = ()) -> None:
         self.again = again
         self.calls: dict[fx.Node, frozenset[str]] = {}
+        self._twice: set[fx.Node] = set()
         # The products so far, each by its call: the compiler may write one call as several products.
         self._products: dict[str, int] = {}
         self._open = 0
@@ -259,12 +261,12 @@ class Labels:
         inputs = [source for source in node.all_input_nodes if source in self.calls]
         cheap = _is_cheap(node) or self._is_norm_of_again(node, inputs)
         if not cheap and _is_product(node):
-            again = self._runs_again(node)
-            self.calls[node] = (
-                frozenset({_call(node)}).union(*(self.calls[source] for source in inputs)) if again else KEPT
-            )
-            if self.again:
-                node.meta[LABEL] = AGAIN if again else KEEP
+            self.calls[node] = KEPT
+            if self._runs_again(node):
+                self._twice.add(node)
+                node.meta[LABEL] = AGAIN
+            elif self.again:
+                node.meta[LABEL] = KEEP
             return
         if not inputs or _size(node) * SMALL <= max(map(_size, inputs)):
             # The compiler keeps small results, such as one value per channel, unless they cost nothing.
@@ -291,7 +293,8 @@ class Labels:
         if not isinstance(op, _torch.OpOverload) or op._schema.name != "fusedseg::norm":
             return False
         given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
-        return given.get("process_group") is None and any(self.calls[source] for source in inputs)
+        rebuilt = any(self.calls[source] or source in self._twice for source in inputs)
+        return given.get("process_group") is None and rebuilt
 
     def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether a much larger value would have to be computed again first, as for a pool; see ``LARGER``.

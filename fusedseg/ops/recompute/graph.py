@@ -71,12 +71,15 @@ class Graph:
         """The calls that may run twice."""
         return [i for i, node in enumerate(self.of_call) if node is not None]
 
-    def cost(self, again: Collection[int]) -> Cost | None:
+    def cost(self, again: Collection[int], *, hold_all: bool = False) -> Cost | None:
         """The price of running these calls twice; None if a tensor would need too long a chain of recipes.
 
         A value that backward needs several times is held where that does not raise the peak, or where the calls would
-        run more than ``MOST_RUNS`` times otherwise.
+        run more than ``MOST_RUNS`` times otherwise.  With ``hold_all`` all such values are held.
         """
+        if hold_all:
+            held = self._replayed(again, frozenset(again))
+            return None if held is None else held.cost()
         most = MOST_RUNS * sum(self.calls[i].flops for i in again)
         best = self._replayed(again, frozenset(), most)
         if best is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .choice import Budget, Call, Choice
 from .graph import Graph
-from .knapsack import Knapsack
+from .knapsack import Found, Knapsack, Limits
 from .replay import Others, Replay
 from .saved import AsItIs, Data, Handle, unpack
 
@@ -265,17 +265,23 @@ def forget() -> None:
 def choose(graph: Graph, budget: Budget, eager: int, kept: int | None = None) -> Choice:
     """The cheapest choice for a budget: the first one of ``choices`` that keeps no more, or else the last one.
 
+    If the budget limits the arithmetic too, and none of them is within both limits, a choice within both is searched
+    whose peak may be higher than that of a larger budget.
+
     Args:
         graph: the step.
         eager: bytes that the step keeps without fusedseg.
         kept: bytes that the step keeps in a scope without a budget, if they were measured; the graph may not know some.
     """
-    most = budget.bytes_of(eager)
-    for choice in choices(graph, eager, kept, budget.most_flops):
+    most, search = budget.bytes_of(eager), _Search(graph, eager, kept)
+    for choice in search.down(budget.most_flops):
         assert choice.kept is not None
         if most is not None and choice.kept <= most:
-            break
-    return choice
+            return choice
+    within = None
+    if most is not None and budget.extra_flops is not None:
+        within = search.within(most, budget.extra_flops)
+    return choice if within is None else within
 
 
 def choices(graph: Graph, eager: int, kept: int | None = None, most_flops: float = Budget.MOST) -> Iterator[Choice]:
@@ -284,9 +290,31 @@ def choices(graph: Graph, eager: int, kept: int | None = None, most_flops: float
     The next choice is searched only when it is asked for.  ``most_flops`` is the largest share of the arithmetic that
     may run twice; the other arguments are those of ``choose``.
     """
-    knapsack = Knapsack(graph)
-    unknown = 0 if kept is None else kept - knapsack.nothing.kept
-    total = sum(call.flops for call in graph.calls)
-    for found in knapsack.steps(eager, most_flops * total, unknown):
-        cost = found.cost
-        yield Choice(tuple(graph.calls), found.again, cost.kept + unknown, cost.flops, cost.hold, cost.peak)
+    return _Search(graph, eager, kept).down(most_flops)
+
+
+class _Search:
+    """The search for choices; arguments as in ``choose``."""
+
+    def __init__(self, graph: Graph, eager: int, kept: int | None) -> None:
+        self._graph, self._knapsack, self._eager = graph, Knapsack(graph), eager
+        self._unknown = 0 if kept is None else kept - self._knapsack.nothing.kept
+        self._total = sum(call.flops for call in graph.calls)
+
+    def down(self, most_flops: float) -> Iterator[Choice]:
+        """``choices``."""
+        return map(self._choice, self._knapsack.steps(self._eager, most_flops * self._total, self._unknown))
+
+    def within(self, most_bytes: int, most_flops: float) -> Choice | None:
+        """The choice with the least arithmetic within both limits, whatever its peak; None if none was found."""
+        limits = Limits(most_bytes - self._unknown, most_flops * self._total)
+        found = Knapsack(self._graph, hold_all=True).solve(limits)
+        if found is None:
+            return None
+        # The same calls may fit with a lower peak.
+        lower = self._knapsack.cost(found.again)
+        return self._choice(found if lower is None or not limits.allow(lower) else Found(found.again, lower))
+
+    def _choice(self, found: Found) -> Choice:
+        cost, calls = found.cost, tuple(self._graph.calls)
+        return Choice(calls, found.again, cost.kept + self._unknown, cost.flops, cost.hold, cost.peak)

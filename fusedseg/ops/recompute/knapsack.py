@@ -101,10 +101,13 @@ class Weights:
 
 
 class Knapsack:
-    """The problem: the calls of a step that may run twice, and the price of each set of them."""
+    """The problem: the calls of a step that may run twice, and the price of each set of them.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    ``hold_all`` is that of ``Graph.cost``.
+    """
+
+    def __init__(self, graph: Graph, *, hold_all: bool = False) -> None:
+        self._price = partial(graph.cost, hold_all=hold_all)
         self._known: dict[Again, Cost | None] = {}
         nothing = self.cost(frozenset())
         assert nothing is not None
@@ -123,7 +126,7 @@ class Knapsack:
 
     def cost(self, again: Again) -> Cost | None:
         if again not in self._known:
-            self._known[again] = self._graph.cost(again)
+            self._known[again] = self._price(again)
         return self._known[again]
 
     def _demands(self, limits: Limits) -> list[tuple[Weights, float]]:

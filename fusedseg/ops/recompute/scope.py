@@ -48,8 +48,8 @@ class recompute(ContextDecorator):
     ``scaled_dot_product_attention`` run a second time in backward, where their outputs are large for their arithmetic
     (``docs/recompute.md``).  The first step with new shapes keeps as much as without a budget, and chooses these calls
     at the end of its scope; later scopes with the same calls in the same order follow the choice.  ``fusedseg.convert``
-    chooses before the first step.  The first time that a signature runs twice, it runs once more at once; if it gives
-    other bits, a warning says so, and its output is kept.
+    chooses before the first step.  A scope inside of a checkpoint follows choices, but makes none.  The first time that
+    a signature runs twice, it runs once more at once; if it gives other bits, a warning says so, and the output stays.
 
     Args:
         budget: a share of the bytes that autograd is about to save (0.3), or bytes as an int or a text ("6GiB"); None
