@@ -20,7 +20,8 @@ for name in (
     "triton",
     "fusedseg.kernels.norm_act_bwd",
     "fusedseg.kernels.conv_abn",
-    "tests.training.jobs",
+    "tests.tools.ranks",
+    "tests.training.backend_jobs",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
