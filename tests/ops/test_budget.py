@@ -13,17 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes, measure
-from fusedseg.ops.recompute import guide, twice
+from fusedseg.ops.recompute import twice
 from fusedseg.ops.recompute.choice import Budget
 from fusedseg.ops.recompute.guide import Follow, Observe, choose
 from tests.ops.test_recompute_networks import CASES
 
-
-@pytest.fixture(autouse=True)
-def _forgotten():
-    guide.forget()
-    yield
-    guide.forget()
+pytestmark = pytest.mark.usefixtures("no_choices")
 
 
 def everything():

@@ -14,12 +14,7 @@ from fusedseg.memory import measure
 from fusedseg.ops.recompute import guide, knapsack
 from tests.ops.test_budget import assert_bits, network
 
-
-@pytest.fixture(autouse=True)
-def _forgotten():
-    guide.forget()
-    yield
-    guide.forget()
+pytestmark = pytest.mark.usefixtures("no_choices")
 
 
 def test_a_bare_scope_learns_in_its_first_step():

@@ -11,18 +11,12 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes, measure
-from fusedseg.ops.recompute import guide
 from fusedseg.ops.recompute.guide import Observe
 from fusedseg.ops.recompute.packed import Rounding
 from fusedseg.unet import MultiEncoderUNet
 from tests.ops.test_low_bit_scope import IMAGE, NETWORKS, InPlace, gradient, network
 
-
-@pytest.fixture(autouse=True)
-def _forgotten():
-    guide.forget()
-    yield
-    guide.forget()
+pytestmark = pytest.mark.usefixtures("no_choices")
 
 
 def everything(seed):

@@ -47,8 +47,8 @@ def _of_instance_norm(
     return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
 
 
-# For each function, a function that returns its arguments in their order: x, running mean and variance, weight and
-# bias, whether the statistics of x are used, momentum and eps.
+# For each function, a function with the same signature that returns the arguments in their order: x, running mean and
+# variance, weight and bias, whether the statistics of x are used, momentum and eps.
 ARGUMENTS: dict[Function, Callable[..., Any]] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
 
 
