@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._backend import device_of
+from ..._backend import launching
 from ...activation import Activation
 from .. import unfused
 from ..activation_aten import activate
@@ -65,8 +64,7 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
     x, x_layout = dense(source)  # type: ignore[arg-type]
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
-    # The scope would take the addresses that Triton asks for as a way to change z unnoticed.
-    with device_of(x), _torch.DisableTorchFunction():
+    with launching(x):
         found = conv_abn_fwd(
             x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
             running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,

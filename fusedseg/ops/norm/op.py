@@ -14,6 +14,7 @@ Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,26 @@ from torch import Tensor
 from ... import _torch
 from ...activation import TABLE, Activation
 from .. import double_backward, reuse, unfused
-from ..double_backward import batched, differentiated_once
-from ..layout import dense, like
+from ..double_backward import differentiated_once, is_batch
+from ..layout import Layout, dense, laid_out, like
 from ..recompute import recipes
 from ..recompute.codes import with_codes
 from . import coded, packed
 from .kept import Kept
-from .passes import again_in_place, backward, fits, forward, offer_output
-from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, of_inputs, statistics_count, stats_dtype
+from .passes import again_in_place, backward, directly, fits, forward, offer_output
+from .spec import (
+    Gradients,
+    Normalised,
+    Passed,
+    Saved,
+    Spec,
+    Wanted,
+    adjacent,
+    move_running,
+    of_inputs,
+    statistics_count,
+    stats_dtype,
+)
 
 
 class NormFunction(torch.autograd.Function):
@@ -55,12 +68,14 @@ class NormFunction(torch.autograd.Function):
         laid = None if residual is None else like(residual, source)
         if source is not x or laid is not residual:
             passed = passed._replace(x=source, residual=laid)
-        mean = share = None
+        mean = share = by = None
         if done is not None:
             z, (second, xhat) = source, done
         else:
+            by = directly(passed, spec)
             given = passed, spec, layout, kept, source if in_place else None
-            found = (None if copy is None else coded.forward(*given, copy)) or forward(*given)
+            written = None if copy is None else coded.forward(*given, copy)
+            found = (forward if by is None else by.forward)(*given) if written is None else written
             z, mean, second, xhat, total, share, counted = found
             if total is not None:
                 move_running(passed, spec, found, 0)
@@ -68,7 +83,6 @@ class NormFunction(torch.autograd.Function):
             if batches is not None and not counted:
                 batches.add_(1)
         passed_on = residual is not None and TABLE[spec.act.name].identity
-        ctx.call = spec, layout, kept, passed_on, in_place and reuse.wanted(), copy is not None and copy.is_read
         if in_place:
             residual, mean = laid, None
             if source is x:
@@ -77,7 +91,9 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        saved = Saved(source, weight, bias, residual, slope, mean, second, xhat, share=share)
+        is_coded = copy is not None and copy.is_read
+        ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted(), is_coded
+        saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
@@ -85,7 +101,7 @@ class NormFunction(torch.autograd.Function):
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
         if for_others is not None:
-            for_others.append(saved)
+            for_others.append(Saved._make(saved))
         return z
 
     @staticmethod
@@ -95,36 +111,43 @@ class NormFunction(torch.autograd.Function):
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         reader = getattr(ctx, "reader", None)
         output = None if reader is None else reader.take()
-        spec, layout, kept, passed_on, reused, is_coded = ctx.call
-        recorded = torch.is_grad_enabled()
-        codes = None
-        if is_coded and not (recorded or batched((dz,))):
-            tensors, codes = with_codes(ctx)
-        else:
-            tensors = list(ctx.saved_tensors)
+        spec, layout, stride, by, kept, passed_on, reused, is_coded = ctx.call
+        # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
+        recorded = torch.is_grad_enabled() or is_batch(dz)
+        tensors, codes = with_codes(ctx) if is_coded and not recorded else (list(ctx.saved_tensors), None)
+        if tensors[0].stride() != stride:
+            # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.
+            tensors[0] = laid_out(tensors[0], stride)
         # Residual and slope are not among the arguments if both are None.
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
-        into = reuse.take(tensors[0], dz) if reused and not recorded else None
-        if into is None and reuse.is_large(dz):
-            if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+        into = None
+        if reused or reuse.is_large(dz):
+            if reused and not recorded:
+                into = reuse.take(tensors[0], dz)
+            if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
-            elif codes is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            elif into is None and codes is None and spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         del output  # so that the code that takes it off the list frees it
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
-        if recorded or batched((dz,)):
+        if recorded:
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
-            grads = differentiated_once(
-                spec.name, lambda dz, *tensors: backward(dz, Saved(*tensors), spec, layout, kept, wanted), dz, *tensors
-            )
+            grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
         elif codes is not None:
-            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
+            grads = coded.backward(dz, codes, Saved._make(tensors), spec, layout, kept, wanted)
         else:
-            grads = backward(dz, Saved(*tensors), spec, layout, kept, wanted)
+            direct = by is not None and tensors[3] is None and dz.stride() == stride and adjacent(*tensors[1:3])
+            run = by.backward if direct else backward
+            grads = run(dz, Saved._make(tensors), spec, layout, kept, wanted)
         needs = need_x, need_weight, need_bias, need_residual, need_slope
         return None, *of_inputs(grads, dz if passed_on else None, needs)
+
+
+def _gradients(spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dz: Tensor, *saved: Any) -> Gradients:
+    """``backward`` with its tensors last."""
+    return backward(dz, Saved(*saved), spec, layout, kept, wanted)
 
 
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors, which the checks refuse.
