@@ -23,7 +23,7 @@ from .. import unfused
 from ..activation_aten import activate
 from ..cast import uncast
 from ..layout import dense, layout_of
-from ..norm import coded
+from ..norm import coded, eager
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
@@ -255,7 +255,7 @@ def _in_two_nodes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None
         return dense(convolve_sources(sources, w, None, geometry))[0]
 
     y = join_conv.recorded(OP, call, convolve, True, w, conv_bias, *tensors_of(sources))
-    z = norm_op.normalise_eagerly(norm.with_x(y), spec, kept)
+    z = eager.normalise_eagerly(norm.with_x(y), spec, kept)
     if conv_bias is not None and norm.running_mean is not None and z.numel():
         norm.running_mean.add_(conv_bias.detach(), alpha=spec.momentum)
     return z
@@ -285,14 +285,14 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
         z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
         if not recipes.BUDGETED:
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         again, given = _again(step), (uncast(w), *tensors_of(sources))
         flops = 2 * z.numel() * w[0].numel()
         recipes.called(OP, (geometry, enlarges_of(sources), spec), z, again, *given, flops=flops)
         if not recipes.has_recipe(z):
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
     running_mean = norm.running_mean
     moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):

@@ -125,4 +125,4 @@ class Triton:
 
 def _can_count(batches: Tensor, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
-    return batches.dtype == torch.int64 and batches.device == x.device and batches.numel() == 1
+    return batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device
