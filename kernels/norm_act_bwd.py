@@ -325,10 +325,10 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     dbias are the sums of this process only.
     """
     if exchange is not None:
-        args, also = (dz, saved, layout, weight, bias, rstd, xhat_kept, kept), {"mean": mean, "residual": residual}
-        s1, s2 = norm_act_bwd_sums(*args, act, **also).sum(1)
+        given, also = (dz, saved, layout, weight, bias, rstd, xhat_kept, kept), {"mean": mean, "residual": residual}
+        s1, s2 = norm_act_bwd_sums(*given, act, **also).sum(1)
         sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
-        dx, *_ = norm_act_bwd(*args, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
+        dx, *_ = norm_act_bwd(*given, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
         return dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(dz) if dx is None else dx
