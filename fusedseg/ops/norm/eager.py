@@ -76,7 +76,7 @@ class NormFunction(torch.autograd.Function):
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
         if for_others is not None:
-            for_others.append(Saved._make(saved))
+            for_others.append(Saved(*saved))
         return z
 
     @staticmethod
@@ -111,11 +111,11 @@ class NormFunction(torch.autograd.Function):
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
         elif codes is not None:
-            grads = coded.backward(dz, codes, Saved._make(tensors), spec, layout, kept, wanted)
+            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
         else:
             direct = by is not None and tensors[3] is None and dz.stride() == stride and adjacent(*tensors[1:3])
             run = by.backward if direct else backward
-            grads = run(dz, Saved._make(tensors), spec, layout, kept, wanted)
+            grads = run(dz, Saved(*tensors), spec, layout, kept, wanted)
         needs = need_x, need_weight, need_bias, need_residual, need_slope
         return None, *of_inputs(grads, dz if passed_on else None, needs)
 
