@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _torch
 
+_is_compiling = torch.compiler.is_compiling
 _is_batched, _is_legacy = _torch.is_batchedtensor, _torch.is_legacy_batchedtensor
 
 
@@ -43,7 +44,7 @@ def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *re
 
 def is_batch(t: Tensor) -> bool:
     """Whether a tensor stands for a batch of tensors, as a gradient inside ``vmap`` does."""
-    return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy(t))
+    return not _is_compiling() and (_is_batched(t) or _is_legacy(t))
 
 
 def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
