@@ -167,19 +167,23 @@ def _new_axes(slow: Callable) -> Callable:
     return operator
 
 
-def _mask_of(block: tl.tensor, mask: object) -> TensorHandle | None:
-    """The mask, if it has the shape of the block; one that is true everywhere in place of None."""
+def _sizes(operand: object) -> tuple[int, ...] | None:
+    """The shape of a block; () for a single value in a tensor, None for anything else."""
+    if type(operand) is not tl.tensor:
+        return None
+    return operand.type.sizes if operand.type.is_block() else ()
+
+
+def _mask_of(pointer: tl.tensor, mask: object) -> TensorHandle | None:
+    """The mask if it has the shape of the pointers; for no mask, one that is true everywhere."""
     if mask is None:
-        return _handle(np.ones(block.handle.data.shape, bool), tl.int1)
-    fits = type(mask) is tl.tensor and mask.dtype.name == "int1" and mask.type.is_block() and mask.type.sizes == (
-        block.type.sizes
-    )
-    return mask.handle if fits else None
+        return _handle(np.ones(pointer.handle.data.shape, bool), tl.int1)
+    return mask.handle if _sizes(mask) == _sizes(pointer) and mask.dtype.name == "int1" else None
 
 
 def _moves_plainly(pointer: object, hints: dict[str, object]) -> bool:
-    """Whether the pointers are a block of a dtype that memory holds as it is, and nothing special is asked for."""
-    if type(pointer) is not tl.tensor or not pointer.type.is_block() or not pointer.dtype.is_ptr():
+    """Whether these are pointers to a dtype that memory holds as it is, and nothing special is asked for."""
+    if type(pointer) is not tl.tensor or not pointer.dtype.is_ptr():
         return False
     element = pointer.dtype.element_ty
     if element.is_ptr() or element.name == "int1":
@@ -187,25 +191,39 @@ def _moves_plainly(pointer: object, hints: dict[str, object]) -> bool:
     return all(name in _HINTS and _value(hint) in _KNOWN_HINTS for name, hint in hints.items())
 
 
+def _filling(pointer: tl.tensor, number: object) -> tuple[bool, TensorHandle | None]:
+    """Whether what a load returns where its mask is false is a number that needs no rounding, and that number.
+
+    Without a number, the interpreter returns zero there.
+    """
+    if number is None or (type(number) in (int, float) and repr(number) in _ZEROS):
+        return True, None
+    element = pointer.dtype.element_ty
+    if element.name not in FLOATS or type(number) is not float or float(np.float32(number)) != number:
+        return False, None
+    return True, _handle(np.full(pointer.handle.data.shape, number, DTYPES[element.name]), element)
+
+
 def _load(slow: Callable) -> Callable:
     def load(pointer: object, mask: object = None, other: object = None, **hints: object) -> tl.tensor:
-        given, filling = _value(mask), _value(other)
-        # Where the mask is false, the interpreter loads zero if it is told nothing else.
-        zero = filling is None or (given is not None and type(filling) in (int, float) and repr(filling) in _ZEROS)
-        handle = _mask_of(pointer, given) if zero and _moves_plainly(pointer, hints) else None
-        if handle is None:
+        given, number = _value(mask), _value(other)
+        handle = _mask_of(pointer, given) if _moves_plainly(pointer, hints) else None
+        if handle is None or (given is None and number is not None):
             return slow(pointer, mask, other, **hints)
-        found = interpreter_builder.create_masked_load(pointer.handle, handle, None, *_POLICY["create_masked_load"])
-        return tl.tensor(found, pointer.type.with_element_ty(pointer.dtype.element_ty))
+        exact, filling = _filling(pointer, number)
+        if not exact:
+            return slow(pointer, mask, other, **hints)
+        found = interpreter_builder.create_masked_load(pointer.handle, handle, filling, *_POLICY["create_masked_load"])
+        element = pointer.dtype.element_ty
+        return tl.tensor(found, pointer.type.with_element_ty(element) if pointer.type.is_block() else element)
 
     return load
 
 
 def _store(slow: Callable) -> Callable:
     def store(pointer: object, value: object, mask: object = None, **hints: object) -> object:
-        if _moves_plainly(pointer, hints) and type(value) is tl.tensor and value.type.is_block():
-            same = value.dtype.name == pointer.dtype.element_ty.name and value.type.sizes == pointer.type.sizes
-            handle = _mask_of(pointer, _value(mask)) if same and not pointer.dtype.is_const() else None
+        if _moves_plainly(pointer, hints) and _sizes(value) == _sizes(pointer) and not pointer.dtype.is_const():
+            handle = _mask_of(pointer, _value(mask)) if value.dtype.name == pointer.dtype.element_ty.name else None
             if handle is not None:
                 policy = _POLICY["create_masked_store"]
                 return interpreter_builder.create_masked_store(pointer.handle, value.handle, handle, *policy)
@@ -216,28 +234,26 @@ def _store(slow: Callable) -> Callable:
 
 def _where(slow: Callable) -> Callable:
     def where(condition: object, x: object, y: object) -> tl.tensor:
-        if type(condition) is tl.tensor and condition.dtype.name == "int1" and condition.type.is_block():
-            a, b = _value(x), _value(y)
-            first = a if type(a) is tl.tensor else b
-            if type(first) is tl.tensor:
-                dtype, sizes = first.dtype, condition.type.sizes
-                handles = [_chosen(operand, dtype, sizes) for operand in (a, b)]
-                if all(handle is not None for handle in handles):
-                    found = interpreter_builder.create_select(condition.handle, *handles)
-                    return tl.tensor(found, condition.type.with_element_ty(dtype))
-        return slow(condition, x, y)
+        a, b = _value(x), _value(y)
+        first, sizes = a if type(a) is tl.tensor else b, _sizes(condition)
+        if sizes is None or condition.dtype.name != "int1" or type(first) is not tl.tensor:
+            return slow(condition, x, y)
+        dtype = first.dtype
+        handles = [_chosen(operand, dtype, sizes) for operand in (a, b)]
+        if dtype.is_ptr() or any(handle is None for handle in handles):
+            return slow(condition, x, y)
+        found = interpreter_builder.create_select(condition.handle, *handles)
+        return tl.tensor(found, condition.type.with_element_ty(dtype) if sizes else dtype)
 
     return where
 
 
 def _chosen(operand: object, dtype: tl.dtype, sizes: tuple[int, ...]) -> TensorHandle | None:
-    """An operand of ``where`` that has the dtype and the shape of the result, or is one number."""
+    """An operand of ``where`` that has the dtype and the shape of the result, or is one value."""
     if type(operand) is not tl.tensor:
         data = _constant(operand, dtype.name)
         return None if data is None else _handle(data, dtype)
-    fits = operand.dtype.name == dtype.name and not dtype.is_ptr()
-    fits = fits and (not operand.type.is_block() or operand.type.sizes == sizes)
-    return operand.handle if fits else None
+    return operand.handle if operand.dtype.name == dtype.name and _sizes(operand) in ((), sizes) else None
 
 
 # Functions of ``triton.language``, each made from Triton's own.
