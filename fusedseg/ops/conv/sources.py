@@ -227,3 +227,16 @@ def apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     if geometry.groups > 1 or is_tensor(sources):
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
+
+
+def commutes(source: Source, w: Tensor, geometry: Geometry) -> bool:
+    """Whether a convolution with this weight may run before the interpolation of its source, and is faster there."""
+    if not isinstance(source, Interpolated) or geometry.groups > 1 or w.shape[0] > source.shape[1]:
+        return False
+    return is_pointwise(w.shape[2:], geometry) and source.x.numel() < source.shape.numel()
+
+
+def is_pointwise(kernel: Sequence[int], geometry: Geometry | Any) -> bool:
+    """Whether each value of a convolution depends on one position.  ``geometry`` may be a module of a convolution."""
+    ones = *kernel, *geometry.stride
+    return all(n == 1 for n in ones) and not any(geometry.padding)
