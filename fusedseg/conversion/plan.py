@@ -228,7 +228,9 @@ class Planner:
                 plan.replaced.append(self._pool_row(flow, call.module))
             elif call.module in self._joined and call.module not in convs:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
-                plan.replaced.append(Row(self._paths[call.module], f"{self._joined[call.module]} + {conv}", to, "", None))
+                plan.replaced.append(
+                    Row(self._paths[call.module], f"{self._joined[call.module]} + {conv}", to, "", None)
+                )
             elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
                 # The model returns this value, so no call keeps it.
                 continue
