@@ -70,7 +70,7 @@ class Planner:
         self._root, self._flows, self._marks_anything, self._inplace = root, flows, marks_anything, inplace
         self._paths = paths_of(root)
         self._refused: dict[nn.Module, str] = {}
-        self._joined: set[nn.Module] = set()
+        self._joined: dict[nn.Module, str] = {}
 
     def plan(self) -> Plan:
         plan = Plan({module: paths[0] for module, paths in self._paths.items()})

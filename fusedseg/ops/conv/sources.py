@@ -36,6 +36,11 @@ class Enlarge(NamedTuple):
     mode: str
     align_corners: bool | None
 
+    @property
+    def options(self) -> tuple[str, bool | None]:
+        """The arguments that are equal for every size of the input."""
+        return self.mode, self.align_corners
+
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
         """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
         dims = x.dim() - 2
@@ -146,6 +151,11 @@ def tensors_of(sources: Sequence[Source]) -> list[Tensor]:
 
 def enlarges_of(sources: Sequence[Source]) -> tuple[Enlarge | None, ...]:
     return tuple(source.enlarge if isinstance(source, Interpolated) else None for source in sources)
+
+
+def options_of(call: "Convolution") -> Any:
+    """The arguments of a convolution that are equal for every size of the sources."""
+    return call.geometry, [None if enlarge is None else enlarge.options for enlarge in enlarges_of(call.sources)]
 
 
 def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) -> tuple[Source, ...]:
