@@ -314,6 +314,20 @@ def test_a_note_says_nothing_outside_of_the_scope():
     assert joins.sources_of(out) is None
 
 
+def test_deterministic_algorithms_note_no_enlarged_tensor():
+    """PyTorch enlarges by another function then, and the backward of the usual one raises an error on a GPU."""
+    x = torch.empty(1, 2, 4, 4, device="meta", requires_grad=True) * 1
+    noted = []
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            with fusedseg.recompute.guided(None):
+                noted.append(joins.sources_of(F.interpolate(x, (8, 8), mode="bilinear")) is not None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert noted == [True, False]
+
+
 class Grouped(nn.Module):
     """A grouped convolution and an ordinary one read the same concatenation, and norms follow both."""
 
