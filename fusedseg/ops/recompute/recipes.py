@@ -67,12 +67,6 @@ def innermost() -> Registry | None:
     return registry if type(registry) in REGISTRIES else None
 
 
-def is_innermost(registry: Registry) -> bool:
-    """Whether ``registry`` is the result of ``innermost``, which this function finds out faster."""
-    hooks = _hooks(True)
-    return hooks is not None and getattr(hooks[0], "__self__", None) is registry and _transforms() is None
-
-
 def active() -> Registry | None:
     """The innermost registry, if autograd saves tensors now; None otherwise, and under ``torch.compile``."""
     return None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else innermost()

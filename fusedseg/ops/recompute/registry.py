@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch
-from .memory import Memories, Memory
+from .memory import Memories, Memory, Seen
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
@@ -56,16 +56,13 @@ class Registry(Memories):
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
+            seen = self.last(t)
             if t is self.bare:
                 _pop_hooks()
-                self.bare = saved = self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
+                self.bare = saved = self._pack(t, seen)
                 return saved
-            seen = self.seen
-            if seen is not None and seen[0]() is t:
-                claimed = self.claim(t) if self.claim is not None else None
-                return self._pack(t, seen[1], seen[2]) if claimed is None else self._counted(claimed)
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
-            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
+            if seen is None and ((t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t)):
                 as_is = as_it_is(t, self.outer)
                 if self.vectors is not None:
                     self.vectors.append(as_is[0] if type(as_is) is tuple else t.detach())
@@ -74,16 +71,22 @@ class Registry(Memories):
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            return self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
+            return self._pack(t, seen)
 
-    def _pack(self, t: Tensor, at: Place, memory: Memory) -> Data | Handle:
-        """What is saved for an activation that is plain and that no call claims."""
-        version = t._version
-        if memory.offers and (not memory.kept or memory.kept_at(at, version) is None):
+    def _pack(self, t: Tensor, seen: Seen | None) -> Data | Handle:
+        """What is saved for an activation that is plain and that no call claims; ``seen`` is the result of ``last``."""
+        if seen is None:
+            at, memory = Place.of(t), self._memory(t.untyped_storage())
+        else:
+            _, at, memory = seen
+        if memory.offers:
+            version = t._version
             offer = memory.offer_of(at, version)
-            recipe = None if offer is None else offer.source(self)
-            if recipe is not None:
-                return self._counted(Handle(recipe, at))
+            if offer is not None and (not memory.kept or memory.kept_at(at, version) is None):
+                recipe = offer.source(self)
+                if recipe is not None:
+                    handle = Handle(recipe, at)
+                    return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
@@ -105,9 +108,8 @@ class Registry(Memories):
             kept.exposed = True
         if self.saves_sources:
             kept.in_recipe, kept.in_graph = True, False
-        if memory.kept:
-            memory.kept = [ref for ref in memory.kept if ref() is not None]
-        memory.kept.append(weakref.ref(kept))
+        others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
+        memory.kept = (*others, weakref.ref(kept))
         return kept
 
     def offer(
@@ -141,8 +143,8 @@ class Registry(Memories):
 
         Returns the offers of the present values of ``x`` and of the new values.
         """
-        seen = self.seen
-        if seen is not None and seen[0]() is x:
+        seen = self.last(x)
+        if seen is not None:
             _, at, memory = seen
             if memory.kept:
                 self.before_change(x)
@@ -200,15 +202,14 @@ class Registry(Memories):
             offer = Offer(at, version + 1, output.device, rebuild, overwrite, autocast, links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        if memory.offers:
-            memory.offers = [other for other in memory.offers if other.version >= version]
-        memory.offers.append(offer)
+        others = [other for other in memory.offers if other.version >= version] if memory.offers else ()
+        memory.offers = (*others, offer)
         return offer
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())
         if memory is not None:
-            memory.offers = [other for other in memory.offers if other is not offer]
+            memory.offers = tuple(other for other in memory.offers if other is not offer)
 
     def before_change(self, x: Tensor) -> Memory | None:
         """Copies the values that recipes read from the memory of ``x``, before ``x`` is written to.
@@ -259,7 +260,7 @@ class Registry(Memories):
             # In eager mode too, saved tensors of an older version have the values of that version, or raise an error.
             if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
                 recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
-        memory.offers.clear()
+        memory.offers = ()
         memory.exposed = True
 
     def secure(self, t: Tensor) -> None:

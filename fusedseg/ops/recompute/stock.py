@@ -163,7 +163,7 @@ def _offer_cast(registry: Registry, t: Tensor, parameter: Tensor) -> Handle | No
     if offer is None:
         links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
         offer = Offer(at, t._version, t.device, functools.partial(Tensor.to, dtype=t.dtype), None, OFF, links)
-        memory.offers.append(offer)
+        memory.offers = (*memory.offers, offer)
     recipe = offer.source(registry)
     return None if recipe is None else Handle(recipe, at)
 
