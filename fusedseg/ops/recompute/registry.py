@@ -6,6 +6,7 @@ the contract with the ops.
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ MAX_STEPS = 16
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
-_pop_hooks = _torch.pop_hooks
+_hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -46,7 +47,8 @@ class Registry(Memories):
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # In a call of which only this plain tensor passes through ``pack`` (``stock_norm.py``); then what was saved.
+        # Whether ``call_bare`` may be called; its plain tensor, and then what was saved for this tensor.
+        self.can_be_bare = self.chains and outer is None and None not in (_push_hooks, _pop_hooks)
         self.bare: Tensor | Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
@@ -88,6 +90,21 @@ class Registry(Memories):
                     handle = Handle(recipe, at)
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
+
+    def call_bare(self, x: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Data | Handle | None]:
+        """Calls a function so that autograd itself holds all that the call saves after ``x``, a plain activation.
+
+        Each tensor that passes through hooks takes microseconds.  Returns the result and what was saved for ``x``;
+        None if it was not saved.
+        """
+        hooks, self.bare = _hooks(True), x
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            saved, self.bare = self.bare, None
+            if saved is not x:
+                _push_hooks(*hooks)
+        return out, None if saved is x else saved  # type: ignore[return-value]
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.

@@ -16,7 +16,7 @@ from ... import _torch
 from .. import reuse
 from ..conv.convolution import shape_only
 from ..double_backward import batched
-from .plain import Place, plain
+from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -61,7 +61,12 @@ class Convolution(torch.autograd.Function):
 def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward; otherwise as it is."""
     dims, x = DIMS.get(func), args[0] if args else None
-    if dims is None or not isinstance(x, Tensor) or x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
+    if dims is None or not isinstance(x, Tensor):
+        return func(*args, **kwargs)
+    if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
+        # The activation that was made last is plain, and a weight that is trained has no recipe.
+        if registry.can_be_bare and registry.last(x) is not None and len(args) > 1 and is_trained_leaf(args[1]):
+            return registry.call_bare(x, func, args, kwargs)[0]
         return func(*args, **kwargs)
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     w, bias, padding = named.get("weight"), named.get("bias"), named.get("padding", 0)

@@ -21,8 +21,6 @@ from .registry import Registry
 from .saved import OFF, Data, Handle, Recipe
 
 Function = Callable[..., Any]
-_hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
-_CAN_BE_BARE = _push_hooks is not None and _torch.pop_hooks is not None
 # The dtype of the statistics of an input, where aten rounds nothing.
 STATISTICS = {torch.float64: torch.float64}
 
@@ -59,8 +57,8 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     if not plain(x):
         return func(*args, **kwargs)
     found, source = None, x
-    if not instance and _CAN_BE_BARE and registry.chains and registry.outer is None and not is_trained_leaf(x):
-        out, saved = _call_bare(registry, x, func, args, kwargs)
+    if registry.can_be_bare and not instance and not is_trained_leaf(x):
+        out, saved = registry.call_bare(x, func, args, kwargs)
         if own and x.is_cpu:
             found = _results_of(out.grad_fn)
         # The data that was just saved needs no search.
@@ -89,24 +87,6 @@ def _call_collecting(registry: Registry, func: Function, args: Any, kwargs: Any,
         return func(*args, **kwargs), vectors
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
-
-
-def _call_bare(
-    registry: Registry, x: Tensor, func: Function, args: Any, kwargs: Any
-) -> tuple[Any, Data | Handle | None]:
-    """Calls a batch norm so that only ``x`` passes through the hooks, and autograd itself holds the vectors.
-
-    The hooks take most of the time of a small norm.  Returns the result and what was saved for ``x``; None if it was
-    not saved.
-    """
-    hooks, registry.bare = _hooks(True), x
-    try:
-        out = func(*args, **kwargs)
-    finally:
-        saved, registry.bare = registry.bare, None
-        if saved is not x:
-            _push_hooks(*hooks)
-    return out, None if isinstance(saved, Tensor) else saved
 
 
 def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
