@@ -5,7 +5,7 @@ the contract with the ops.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
 _hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
+NOTHING: Mapping[str, Any] = {}
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -47,7 +48,7 @@ class Registry(Memories):
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # Whether ``call_bare`` may be called; its plain tensor, and then what was saved for this tensor.
+        # For ``call_bare``: whether it can be called, its tensor, and then what was saved for this tensor.
         self.can_be_bare = self.chains and outer is None and None not in (_push_hooks, _pop_hooks)
         self.bare: Tensor | Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
@@ -91,11 +92,17 @@ class Registry(Memories):
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
 
-    def call_bare(self, x: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Data | Handle | None]:
-        """Calls a function so that autograd itself holds all that the call saves after ``x``, a plain activation.
+    def bares(self, x: Tensor) -> bool:
+        """Whether ``x`` is an activation that a function may be called with by ``call_bare``."""
+        return self.can_be_bare and (self.last(x) is not None or (not is_trained_leaf(x) and plain(x)))
 
-        Each tensor that passes through hooks takes microseconds.  Returns the result and what was saved for ``x``;
-        None if it was not saved.
+    def call_bare(
+        self, x: Tensor, func: Callable[..., Any], args: Any, kwargs: Any = NOTHING
+    ) -> tuple[Any, Data | Handle | None]:
+        """Calls a function so that autograd itself holds all that the call saves after ``x``.
+
+        Each tensor that passes through the hooks takes microseconds, and parameters and statistics need no recipe.
+        Returns the result and what was saved for ``x``; None if it was not saved.
         """
         hooks, self.bare = _hooks(True), x
         try:

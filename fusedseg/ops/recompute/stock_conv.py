@@ -64,8 +64,8 @@ def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs:
     if dims is None or not isinstance(x, Tensor):
         return func(*args, **kwargs)
     if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
-        # The activation that was made last is plain, and a weight that is trained has no recipe.
-        if registry.can_be_bare and registry.last(x) is not None and len(args) > 1 and is_trained_leaf(args[1]):
+        # A weight that is trained has no recipe.
+        if len(args) > 1 and is_trained_leaf(args[1]) and registry.bares(x):
             return registry.call_bare(x, func, args, kwargs)[0]
         return func(*args, **kwargs)
     named = dict(zip(_NAMES, args, strict=False)) | kwargs

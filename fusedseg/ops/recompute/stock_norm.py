@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ... import _torch
 from ..layout import FORMATS
 from .calls import replay
-from .plain import Place, is_trained_leaf, plain
+from .plain import Place, plain
 from .registry import Registry
 from .saved import OFF, Data, Handle, Recipe
 
@@ -54,15 +54,15 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
     x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
     instance = func is F.instance_norm
-    if not plain(x):
-        return func(*args, **kwargs)
     found, source = None, x
-    if registry.can_be_bare and not instance and not is_trained_leaf(x):
+    if not instance and registry.bares(x):
         out, saved = registry.call_bare(x, func, args, kwargs)
         if own and x.is_cpu:
             found = _results_of(out.grad_fn)
         # The data that was just saved needs no search.
         source = saved if type(saved) is Data else x
+    elif not plain(x):
+        return func(*args, **kwargs)
     else:
         out, vectors = _call_collecting(registry, func, args, kwargs, x)
         if own:
