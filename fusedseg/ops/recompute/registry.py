@@ -16,7 +16,7 @@ from ... import _torch
 from .memory import Memories, Memory, Seen
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
-from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
+from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
 # norm, add and activation.
@@ -26,6 +26,7 @@ LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
 _hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
+_autocasts = _torch.is_any_autocast_enabled
 NOTHING: Mapping[str, Any] = {}
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
@@ -202,7 +203,7 @@ class Registry(Memories):
         If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
         offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
-        version, autocast = output._version, Autocast.of(output)
+        version, autocast = output._version, Autocast.of(output) if _autocasts() else OFF
         links: list[tuple[Input, Place]] = []
         for t in inputs:
             if not isinstance(t, Tensor):
@@ -214,10 +215,10 @@ class Registry(Memories):
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if before is None and overwrite is not None and (not links or links[0][1].layout() != at.layout()):
-            # The result would differ if it were written over an input of another size, layout or dtype.
-            overwrite = None
         if before is None:
+            if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+                # The result would differ if it were written over an input of another size, layout or dtype.
+                overwrite = None
             offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
         elif self.chains and before.is_alone(at, autocast):
             offer = before.followed(overwrite or rebuild, links)
@@ -226,8 +227,9 @@ class Registry(Memories):
             offer = Offer(at, version + 1, output.device, rebuild, overwrite, autocast, links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
+        # The newest one comes first, because it is the one that is asked for.
         others = [other for other in memory.offers if other.version >= version] if memory.offers else ()
-        memory.offers = (*others, offer)
+        memory.offers = (offer, *others)
         return offer
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:

@@ -116,24 +116,14 @@ def _is_certain(x: Tensor, mean: Tensor, instance: bool) -> bool:
     return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]) and mean.numel() == x.shape[1]
 
 
-class ByStatistics:
-    """Rebuilds the output of a norm from its input.
+def _of_batch(scale: Tensor, bias: Tensor | None, mean: Tensor, x: Tensor) -> Tensor:
+    """Rebuilds the output of a norm from its input."""
+    return torch.native_batch_norm(x, scale, bias, mean, _ones_like(mean), False, 0.0, 0.0)[0]
 
-    Instance norm is computed as the batch norm of one sample that has the channels of all samples.
-    """
 
-    __slots__ = ("bias", "instance", "mean", "scale")
-
-    def __init__(self, scale: Tensor, bias: Tensor | None, mean: Tensor, instance: bool) -> None:
-        self.scale, self.bias, self.mean, self.instance = scale, bias, mean, instance
-
-    def __call__(self, x: Tensor) -> Tensor:
-        mean = self.mean
-        ones = _ones_like(mean)
-        if not self.instance:
-            return torch.native_batch_norm(x, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0]
-        channels = x.contiguous().view(1, mean.numel(), *x.shape[2:])
-        return torch.native_batch_norm(channels, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0].view(x.shape)
+def _of_instances(scale: Tensor, bias: Tensor | None, mean: Tensor, x: Tensor) -> Tensor:
+    """Rebuilds the output of an instance norm, as the batch norm of one sample that has the channels of all samples."""
+    return _of_batch(scale, bias, mean, x.contiguous().view(1, mean.numel(), *x.shape[2:])).view(x.shape)
 
 
 # Vectors of ones, to which nobody writes, by their length, dtype and device.
@@ -161,17 +151,16 @@ def by_statistics(
 
     mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
     """
-    samples, channels = x.shape[:2]
-    instance = mean.numel() != channels
-    scale = rstd
+    instance, scale = mean.numel() != x.shape[1], rstd
     # These are copies, because an optimizer may change the parameters before backward.
     with _torch.below_autograd():
+        if instance:
+            weight, bias = [None if v is None else v.repeat(x.shape[0]) for v in (weight, bias)]
         if weight is not None:
-            scale = scale * (weight.repeat(samples) if instance else weight)
+            scale = scale * weight
         if bias is not None:
-            bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
-            bias = bias.repeat(samples) if instance else bias
-    return ByStatistics(scale, bias, mean, instance)
+            bias = bias.to(mean.dtype, copy=not instance)
+    return functools.partial(_of_instances if instance else _of_batch, scale, bias, mean)
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
