@@ -49,9 +49,10 @@ class Registry(Memories):
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # For ``call_bare``: whether it can be called, its tensor, and then what was saved for this tensor.
+        # For ``call_bare``: whether it can be called, its activation, and what was saved for this activation.
         self.can_be_bare = self.chains and outer is None and None not in (_push_hooks, _pop_hooks)
-        self.bare: Tensor | Data | Handle | None = None
+        self.bare: Seen | None = None
+        self.saved: Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
@@ -60,11 +61,13 @@ class Registry(Memories):
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
-            seen = self.last(t)
-            if t is self.bare:
+            seen = self.bare
+            if seen is not None and seen[0]() is t:
                 _pop_hooks()
-                self.bare = saved = self._pack(t, seen)
-                return saved
+                self.bare = None
+                self.saved = self._pack(t, *seen)
+                return self.saved
+            seen = self.last(t)
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
             if seen is None and ((t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t)):
                 as_is = as_it_is(t, self.outer)
@@ -75,14 +78,14 @@ class Registry(Memories):
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            return self._pack(t, seen)
+            return self._pack(t, *(seen or self.look(t)))
 
-    def _pack(self, t: Tensor, seen: Seen | None) -> Data | Handle:
-        """What is saved for an activation that is plain and that no call claims; ``seen`` is the result of ``last``."""
-        if seen is None:
-            at, memory = Place.of(t), self._memory(t.untyped_storage())
-        else:
-            _, at, memory = seen
+    def look(self, t: Tensor) -> Seen:
+        """The place and the memory of a plain tensor."""
+        return weakref.ref(t), Place.of(t), self._memory(t.untyped_storage())
+
+    def _pack(self, t: Tensor, _: Any, at: Place, memory: Memory) -> Data | Handle:
+        """What is saved for an activation that is plain and that no call claims."""
         if memory.offers:
             version = t._version
             offer = memory.offer_of(at, version)
@@ -93,26 +96,28 @@ class Registry(Memories):
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
 
-    def bares(self, x: Tensor) -> bool:
-        """Whether ``x`` is an activation that a function may be called with by ``call_bare``."""
-        return self.can_be_bare and (self.last(x) is not None or (not is_trained_leaf(x) and plain(x)))
+    def bares(self, x: Tensor) -> Seen | None:
+        """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
+        if not self.can_be_bare:
+            return None
+        return self.last(x) or (None if is_trained_leaf(x) or not plain(x) else self.look(x))
 
     def call_bare(
-        self, x: Tensor, func: Callable[..., Any], args: Any, kwargs: Any = NOTHING
+        self, activation: Seen, func: Callable[..., Any], args: Any, kwargs: Any = NOTHING
     ) -> tuple[Any, Data | Handle | None]:
-        """Calls a function so that autograd itself holds all that the call saves after ``x``.
+        """Calls a function so that autograd itself holds all that the call saves after ``activation``.
 
         Each tensor that passes through the hooks takes microseconds, and parameters and statistics need no recipe.
-        Returns the result and what was saved for ``x``; None if it was not saved.
+        Returns the result and what was saved for the activation; None if it was not saved.
         """
-        hooks, self.bare = _hooks(True), x
+        hooks, self.bare = _hooks(True), activation
         try:
             out = func(*args, **kwargs)
         finally:
-            saved, self.bare = self.bare, None
-            if saved is not x:
+            if self.bare is None:
                 _push_hooks(*hooks)
-        return out, None if saved is x else saved  # type: ignore[return-value]
+            saved, self.bare, self.saved = self.saved, None, None
+        return out, saved
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -152,9 +157,9 @@ class Registry(Memories):
             # If an argument lies in the same memory, another call has allocated it.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
                 return None
-        memory, at = self._memory(own), Place.of(output)
+        seen = _, at, memory = weakref.ref(output), Place.of(output), self._memory(own)
         memory.made = True
-        self.seen = (weakref.ref(output), at, memory) if len(at.size) > 1 else None
+        self.seen = seen if len(at.size) > 1 else None
         return self._record(output, at, memory, None, rebuild, inputs, overwrite)
 
     def overwriting(

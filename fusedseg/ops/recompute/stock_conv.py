@@ -65,9 +65,8 @@ def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs:
         return func(*args, **kwargs)
     if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
         # A weight that is trained has no recipe.
-        if len(args) > 1 and is_trained_leaf(args[1]) and registry.bares(x):
-            return registry.call_bare(x, func, args, kwargs)[0]
-        return func(*args, **kwargs)
+        bare = registry.bares(x) if len(args) > 1 and is_trained_leaf(args[1]) else None
+        return func(*args, **kwargs) if bare is None else registry.call_bare(bare, func, args, kwargs)[0]
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     w, bias, padding = named.get("weight"), named.get("bias"), named.get("padding", 0)
     tensors = [t for t in (x, w, bias) if t is not None]

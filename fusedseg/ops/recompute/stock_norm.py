@@ -55,8 +55,9 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
     instance = func is F.instance_norm
     found, source = None, x
-    if not instance and registry.bares(x):
-        out, saved = registry.call_bare(x, func, args, kwargs)
+    bare = None if instance else registry.bares(x)
+    if bare is not None:
+        out, saved = registry.call_bare(bare, func, args, kwargs)
         if own and x.is_cpu:
             found = _results_of(out.grad_fn)
         # The data that was just saved needs no search.
