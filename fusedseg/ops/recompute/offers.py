@@ -99,6 +99,9 @@ class Offer:
     reader: Reader | None = None
     # As in ``Recipe``.
     node, is_call, is_held = -1, False, False
+    steps: int
+    extra: int
+    bits: int
 
     def __init__(
         self,

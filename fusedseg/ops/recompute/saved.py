@@ -216,22 +216,18 @@ class Recipe:
     def near(self, order: float) -> bool:
         if self.own is not None and order - NEAR <= self.own < order:
             return True
-        orders = self.orders
-        if not orders or orders[0] >= order:
-            return False
-        return self.is_held or orders[bisect_left(orders, order) - 1] >= order - NEAR
+        i = bisect_left(self.orders, order)
+        return i > 0 and (self.is_held or self.orders[i - 1] >= order - NEAR)
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
         """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
-        held = self.held
         # The version is compared because a backward function may write over a tensor that it has got.
-        if held is not None and held[0]._version == held[1]:
-            value = held[0]
+        if self.held is not None and self.held[0]._version == self.held[1]:
+            value = self.held[0]
         else:
             value = self._rebuilt(order, for_call or self.is_call)
-            held = self.held
-        stays = held is not None or not for_call or self.is_call or self.is_held
-        if stays and self.near(order) and (held is not None or _hold(self)):
+        stays = self.held is not None or self.is_call or self.is_held or not for_call
+        if stays and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
@@ -249,13 +245,12 @@ class Recipe:
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
         if in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
-        inputs: list[Any] = [None] * len(self.inputs)
-        writable = False
+        inputs: list[Any] = [*self.inputs]
+        ours = [False] * len(inputs)
         for i in self.turns:
-            inputs[i], ours = self._input(i, order, for_call)
-            writable = ours if i == 0 else writable
-        call = self.overwrite if writable and self.overwrite is not None else self.rebuild
-        differs = self.autocast is not OFF or _torch.is_any_autocast_enabled()
+            inputs[i], ours[i] = self._input(i, order, for_call)
+        call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
+        differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None
         with _torch.DisableTorchFunction():
             if autocast is None and not torch.is_grad_enabled():

@@ -124,7 +124,7 @@ def _watch_scripted() -> None:
 
 
 class Watch(TorchFunctionMode):
-    """The function mode that sees the calls of stock functions, for one registry, whose saved-tensor hook is ``pack``."""
+    """The function mode that sees the calls of stock functions, for one registry; ``pack`` is the hook of its scope."""
 
     def __init__(self, registry: Registry, pack: Function, rules: dict[Function, Any] = RULES) -> None:
         super().__init__()
