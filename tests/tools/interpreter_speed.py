@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.tools.interpreter_operators import quick
+from tests.tools.interpreter_operators import FUNCTIONS, quick
 
 # Triton's own versions of the functions that ``fast`` replaces.
 AS_IT_IS = [
@@ -119,7 +119,10 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, quick(name, call) if obj is tl.tensor else call)
+    made = FUNCTIONS.get(name) if obj in (tl, tl.core) else None
+    if obj is tl.tensor:
+        call = quick(name, call)
+    scope.set_attr(obj, name, made(call) if made else call)
 
 
 @contextlib.contextmanager
@@ -249,7 +252,9 @@ def quick_operators() -> Iterator[None]:
         return computed[key]
 
     def same_dtype(self, other):
-        return self is other or equal(self, other)
+        if self is other:
+            return True
+        return self.name == other.name if type(other) is tl.dtype else equal(self, other)
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
