@@ -7,15 +7,14 @@ there (``ops/self_test``); otherwise it takes aten.
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ._torch import FakeTensor
+from ._torch import DisableTorchFunction, FakeTensor
 
 NAMES = ("auto", "triton", "aten")
-HERE = nullcontext()
 # The generations of NVIDIA's GPUs, by the first number of the compute capability, and the architectures of AMD's GPUs
 # that the kernels are compiled for in tests.  AMD's have wavefronts of 64 threads.
 NVIDIA, AMD = (8, 9, 10, 12), ("gfx90a", "gfx942", "gfx950")
@@ -142,7 +141,8 @@ def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
     Raises:
         RuntimeError: the backend is set to "triton", and Triton cannot serve ``x``.
     """
-    if isinstance(x, FakeTensor):
+    # The first question saves the second one, which takes longer, in nearly all cases.
+    if type(x) is not torch.Tensor and isinstance(x, FakeTensor):
         return False
     reason = _reasons.get((family, x.dtype, x.device))
     return not (_find_out(x, family) if reason is None else reason)
@@ -179,9 +179,17 @@ def is_tested(device: torch.device) -> bool:
     return device.type == "cuda" and self_test_wanted()
 
 
-def device_of(x: torch.Tensor) -> AbstractContextManager:
-    """``torch.cuda.device_of(x)``, or an empty context if the device of ``x`` is the current one.
+def launching(x: torch.Tensor) -> AbstractContextManager:
+    """The context of a launch on ``x``: its device is the current one, and no function mode sees the calls.
 
-    ``torch.cuda.device_of`` takes microseconds even then.
+    Triton asks a tensor for its address, and the recompute scope would take this for a way to change the tensor
+    unnoticed.  ``torch.cuda.device_of`` takes microseconds even if the device is the current one already.
     """
-    return torch.cuda.device_of(x) if x.is_cuda and x.get_device() != torch.cuda.current_device() else HERE
+    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+    return _elsewhere(x) if elsewhere else DisableTorchFunction()
+
+
+@contextmanager
+def _elsewhere(x: torch.Tensor) -> Iterator[None]:
+    with torch.cuda.device_of(x), DisableTorchFunction():
+        yield

@@ -312,27 +312,39 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
 
 
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
-                 mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
+                 mean=None, residual=None, dresidual=None, sums=None, exchange=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
     ``saved`` is the input if ``mean`` is given, and otherwise the output, or ``Codes`` of either (planes).  ``dz``,
     ``residual``, ``dx`` and ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given;
     ``dx`` may be ``saved``.  The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the
     result of ``norm_act_bwd_sums`` if it is known already.
+
+    ``exchange`` is None or, in training of a norm of the batch, a function that is called with the sums of g and
+    g * xhat, (C,) each, and returns their sums over several processes; dx is computed from its result.  dweight and
+    dbias are the sums of this process only.
     """
+    if exchange is not None:
+        given, also = (dz, saved, layout, weight, bias, rstd, xhat_kept, kept), {"mean": mean, "residual": residual}
+        s1, s2 = norm_act_bwd_sums(*given, act, **also).sum(1)
+        sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
+        dx, *_ = norm_act_bwd(*given, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
+        return dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(dz) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
                                  dresidual)  # fmt: skip
         return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
-    slots, K = kept if kept is not None else (None, 0)
+    slots, K = (None, 0) if kept is None else kept
     tensor, values, parts = kept_of(saved, mean)
     dweight = dbias = None
     if affine and batch:
-        # These are two allocations, because outputs of an op must not share memory.
-        dweight = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
-        dbias = torch.empty(layout.C, dtype=dparam_dtype, device=dz.device)
+        # These are two allocations, because outputs of an op must not share memory.  rstd has C values here.  PyTorch
+        # takes less time for a call without a dtype.
+        same = rstd.dtype == dparam_dtype
+        dweight = torch.empty_like(rstd) if same else torch.empty_like(rstd, dtype=dparam_dtype)
+        dbias = torch.empty_like(dweight)
     tensors = values, dz, residual, dx, dresidual
     onchip = onchip_plan(tensor, layout, act, K) if sums is None else None
     if onchip is not None:
@@ -357,18 +369,3 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     if affine and not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias
-
-
-def norm_act_bwd_exchanged(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, dparam_dtype, exchange, dx=None,
-                           mean=None, residual=None, dresidual=None):  # fmt: skip
-    """``norm_act_bwd`` in training for a norm of the batch, with sums that ``exchange`` adds up over processes.
-
-    ``exchange`` is called with the sums of g and g * xhat, (C,) each, and dx is computed from its result.  dweight and
-    dbias are the sums of this process only.
-    """
-    args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept
-    also = {"mean": mean, "residual": residual}
-    s1, s2 = norm_act_bwd_sums(*args, act, **also).sum(1)
-    sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
-    dx, *_ = norm_act_bwd(*args, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
-    return dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))

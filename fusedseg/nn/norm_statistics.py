@@ -5,9 +5,9 @@ classes beside its stock norm, which brings the attributes.  Each class also say
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..ops.recompute.saved import recomputing
@@ -29,15 +29,22 @@ class Using(NamedTuple):
     groups: int = 0
 
 
+# A function that finds attributes of a module: ``attributes``, or ``looked_up`` outside of compiled code.
+LookUp = Callable[[Any, str, tuple[str, ...]], list[Any]]
+
+
+def attributes(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
+    """The parameters or buffers with these names; ``where`` is "_parameters" or "_buffers"."""
+    return [getattr(module, name) for name in names]
+
+
 def looked_up(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
-    """The parameters or buffers with these names; ``where`` is "_parameters" or "_buffers".
+    """The result of ``attributes``, outside of compiled code.
 
     ``nn.Module`` searches for such an attribute in Python, after all other places.  This function reads the module's
     dictionary directly, which is faster.  An attribute that the dictionary does not have, such as a weight that
-    ``torch.nn.utils.parametrize`` computes, is looked up as usual.  In compiled code, all attributes are.
+    ``torch.nn.utils.parametrize`` computes, is looked up as usual.
     """
-    if torch.compiler.is_compiling():
-        return [getattr(module, name) for name in names]
     found = module.__dict__[where]
     try:
         return [*map(found.__getitem__, names)]
@@ -68,16 +75,16 @@ class BatchStatistics:
     track_running_stats: bool
     momentum: float | None
 
-    def _statistics(self) -> Using:
+    def _statistics(self, look_up: LookUp = attributes) -> Using:
         training, momentum = self.training, self.momentum
         # A forward pass that is computed again moves no running statistics.
         if training and (not self.track_running_stats or recomputing()):
             return Using(True)
         batches = None
         if training:
-            running_mean, running_var, batches = looked_up(self, "_buffers", COUNTED)
+            running_mean, running_var, batches = look_up(self, "_buffers", COUNTED)
         else:
-            running_mean, running_var = looked_up(self, "_buffers", RUNNING)
+            running_mean, running_var = look_up(self, "_buffers", RUNNING)
         if momentum is None:
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
         return Using(training or running_mean is None, running_mean, running_var, momentum, batches)
@@ -131,12 +138,12 @@ class InstanceStatistics:
         """Whether parameters or running statistics belong to the channels.  Otherwise any number of them will do."""
         return self.affine or self.running_mean is not None
 
-    def _statistics(self) -> Using:
+    def _statistics(self, look_up: LookUp = attributes) -> Using:
         # As in the stock module, running statistics are used in eval mode only, and a momentum of None means 0.
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         moved = not (self.training and recomputing())
-        mean, var = looked_up(self, "_buffers", RUNNING) if moved else (None, None)
+        mean, var = look_up(self, "_buffers", RUNNING) if moved else (None, None)
         return Using(own, mean, var, momentum)
 
 
@@ -152,5 +159,5 @@ class GroupStatistics:
 
     num_groups: int
 
-    def _statistics(self) -> Using:
+    def _statistics(self, look_up: LookUp = attributes) -> Using:
         return Using(True, groups=self.num_groups)

@@ -12,11 +12,12 @@ from .. import _torch
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
+from ..ops.norm.eager import normalise_eagerly
 from ..ops.norm.kept import Kept
-from ..ops.norm.op import normalise, normalise_eagerly
+from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from .leaf import Unscriptable, as_leaf
-from .norm_statistics import Using, looked_up
+from .norm_statistics import LookUp, Using, attributes, looked_up
 
 
 class StockNorm(Unscriptable, nn.Module):
@@ -45,7 +46,7 @@ class StockNorm(Unscriptable, nn.Module):
     bias: Any
     eps: float
     _act: Activation
-    _statistics: Callable[[], Using]
+    _statistics: Callable[..., Using]
 
     def __init__(self, *stock: Any, bias: bool = True, dtype: torch.dtype | None = None, **options: Any) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
@@ -68,20 +69,20 @@ class StockNorm(Unscriptable, nn.Module):
             # An export counts as a compilation, so only TorchScript's tracer is left to ask for.
             if torch.jit.is_tracing():
                 return self._in_program(x, residual)
-            passed, spec = self._call(x, residual)
+            passed, spec = self._call(x, residual, looked_up)
             check(self.OP, passed, spec)
             kept = self._kept_eagerly(passed.weight, passed.bias, x.dtype, residual is not None)
             return normalise_eagerly(passed, spec, kept)
 
     def _in_program(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``forward`` while the call is compiled, exported or traced."""
-        passed, spec = self._call(x, residual)
+        passed, spec = self._call(x, residual, attributes)
         check(self.OP, passed, spec)
         return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
 
-    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Passed, Spec]:
-        own, running_mean, running_var, momentum, batches, groups = self._statistics()
-        weight, bias, *slope = looked_up(self, "_parameters", self.VECTORS)
+    def _call(self, x: Tensor, residual: Tensor | None, look_up: LookUp) -> tuple[Passed, Spec]:
+        own, running_mean, running_var, momentum, batches, groups = self._statistics(look_up)
+        weight, bias, *slope = look_up(self, "_parameters", self.VECTORS)
         # Arguments by position take a third of the time of arguments by name.
         passed = Passed(x, weight, bias, residual, slope[0] if slope else None, running_mean, running_var, batches)
         spec = Spec(self.KEEP, self._act, self.eps, momentum, own, self.KIND, groups, self._others())

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _torch
 
+_is_compiling = torch.compiler.is_compiling
 _is_batched, _is_legacy = _torch.is_batchedtensor, _torch.is_legacy_batchedtensor
 
 
@@ -36,20 +37,14 @@ def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *re
 
     Only ``dz`` can be a batch of tensors, because ``rest`` was saved by a forward pass, which refuses transforms.
     """
-    if batched((dz,)):
+    if is_batch(dz):
         return one_by_one(backward, dz, *rest)
     return _Gradients.apply(op, backward, dz, *rest) if torch.is_grad_enabled() else backward(dz, *rest)
 
 
-def batched(args: Sequence[Any]) -> bool:
-    """Whether an argument stands for a batch of tensors, as a gradient inside ``vmap`` does."""
-    if torch.compiler.is_compiling():
-        return False
-    # A loop makes fewer calls than any() of a generator.
-    for arg in args:  # noqa: SIM110
-        if isinstance(arg, Tensor) and (_is_batched(arg) or _is_legacy(arg)):
-            return True
-    return False
+def is_batch(t: Tensor) -> bool:
+    """Whether a tensor stands for a batch of tensors, as a gradient inside ``vmap`` does."""
+    return not _is_compiling() and (_is_batched(t) or _is_legacy(t))
 
 
 def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:

@@ -115,6 +115,11 @@ def like(dz: Tensor, z: Tensor) -> Tensor:
     return torch.empty_like(z).copy_(dz)
 
 
+def laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
+    """A copy of ``t`` with these strides."""
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
 def channel_view(x: Tensor, layout: Layout) -> Tensor:
     """A view of ``x`` for aten: planes as contiguous (N, C, S), rows as channels_last (1, C, N, 1)."""
     if layout.rows:

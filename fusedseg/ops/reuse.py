@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import FakeTensor
-from .double_backward import batched
+from .double_backward import is_batch
 
 # The memory of a smaller tensor is not worth the question who else sees it.
 LEAST_BYTES = 2**20
@@ -114,7 +114,7 @@ def take(z: Tensor, dz: Tensor, probe: type[torch.autograd.Function] = _Probe) -
     The result is None if another tensor shares this memory.  It is also None if ``dz`` is a batch of gradients, because
     each gradient of the batch needs ``z``.
     """
-    if batched((dz,)):
+    if is_batch(dz):
         return None
     if _holders(z) > _holders_of_what_only_autograd_keeps(probe):
         return None
@@ -182,7 +182,9 @@ def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
         return False
     del t
     with _torch.DisableTorchFunction():
-        if batched(tensors) or not tensors[i].untyped_storage().resizable():
+        if any(isinstance(t, Tensor) and is_batch(t) for t in tensors):
+            return False
+        if not tensors[i].untyped_storage().resizable():
             return False
         most = _counts_if_alone()[gradient]
         return all(count <= limit for count, limit in zip(_counts(tensors, i), most, strict=True))

@@ -31,7 +31,7 @@ from fusedseg import _backend
 
 # The most calls of a training step that has one launch each way: forward, backward.  Five and three of them ask whether
 # the elements of parameters and statistics are adjacent in memory.
-MOST_CALLS = {fusedseg.InPlaceABN: (97, 56), fusedseg.BatchNormAct: (93, 58)}
+MOST_CALLS = {fusedseg.InPlaceABN: (92, 43), fusedseg.BatchNormAct: (88, 45)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
 
@@ -321,11 +321,11 @@ def a_step_of_a_norm_makes_few_calls() -> None:
     chosen = {("norm", torch.float32, torch.device("cpu")): ""}
     with recorder(), mock.patch.dict(_backend._reasons, chosen):
         for cls, (forward, backward) in MOST_CALLS.items():
-            module, x = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True)
+            module, x, dz = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True), torch.randn(2, 4, 3, 3)
             for _ in range(3):
-                module(x * 1).sum().backward()
+                module(x * 1).backward(dz)
             y, z = x * 1, []
-            counted = ours_called(lambda: z.append(module(y))), ours_called(lambda: z[0].sum().backward())  # noqa: B023
+            counted = ours_called(lambda: z.append(module(y))), ours_called(lambda: z[0].backward(dz))  # noqa: B023
             assert counted[0] <= forward, f"{cls.__name__}: forward {counted[0]} > {forward}"
             assert counted[1] <= backward, f"{cls.__name__}: backward {counted[1]} > {backward}"
 

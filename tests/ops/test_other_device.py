@@ -8,6 +8,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import fusedseg
 from fusedseg import _backend
@@ -25,12 +26,13 @@ class Guarded:
         from fusedseg.kernels.launcher import Launcher
 
         self.guarded, self.launched, self.unguarded = [], [], []
-        call = Launcher.__call__
+        call, context = Launcher.__call__, _backend.launching
 
         @contextlib.contextmanager
-        def device_of(x):
+        def launching(x):
             self.guarded.append(x)
-            yield
+            with context(x):
+                yield
             self.guarded.pop()
 
         def launch(launcher, tensors, *floats):
@@ -41,7 +43,7 @@ class Guarded:
             call(launcher, tensors, *floats)
 
         for module in (_backend, conv_abn, triton):
-            monkeypatch.setattr(module, "device_of", device_of)
+            monkeypatch.setattr(module, "launching", launching)
         monkeypatch.setattr(Launcher, "__call__", launch)
 
 
@@ -99,14 +101,38 @@ class OnGpu:
         return self.index
 
 
+class Calls(TorchFunctionMode):
+    """Notes the calls that a function mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
 def test_the_guard_changes_the_device(monkeypatch):
-    current = torch.cuda.current_device
+    changed, t = [], torch.empty(1)
+
+    @contextlib.contextmanager
+    def device_of(x):
+        changed.append(x.get_device())
+        yield
+        changed.append("left")
+
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_of", lambda x: ("device of", x.get_device()))
-    assert current is not torch.cuda.current_device
-    assert _backend.device_of(OnGpu(1)) == ("device of", 1)
-    assert _backend.device_of(OnGpu(0)) is _backend.HERE
-    assert _backend.device_of(torch.empty(1)) is _backend.HERE
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for x, expected in ((OnGpu(1), [1, "left"]), (OnGpu(0), []), (t, [])):
+        changed.clear()
+        launching = _backend.launching(x)
+        with Calls() as mode:
+            t.data_ptr()
+            with launching:
+                t.data_ptr()
+        assert len(mode.seen) == 1, "a function mode must not see the calls of a launch"
+        assert changed == expected
 
 
 def test_the_self_test_runs_on_the_device_that_it_is_for(monkeypatch):

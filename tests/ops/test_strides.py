@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.ops.conv import conv_abn
 from fusedseg.ops.conv.convolution import Geometry
@@ -99,6 +100,36 @@ def test_vectors_of_a_norm_in_eager_mode(backend, device, keep, rows):
         z = norm.normalise(passed, Spec(keep, ACT, momentum=0.1))
         results.append([z, *torch.autograd.grad(z.square().sum(), leaves), mean, var])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+HELD = {
+    "InPlaceABN": fusedseg.InPlaceABN,
+    "InPlaceInstanceNormAct": lambda c: fusedseg.InPlaceInstanceNormAct(c, affine=True),
+    "InPlaceGroupNormAct": lambda c: fusedseg.InPlaceGroupNormAct(2, c),
+    "BatchNormAct": fusedseg.BatchNormAct,
+    "InstanceNormAct": lambda c: fusedseg.InstanceNormAct(c, affine=True),
+    "GroupNormAct": lambda c: fusedseg.GroupNormAct(2, c),
+}
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("name", HELD)
+def test_saved_tensors_whose_strides_hooks_change(backend, device, name, residual):
+    """``save_on_cpu(pin_memory=True)`` makes channels_last tensors contiguous.
+
+    The output of in-place modules was then read in the order of its old strides, which gave wrong gradients.
+    """
+    module = HELD[name](SHAPE[1]).to(device, DTYPE)
+    x, r, dz = (torch.randn(SHAPE, dtype=DTYPE, device=device).to(memory_format=torch.channels_last) for _ in range(3))
+    found = []
+    for pack in (lambda t: t, lambda t: t.clone(memory_format=torch.contiguous_format)):
+        leaves = [x.clone().requires_grad_(), *module.parameters()]
+        added = [r.clone().requires_grad_()] if residual else []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            z = module(leaves[0] * 1, *added)
+        found.append(torch.autograd.grad(z, leaves + added, dz))
+    for plain, hooked in zip(*found, strict=True):
+        torch.testing.assert_close(hooked, plain, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -21,6 +21,8 @@ def true_bfloat16() -> Iterator[None]:
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounding_cast(self, src, dst_type):
+        if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+            return widened(src)
         wide = src.dtype.scalar in (tl.float32, tl.float64)
         if not (wide and dst_type.scalar == tl.bfloat16):
             return cast(self, src, dst_type)

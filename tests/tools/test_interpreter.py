@@ -91,6 +91,11 @@ def mixed_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
     small = (x.to(tl.uint8) + 250).to(tl.float32) / 7
     table = tl.where(offs[:, None] <= offs[None, :], small[None, :] * 0.1, wide[:, None].to(tl.float32))
     out = tl.sum(table, axis=1) + tl.max(table, axis=0) - (offs % 5 // 2) * 1.5 + (2147483647 + x)
+    some = (offs < N) & (x > 2) | (offs == 0) ^ (wide[:, None] > 9 + N)
+    low, place = offs - 7, tl.program_id(0) + N
+    out += tl.where(tl.sum(some.to(tl.int32), axis=0) > 5, low // 3 + low % place, 40 // (low * low + 1) + 40 % place)
+    before = tl.load(out_ptr + offs, mask=offs > 3, other=1.5) / tl.load(out_ptr + place, mask=N > 20, other=-1.0)
+    out += tl.where(N > 5, before + tl.load(out_ptr + 2), before / 3) + tl.load(x_ptr + low, mask=offs >= 7, other=0.0)
     tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))
 
 
@@ -98,7 +103,7 @@ def mixed_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
 @pytest.mark.filterwarnings("ignore")
 def test_mixed_types(dtype):
     def run():
-        out = torch.zeros(16, dtype=dtype)
+        out = torch.linspace(-2, 3, 16).to(dtype)
         mixed_kernel[(1,)](torch.arange(16, dtype=torch.int32), out, 13, BLOCK=16)
         return [out]
 

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._backend import device_of
+from ..._backend import launching
 from ...activation import Activation
 from .. import unfused
 from ..activation_aten import activate
 from ..cast import uncast
 from ..layout import dense, layout_of
-from ..norm import coded
+from ..norm import coded, eager
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
@@ -38,6 +37,7 @@ from .sources import (
     concatenated,
     enlarges_of,
     is_tensor,
+    options_of,
     shape_of,
     sources_of,
     tensors_of,
@@ -65,8 +65,7 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
     x, x_layout = dense(source)  # type: ignore[arg-type]
     shape = geometry.output_shape(x.shape, w.shape)
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
-    # The scope would take the addresses that Triton asks for as a way to change z unnoticed.
-    with device_of(x), _torch.DisableTorchFunction():
+    with launching(x):
         found = conv_abn_fwd(
             x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
             running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,
@@ -257,7 +256,7 @@ def _in_two_nodes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None
         return dense(convolve_sources(sources, w, None, geometry))[0]
 
     y = join_conv.recorded(OP, call, convolve, True, w, conv_bias, *tensors_of(sources))
-    z = norm_op.normalise_eagerly(norm.with_x(y), spec, kept)
+    z = eager.normalise_eagerly(norm.with_x(y), spec, kept)
     if conv_bias is not None and norm.running_mean is not None and z.numel():
         norm.running_mean.add_(conv_bias.detach(), alpha=spec.momentum)
     return z
@@ -287,14 +286,14 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
         z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
         if not recipes.BUDGETED:
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         again, given = _again(step), (uncast(w), *tensors_of(sources))
         flops = 2 * z.numel() * w[0].numel()
-        recipes.called(OP, (geometry, enlarges_of(sources), spec), z, again, *given, flops=flops)
+        recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops)
         if not recipes.has_recipe(z):
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
-            return norm_op.after_convolution(norm._replace(x=z), spec, kept, done)
+            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
     running_mean = norm.running_mean
     moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None
     if not is_tensor(sources):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import unfused
 from ..cast import cast, uncast
 from ..check import check_tangents
-from ..double_backward import batched, differentiated_once
+from ..double_backward import differentiated_once, is_batch
 from ..recompute import recipes
 from .apart import convolve_sources, convolve_sources_backward
 from .convolution import RawGeometry, check_convolution
@@ -21,6 +21,7 @@ from .sources import (
     check_agree,
     concatenated,
     enlarges_of,
+    options_of,
     padded,
     parse_sources,
     shape_of,
@@ -58,7 +59,7 @@ class ConvolutionFunction(torch.autograd.Function):
         sources, wanted = list(sources_of(tensors, ctx.enlarges)), (need_w, need_bias and not ctx.centred, *needs)
         del tensors
         rest = w.to(ctx.dtype), ctx.geometry, wanted
-        if torch.is_grad_enabled() or batched((dy,)):
+        if torch.is_grad_enabled() or is_batch(dy):
             grads = differentiated_once(ctx.op, convolve_sources_backward, dy, tuple(sources), *rest)
         else:
             # The list is the only reference to the sources, so that each of them can be freed.
@@ -143,7 +144,7 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
     # enlarged.  The bits may differ, so the convolution does not run twice.
     reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
-    recipes.called(OP, (geometry, enlarges), y, again, *reads, flops=2 * y.numel() * w[0].numel())
+    recipes.called(OP, options_of(call), y, again, *reads, flops=2 * y.numel() * w[0].numel())
     return y
 
 

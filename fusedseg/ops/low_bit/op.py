@@ -40,7 +40,7 @@ def _pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, 
         return aten.pack(_flat(t), lines, bits, key, kink)
     from ...kernels.low_bit import low_bit_pack
 
-    with _backend.device_of(t):
+    with _backend.launching(t):
         return low_bit_pack(_flat(t), lines, bits, signed(key), kink)
 
 
@@ -55,7 +55,7 @@ def _unpack(packed: Packed) -> Tensor:
         return t
     from ...kernels.low_bit import low_bit_unpack
 
-    with _backend.device_of(t):
+    with _backend.launching(t):
         low_bit_unpack(codes, lowest, highest, kink, lines, bits, _flat(t))
     return t
 

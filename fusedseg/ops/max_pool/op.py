@@ -17,7 +17,7 @@ from ..._torch import FakeTensor
 from .. import unfused
 from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
-from ..double_backward import batched, one_by_one
+from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense
 from ..recompute import recipes
 from . import aten, squeezed
@@ -62,7 +62,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
         return z, codes
     from ...kernels.max_pool import max_pool_fwd
 
-    with _backend.device_of(x):
+    with _backend.launching(x):
         max_pool_fwd(x, z, codes, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
     return z, codes
 
@@ -78,7 +78,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
         return dx
     from ...kernels.max_pool import max_pool_bwd
 
-    with _backend.device_of(dz):
+    with _backend.launching(dz):
         max_pool_bwd(dz, codes, dx, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
     return dx
 
@@ -112,7 +112,7 @@ class MaxPoolFunction(torch.autograd.Function):
         if dz is None:
             return None, None
         (codes,) = ctx.saved_tensors
-        if batched((dz,)):
+        if is_batch(dz):
             args = dz, codes, ctx.size, ctx.rows, ctx.pool
             return *one_by_one(lambda *args: (backward(*args),), *args), None
         if torch.is_grad_enabled():

@@ -35,7 +35,7 @@ class Aten:
         dresidual = torch.empty_like(saved.source) if wanted.residual else None
         by = aten_samples if layout.I > 1 else aten_output
         found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
-        return like_parameters(found._replace(dresidual=dresidual), saved)
+        return like_parameters(found if dresidual is None else found._replace(dresidual=dresidual), saved)
 
     def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
         return aten_input.rebuild(saved, spec)

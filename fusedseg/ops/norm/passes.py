@@ -13,7 +13,7 @@ from ..low_bit.spec import Packed
 from ..recompute import recipes
 from ..recompute.registry import Registry
 from . import coded, sync
-from .backend import backend_of
+from .backend import Backend, backend_of
 from .kept import Kept
 from .spec import (
     Gradients,
@@ -31,12 +31,22 @@ from .spec import (
 InPlace = Callable[..., Tensor]
 
 
+def directly(passed: Passed, spec: Spec) -> Backend | None:
+    """The backend whose passes can be called directly, or None for a call that ``forward`` prepares for its backend."""
+    x, weight, bias, _, _, running_mean, running_var, _ = passed
+    if spec.process_group is None and x.numel() and adjacent(weight, bias, running_mean, running_var):
+        return backend_of(x, spec.act)
+    return None
+
+
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
     """The forward pass on a dense x.  An op that keeps its output writes z into ``out``.
 
     It moves the running statistics, unless the statistics are those of all processes; then the caller moves them.
     """
-    x = passed.x
+    direct, x = directly(passed, spec), passed.x
+    if direct is not None:
+        return direct.forward(passed, spec, layout, kept, out)
     if spec.process_group is not None:
         # The collective runs before anything is written, so that a failure changes no tensor.
         joint = sync.joint_moments(x, layout, spec.process_group)
@@ -47,9 +57,7 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
         zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
         return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
     run = backend_of(x, spec.act).forward
-    if not adjacent(passed.weight, passed.bias, passed.running_mean, passed.running_var):
-        return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
-    return run(passed, spec, layout, kept, out)
+    return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
 
 
 def rebuild(saved: Saved, spec: Spec) -> Tensor:
@@ -59,13 +67,11 @@ def rebuild(saved: Saved, spec: Spec) -> Tensor:
         return torch.empty_like(x)
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
-    return backend_of(x, spec.act).rebuild(_adjacent(saved), spec)
+    return backend_of(x, spec.act).rebuild(saved if adjacent(saved.weight, saved.bias) else _adjacent(saved), spec)
 
 
 def _adjacent(saved: Saved) -> Saved:
-    """``saved`` with copies of weight and bias if their elements are not adjacent in memory."""
-    if adjacent(saved.weight, saved.bias):
-        return saved
+    """``saved`` with weight and bias whose elements are adjacent in memory, which are copies where they are not."""
     weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
     return saved._replace(weight=weight, bias=bias)
 
@@ -110,7 +116,9 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
         )
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, source))
-    return backend_of(source, spec.act).backward(like(dz, source), _adjacent(saved), spec, layout, kept, wanted)
+    if not adjacent(saved.weight, saved.bias):
+        saved = _adjacent(saved)
+    return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
 
 
 def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:

@@ -40,7 +40,10 @@ class Spec(NamedTuple):
     groups: int = 0
     process_group: str | None = None
 
-    def as_batch_norm(self) -> "Spec":
+    def of_given(self) -> "Spec":
+        """The spec as that of a batch norm if statistics are passed in, because they are the same for every sample."""
+        if self.own or self.kind == "batch":
+            return self
         # See ``Passed.with_x``.
         return Spec(self.keep, self.act, self.eps, self.momentum, self.own, "batch", 0, self.process_group)
 
@@ -223,9 +226,14 @@ def like_parameters(grads: Gradients, saved: Saved) -> Gradients:
 
     The gradient is None if there is no such parameter.
     """
-    pairs = ((saved.weight, grads.dweight), (saved.bias, grads.dbias), (saved.slope, grads.dslope))
-    dweight, dbias, dslope = (None if v is None else cast(d, v.dtype) for v, d in pairs)
-    return Gradients(grads.dx, dweight, dbias, grads.dresidual, dslope)
+    weight, bias, slope = saved.weight, saved.bias, saved.slope
+    return Gradients(
+        grads.dx,
+        None if weight is None else cast(grads.dweight, weight.dtype),
+        None if bias is None else cast(grads.dbias, bias.dtype),
+        grads.dresidual,
+        None if slope is None else cast(grads.dslope, slope.dtype),
+    )
 
 
 def move_running(passed: Passed, spec: Spec, found: Normalised, count: int) -> None:

@@ -1,8 +1,4 @@
-"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``.
-
-Launches are hidden from function modes.  Triton asks a tensor for its address, and the recompute scope would take this
-for a way to change the tensor unnoticed, so that nothing could be rebuilt from it.
-"""
+"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
 
 import functools
 from types import ModuleType
@@ -11,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._backend import device_of
-from ..._torch import DisableTorchFunction
+from ..._backend import launching
 from ...activation import Activation
 from ..layout import Layout, dense
 from .kept import Kept
@@ -49,7 +44,7 @@ class Triton:
         if not own or running_mean is None or (batches is not None and not _can_count(batches, x)):
             batches = None
         z = torch.empty_like(x) if out is None else out
-        with device_of(x), DisableTorchFunction():
+        with launching(x):
             mean, second, xhat = norm_act.norm_act_fwd(
                 x, z, layout, weight, bias, running_mean=running_mean, running_var=running_var, training=own,
                 momentum=spec.momentum, eps=spec.eps, act=spec.act,
@@ -79,31 +74,22 @@ class Triton:
         codes: Any = None,
     ) -> Gradients:
         """``codes`` is None or the ``Codes`` to read; then ``saved.source`` only gives the strides."""
-        _, norm_act_bwd = _kernels()
-        source, weight, rstd = saved.source, saved.weight, saved.second
-        if spec.keep == "input" and spec.keeps_variance:
-            rstd = (rstd + spec.eps).rsqrt()
-        # The kernels of an op that keeps its input write g whenever there is a residual.
-        writes_g = wanted.residual if spec.keep == "output" else saved.residual is not None
+        _, kernels = _kernels()
+        source, weight, bias, residual, _, mean, rstd, xhat, _ = saved
+        affine, writes_g, into, exchange, _ = wanted
+        if mean is not None:
+            # The kernels of an op that keeps its input write g whenever there is a residual.
+            writes_g = residual is not None
+            rstd = (rstd + spec.eps).rsqrt() if spec.keeps_variance else rstd
         dresidual = torch.empty_like(source) if writes_g else None
-        slots = None if kept is None else (kept.slots, kept.count)
-        parameter = weight if weight is not None else saved.bias
-        dparam_dtype = parameter.dtype if wanted.affine else None  # type: ignore[union-attr]
-        with device_of(source), DisableTorchFunction():
-            if wanted.exchange is None:
-                found = norm_act_bwd.norm_act_bwd(
-                    dz, source if codes is None else codes, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat,
-                    kept=slots, training=spec.own, act=spec.act,
-                    dparam_dtype=dparam_dtype, dx=wanted.into, mean=saved.mean, residual=saved.residual,
-                    dresidual=dresidual,
-                )  # fmt: skip
-            else:
-                found = norm_act_bwd.norm_act_bwd_exchanged(
-                    dz, source, layout, weight, saved.bias, rstd, xhat_kept=saved.xhat, kept=slots, act=spec.act,
-                    dparam_dtype=dparam_dtype, exchange=wanted.exchange, dx=wanted.into, mean=saved.mean,
-                    residual=saved.residual, dresidual=dresidual,
-                )  # fmt: skip
-        dx, dweight, dbias = found
+        parameter: Any = bias if weight is None else weight
+        with launching(source):
+            dx, dweight, dbias = kernels.norm_act_bwd(
+                dz, source if codes is None else codes, layout, weight, bias, rstd, xhat,
+                kept=None if kept is None else (kept.slots, kept.count), training=spec.own, act=spec.act,
+                dparam_dtype=parameter.dtype if affine else None, dx=into, mean=mean, residual=residual,
+                dresidual=dresidual, exchange=exchange,
+            )  # fmt: skip
         return Gradients(dx, dweight, dbias, dresidual)
 
     def rebuild(self, saved: Saved, spec: Spec, codes: Any = None) -> Tensor:
@@ -112,7 +98,7 @@ class Triton:
         x = saved.source
         layout = spec.layout(*dense(x))
         z = torch.empty_like(x) if codes is None else x
-        with device_of(x), DisableTorchFunction():
+        with launching(x):
             if spec.keeps_variance and codes is None:
                 norm_act.norm_act_fwd(
                     x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
@@ -133,10 +119,10 @@ class Triton:
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         from ...kernels.norm_stats import few, norm_stats
 
-        with device_of(x), DisableTorchFunction():
+        with launching(x):
             return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 
 def _can_count(batches: Tensor, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
-    return batches.dtype == torch.int64 and batches.device == x.device and batches.numel() == 1
+    return batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ... import _torch
 from .. import reuse
 from ..conv.convolution import shape_only
-from ..double_backward import batched
+from ..double_backward import is_batch
 from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 
@@ -46,7 +46,7 @@ class Convolution(torch.autograd.Function):
         saved, (need_x, need_w, need_bias) = list(ctx.saved_tensors), ctx.needs_input_grad[2:]
         w = saved.pop()
         instead = None
-        if need_x and (need_w or need_bias) and not batched((dy,)) and reuse.alone(saved, 0):
+        if need_x and (need_w or need_bias) and not is_batch(dy) and reuse.alone(saved, 0):
             instead = shape_only(dy, saved[0], w)
         x = saved.pop()
         backward = torch.ops.aten.convolution_backward

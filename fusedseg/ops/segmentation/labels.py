@@ -51,7 +51,7 @@ def argmax_labels(logits: Logits) -> Tensor:
     elif _backend.use_triton(logits, "sums"):
         from ...kernels.segmentation_sums import segmentation_argmax
 
-        with _backend.device_of(logits):
+        with _backend.launching(logits):
             segmentation_argmax(given.logits, labels, sizes)
     else:
         aten.argmax(given.logits, sizes, labels)

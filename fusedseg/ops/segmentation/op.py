@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import _backend
 from .. import double_backward, reuse
-from ..double_backward import batched, differentiated_once
+from ..double_backward import differentiated_once, is_batch
 from ..recompute import recipes
 from . import aten, conv_op
 from .checks import check
@@ -50,7 +50,7 @@ def forward(given: Given, spec: Spec) -> Tensor:
         return aten.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
-    with _backend.device_of(given.logits):
+    with _backend.launching(given.logits):
         return segmentation_sums_fwd(*given, sizes, spec)
 
 
@@ -66,7 +66,7 @@ def backward(dsums: Tensor, given: Given, spec: Spec, into: Tensor | None = None
         return dx
     from ...kernels.segmentation_sums import segmentation_sums_bwd
 
-    with _backend.device_of(given.logits):
+    with _backend.launching(given.logits):
         segmentation_sums_bwd(dsums, *given, dx, sizes, spec)
     return dx
 
@@ -92,7 +92,7 @@ class SumsFunction(torch.autograd.Function):
         into = reuse.take_input(logits, dsums) if ctx.reused and not recorded else None
         if into is not None:
             ctx.overwritten = True
-        elif recorded or batched((dsums,)):
+        elif recorded or is_batch(dsums):
             dx, *_ = differentiated_once(
                 OP, lambda dsums, logits, *rest: (backward(dsums, Given(logits, *rest), spec),), dsums, logits, *rest
             )
