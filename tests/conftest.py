@@ -7,9 +7,11 @@ PyTorch is imported inside functions: the process that only hands tests to other
 ``pytest --ptx sm_80`` compiles the kernels for a GPU, and the machine of ``tests/ptx`` executes the compiled code.
 """
 
+import atexit
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,11 +159,8 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 10)
-
-
-def pytest_unconfigure(config):
-    # Triton would report what is left at the end of the process as leaked.
-    gc.unfreeze()
+    # Triton would report what is left at the end of the process as leaked.  Before the end, pytest collects five times.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
@@ -230,6 +229,29 @@ def interpreter(request):
     from tests.tools.interpreter_speed import fast
 
     with true_bfloat16(), fast():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unmeasured_guards():
+    """The compiler does not measure how long the guards of a graph take, for which it empties the processor's caches.
+
+    It would take 30 ms for each graph, for a line of a log.
+    """
+    import torch
+
+    # The compiler is imported later, and takes the function from here, or has done so already.
+    for module in (torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")):
+        if hasattr(module, "profile_guard_manager"):
+            module.profile_guard_manager = lambda *args: 0.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fake_tensors():
+    """Fake tensors find what their ops return in less time."""
+    from tests.tools.fake_speed import fast_keys
+
+    with fast_keys():
         yield
 
 

@@ -1,10 +1,12 @@
 """Convolutions of a converted model.
 
-They keep their paths and parameters, and differ from the stock class in two cases.
+They keep their paths and parameters, and differ from the stock class in three cases.
 
 * The input is a concatenation.  The convolution then keeps the sources of the concatenation
   (``ops/recompute/joins.py``).  The scope alone would keep the same bytes, but backward then forms neither the
   concatenation nor a gradient of its size.
+* A 1x1 convolution reads an enlarged tensor.  It then keeps the small tensor, and backward computes all gradients at
+  the small size (``ops/conv/apart.py``).
 * A BatchNorm and an invertible activation follow, and one op for all three is faster (``pays``).  The convolution then
   computes all three and marks the tensor.  The norm sees the mark and returns its input, as the activation does.
 
@@ -24,7 +26,7 @@ from ..nn.join_conv import geometry_of
 from ..nn.leaf import as_leaf
 from ..ops.conv import join_conv
 from ..ops.conv.convolution import looped
-from ..ops.conv.sources import Convolution, Source, is_tensor, padded, tensors_of
+from ..ops.conv.sources import Convolution, Source, is_pointwise, is_tensor, padded, tensors_of
 from ..ops.recompute.joins import saving_sources, sources_of
 from .norms import MARK, NORM_OF_CONV
 
@@ -92,6 +94,11 @@ LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3
 def joins(conv: Any) -> bool:
     """Whether the convolution of a concatenation can be computed from its sources one by one."""
     return type(conv) in LEAN and _is_linear_in_channels(conv)
+
+
+def shrinks(conv: Any) -> bool:
+    """Whether the gradients of the convolution of an enlarged tensor can be computed at the size before."""
+    return joins(conv) and conv.out_channels <= conv.in_channels and is_pointwise(conv.kernel_size, conv)
 
 
 def _is_linear_in_channels(conv: Any) -> bool:

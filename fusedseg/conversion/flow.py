@@ -16,6 +16,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
 POOLS = (nn.MaxPool2d, nn.MaxPool3d)
+UPSAMPLINGS = (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
 # Modules of these packages count as one call.  The blocks of fusedseg.unet do not: their calls are seen one by one.
 LEAVES = ("torch.nn.", "torch.ao.nn.", "torch.jit", "fusedseg.nn.", "fusedseg.conversion.")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -34,7 +35,7 @@ MODULE_KINDS: dict[str, tuple[type, ...]] = {
     "norm": NORMS,
     "activation": (*OF_MODULE, *(other.module for other in OTHERS if other.module is not None)),
     "pool": POOLS,
-    "join": (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
+    "join": UPSAMPLINGS,
 }
 
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from ..activation import TABLE
 from .branches import Branch, Branches
-from .convs import LEAN, joins, lean
-from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, Call, Flow, listed, paths_of
+from .convs import LEAN, joins, lean, shrinks
+from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, UPSAMPLINGS, Call, Flow, listed, paths_of
 from .report import Row
 from .twins import POOLS, Refused, Spec, check_hooks, spec_of, twin_of
 
 T = TypeVar("T")
 CATS = ("cat", "concat")
+ENLARGES = ("interpolate", "upsample")
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Planner:
         self._root, self._flows, self._marks_anything, self._inplace = root, flows, marks_anything, inplace
         self._paths = paths_of(root)
         self._refused: dict[nn.Module, str] = {}
-        self._joined: set[nn.Module] = set()
+        self._joined: dict[nn.Module, str] = {}
 
     def plan(self) -> Plan:
         plan = Plan({module: paths[0] for module, paths in self._paths.items()})
@@ -85,7 +86,8 @@ class Planner:
             fusion.marks = any(act in plan.shared for act in fusion.acts)
         plan.pools = list(self._each(POOLS, self._pool))
         norms = {fusion.conv: fusion.norm for fusion in plan.fusions if fusion.conv is not None}
-        self._joined = {conv for conv in self._paths if joins(conv) and self._reads_a_join(conv)}
+        # What a convolution reads whose backward needs only the sources.
+        self._joined = {conv: what for conv in self._paths if (what := self._source_of(conv))}
         convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
         plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
         self._rows(plan)
@@ -157,9 +159,14 @@ class Planner:
         readers = (flow.only_reader(call.makes[0]) for flow, call in self._calls(conv))
         return conv if all(reader is not None and reader.module is calls[0][1].module for reader in readers) else None
 
-    def _reads_a_join(self, conv: nn.Module) -> bool:
+    def _source_of(self, conv: nn.Module) -> str:
+        """The title of the concatenation or enlargement whose sources ``conv`` can keep; "" if there is none."""
+        if not joins(conv):
+            return ""
         makers = [flow.maker(call.reads[0]) for flow, call in self._calls(conv)]
-        return bool(makers) and all(maker is not None and maker.name in CATS for maker in makers)
+        if makers and all(maker is not None and maker.name in CATS for maker in makers):
+            return "cat()"
+        return "interpolate()" if makers and shrinks(conv) and all(map(_enlarges, makers)) else ""
 
     def _is_shared(self, act: nn.Module, fusions: dict[nn.Module, Fusion]) -> bool:
         makers = (flow.maker(call.reads[0]) for flow, call in self._calls(act))
@@ -221,7 +228,9 @@ class Planner:
                 plan.replaced.append(self._pool_row(flow, call.module))
             elif call.module in self._joined and call.module not in convs:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
-                plan.replaced.append(Row(self._paths[call.module], f"cat() + {conv}", to, "", None))
+                plan.replaced.append(
+                    Row(self._paths[call.module], f"{self._joined[call.module]} + {conv}", to, "", None)
+                )
             elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
                 # The model returns this value, so no call keeps it.
                 continue
@@ -244,8 +253,8 @@ class Planner:
         conv = [] if fusion.conv is None else [fusion.conv]
         before = [path for module in (*conv, fusion.norm) for path in self._paths[module]]
         acts = [path for act in fusion.acts for path in self._paths[act][:1]]
-        cat = ["cat()"] if fusion.conv in self._joined else []
-        what = [*cat, *(type(module).__name__ for module in (*conv, fusion.norm))]
+        source = [self._joined[fusion.conv]] if fusion.conv in self._joined else []
+        what = [*source, *(type(module).__name__ for module in (*conv, fusion.norm))]
         what.append(listed(type(act).__name__ for act in fusion.acts))
         to = (
             type(fusion.twin).__name__ if fusion.conv is None else type(fusion.conv).__name__.replace("Conv", "ConvABN")
@@ -259,8 +268,8 @@ class Planner:
         return Row(self._paths[pool], type(pool).__name__, type(pool).__name__, "", nbytes)
 
     def _is_joined(self, flow: Flow, call: Call) -> bool:
-        """Whether only convolutions that keep the sources read a concatenation."""
-        readers = flow.readers(call.makes[0]) if call.name in CATS and call.makes else []
+        """Whether only convolutions that keep the sources read a concatenation or an enlarged tensor."""
+        readers = flow.readers(call.makes[0]) if (call.name in CATS or _enlarges(call)) and call.makes else []
         return bool(readers) and all(reader.module in self._joined for reader in readers)
 
     def _left_row(self, flow: Flow, calls: list[Call]) -> Row:
@@ -275,6 +284,10 @@ class Planner:
         what = call.title if call.module is not None or len(calls) == 1 else f"{call.title}, {len(calls)} calls"
         nbytes = _total(call.nbytes for call in calls) if call.kind in ("activation", "join") else None
         return Row(paths, what, "", why, nbytes)
+
+
+def _enlarges(call: Call | None) -> bool:
+    return call is not None and (call.name in ENLARGES or type(call.module) in UPSAMPLINGS)
 
 
 def is_lazy(module: nn.Module) -> bool:

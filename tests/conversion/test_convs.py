@@ -77,6 +77,32 @@ def test_neither_the_concatenation_nor_the_enlarged_tensor_is_needed(image, apar
     assert up.x.shape == (3, 4, 8, 8)
 
 
+class Reduces(nn.Module):
+    """Enlarges a map, and convolves it with a kernel of 1x1."""
+
+    def __init__(self, enlarge, channels=4) -> None:
+        super().__init__()
+        self.down, self.bn = nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6)
+        self.enlarge, self.conv = enlarge, nn.Conv2d(6, channels, 1)
+
+    def forward(self, x):
+        return self.conv(self.enlarge(F.relu(self.bn(self.down(x)))))
+
+
+@pytest.mark.parametrize("enlarge", ENLARGE)
+def test_the_gradients_of_a_pointwise_convolution_come_from_the_small_tensor(image, seen, enlarge):
+    _, report = converted(lambda: Reduces(ENLARGE[enlarge]), image, example_inputs=image)
+    assert [row.what for row in report.replaced if row.paths[0] == "conv"] == ["interpolate() + Conv2d"]
+    assert seen
+    assert all(source.x.shape == (3, 6, 8, 8) for sources in seen for source in sources)
+
+
+def test_a_convolution_that_adds_channels_to_an_enlarged_tensor_is_left(image, seen):
+    _, report = converted(lambda: Reduces(ENLARGE["bilinear"], 7), image, example_inputs=image)
+    assert "conv" not in replaced(report)
+    assert not seen
+
+
 @pytest.mark.parametrize(
     "enlarge",
     [
@@ -286,6 +312,20 @@ def test_a_note_says_nothing_outside_of_the_scope():
         with torch.no_grad():
             assert joins.sources_of(out) is None
     assert joins.sources_of(out) is None
+
+
+def test_deterministic_algorithms_note_no_enlarged_tensor():
+    """PyTorch enlarges by another function then, and the backward of the usual one raises an error on a GPU."""
+    x = torch.empty(1, 2, 4, 4, device="meta", requires_grad=True) * 1
+    noted = []
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            with fusedseg.recompute.guided(None):
+                noted.append(joins.sources_of(F.interpolate(x, (8, 8), mode="bilinear")) is not None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert noted == [True, False]
 
 
 class Grouped(nn.Module):

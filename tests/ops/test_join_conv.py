@@ -9,6 +9,7 @@ from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import slabs
 from fusedseg.ops.conv import sources as module
 from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
+from tests.reference import GRADIENT_TOLERANCE, relative_error
 
 CONV = {2: F.conv2d, 3: F.conv3d}
 # (mode, align_corners) for each number of dimensions.
@@ -51,6 +52,65 @@ def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
     torch.testing.assert_close(out, expected)
     leaves = (a, b, c, w, bias)
     torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+
+
+@pytest.fixture
+def formed(monkeypatch):
+    """The shapes of the enlarged tensors that have been formed."""
+    shapes, real = [], Interpolated.formed
+    monkeypatch.setattr(Interpolated, "formed", lambda self: shapes.append(self.shape) or real(self))
+    return shapes
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize(("dims", "mode", "align_corners"), CASES)
+def test_backward_of_a_pointwise_convolution_enlarges_nothing(dims, mode, align_corners, formed):
+    size, a, b, c, _, bias = tensors(dims)
+    w = torch.randn(2, 9, *(1,) * dims, dtype=a.dtype, requires_grad=True)
+    out = join_conv((a, Interpolated(b, size, mode, align_corners), c), w, bias)
+    joined = torch.cat([a, F.interpolate(b, size, mode=mode, align_corners=align_corners), c], dim=1)
+    dout = torch.randn_like(out)
+    leaves = (a, b, c, w, bias)
+    expected = torch.autograd.grad(CONV[dims](joined, w, bias), leaves, dout)
+    formed.clear()
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), expected)
+    assert not formed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_pointwise_convolution_is_as_exact_as_eager(dtype):
+    given = torch.randn(2, 16, 9, 8), torch.randn(8, 16, 1, 1), torch.randn(8), torch.randn(2, 8, 18, 16)
+
+    def gradients(conv, dtype):
+        x, w, bias, dout = (t.to(given_dtype).to(dtype) for t in given)
+        leaves = [t.requires_grad_() for t in (x, w, bias)]
+        return torch.autograd.grad(conv(*leaves), leaves, dout)
+
+    def eager(x, w, bias):
+        return F.conv2d(F.interpolate(x, (18, 16), mode="bilinear"), w, bias)
+
+    given_dtype = dtype
+    exact = gradients(eager, torch.float64)
+    ours = gradients(lambda x, w, bias: join_conv(Interpolated(x, (18, 16), "bilinear"), w, bias), dtype)
+    for got, stock, expected in zip(ours, gradients(eager, dtype), exact, strict=True):
+        error, of_stock = relative_error(got, expected), relative_error(stock, expected)
+        # The bounds of docs/design.md; twice eager's own error where that is larger.
+        assert error <= max(GRADIENT_TOLERANCE[dtype], 2 * of_stock)
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "options"),
+    [((12, 10), 8, {}), ((4, 3), 2, {}), ((12, 10), 2, {"stride": 2}), ((12, 10), 2, {"padding": 1})],
+    ids=["more channels", "smaller", "stride", "padding"],
+)
+def test_other_pointwise_convolutions_enlarge_in_backward(formed, size, channels, options):
+    x, w = torch.randn(1, 4, 6, 5, requires_grad=True), torch.randn(channels, 4, 1, 1, requires_grad=True)
+    out = join_conv(Interpolated(x, size, "bilinear"), w, **options)
+    expected = F.conv2d(F.interpolate(x, size, mode="bilinear"), w, **options)
+    formed.clear()
+    got = torch.autograd.grad(out.square().sum(), (x, w))
+    assert formed
+    torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), (x, w)))
 
 
 @pytest.mark.usefixtures("joined")

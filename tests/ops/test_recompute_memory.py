@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from fusedseg.ops.recompute.memory import Memory, Storage
+from fusedseg.ops.recompute.memory import Memory
 from fusedseg.ops.recompute.plain import Place, plain
 from fusedseg.ops.recompute.saved import Data
 
@@ -51,13 +51,13 @@ def whole():
 
 @pytest.fixture
 def memory(whole):
-    return Memory(Storage(whole.untyped_storage()))
+    return Memory(whole.untyped_storage())
 
 
 def saved(memory, t):
     """Saves ``t`` as the registry does.  The caller keeps the result, which the memory refers to weakly."""
     data = Data(t, None, Place.of(t))
-    memory.kept.append(weakref.ref(data))
+    memory.kept = (*memory.kept, weakref.ref(data))
     return data
 
 

@@ -105,6 +105,12 @@ def _become(job: dict) -> int:
 def _serve(preloaded: Iterable[str]) -> None:
     for name in preloaded:
         __import__(name)
+    if "triton" in preloaded:
+        from triton.runtime import cache
+
+        # Triton hashes its own library before it compiles a kernel, in half of a second, and remembers the result.
+        if hasattr(cache, "triton_key"):
+            cache.triton_key()
     # The garbage collectors of the programs leave alone what they share with the server.
     gc.freeze()
     # Programs print to files; what the server itself prints answers the calls of `run`.

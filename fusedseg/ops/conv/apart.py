@@ -2,6 +2,14 @@
 
 What is added to a large result or gradient is computed in slabs of samples (``slabs.py``), so that only one slab lies
 beside the tensors of full size.
+
+A 1x1 convolution and an interpolation U commute, because the weights of an interpolation sum to one.  So backward
+applies the transpose of U to dy, and computes all gradients from the small tensor x:
+
+    y = W U x + b:    g = U^T dy,  dx = W^T g,  dW = g x^T,  db = sum(g)
+
+This neither enlarges x again nor convolves at full size, and U^T is applied to the channels of dy instead of those
+of x.
 """
 
 from collections.abc import Sequence
@@ -13,34 +21,36 @@ from torch import Tensor
 from .. import reuse
 from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn, output_format
 from .slabs import Sum, slabs
-from .sources import Interpolated, Source, apart, concatenated, formed, samples_of, shape_of, tensors_of
+from .sources import Interpolated, Source, apart, commutes, concatenated, formed, samples_of, shape_of, tensors_of
 
 
 class _Part(NamedTuple):
     """A part of a convolution: one source or a range of its channels, with the part of the weight for it.
 
-    ``of`` is the index of the source.
+    ``of`` is the index of the source.  ``shrinks`` says that its gradients are computed from ``_shrunk``.
     """
 
     of: int
     source: Source
     w: Tensor
+    shrinks: bool
 
 
-def _parts(sources: Sequence[Source], w: Tensor) -> list[_Part]:
-    """The parts of a convolution of sources; parts of ``Interpolated`` sources come first.
+def _parts(sources: Sequence[Source], w: Tensor, backward_of: Geometry | None = None) -> list[_Part]:
+    """The parts of a convolution of sources, or of its backward; parts of ``Interpolated`` sources come first.
 
     Interpolation needs memory for a moment, so it runs before all other parts allocate memory.  An ``Interpolated``
-    with more channels than the result is split into ranges of as many channels as the result has.
+    with more channels than the result is split into ranges of as many channels as the result has, if it is enlarged.
     """
     parts, start = [], 0
     for of, source in enumerate(sources):
         C, K = source.shape[1], w.shape[0]
         ranges: list[Source] = [source]
-        if isinstance(source, Interpolated):
+        shrinks = backward_of is not None and commutes(source, w, backward_of)
+        if isinstance(source, Interpolated) and not shrinks:
             ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
         for part in ranges:
-            parts.append(_Part(of, part, w[:, start : start + part.shape[1]]))
+            parts.append(_Part(of, part, w[:, start : start + part.shape[1]], shrinks))
             start += part.shape[1]
     return sorted(parts, key=lambda part: not isinstance(part.source, Interpolated))
 
@@ -76,7 +86,7 @@ def convolve_sources_backward(
     need_w, need_bias, *needs = wanted
     given = sources if isinstance(sources, list) else list(sources)
     ours = [_is_ours(given, i, given is sources) for i in range(len(given))]
-    if not apart(given, geometry):
+    if not (apart(given, geometry) or any(commutes(source, w, geometry) for source in given)):
         small = [_Small.of(source) for source in given]
         inputs, one = [concatenated(given)], len(given) == 1
         given.clear()
@@ -91,14 +101,16 @@ def convolve_sources_backward(
     dsources: list[list[Tensor | None]] = [[] for _ in given]
     dws: list[list[Tensor | None]] = [[] for _ in given]
     dbias = None
-    todo, ranges = _parts(given, w), slabs(dy.shape[0], dy.nbytes)
+    todo, ranges = _parts(given, w, geometry), slabs(dy.shape[0], dy.nbytes)
     given.clear()
     todo.reverse()
     while todo:
-        i, source, part = todo.pop()
+        i, source, part, shrinks = todo.pop()
         # The first part computes the gradient of the bias.
         asked = (needs[i], need_w, need_bias and dbias is None)
-        if isinstance(source, Interpolated) and len(ranges) > 1:
+        if isinstance(source, Interpolated) and shrinks:
+            dx, dw, db = convolve_backward(_shrunk(dy, source), source.x, part, geometry, asked)
+        elif isinstance(source, Interpolated) and len(ranges) > 1:
             dx, dw, db = _in_slabs(dy, source, part, geometry, asked)
         else:
             of, inputs = _Small.of(source), [formed(source)]
@@ -111,6 +123,13 @@ def convolve_sources_backward(
         # The next part needs the memory.
         del dx
     return _cat([dw for of in dws for dw in of]), dbias, *(_cat(of) for of in dsources)
+
+
+def _shrunk(dy: Tensor, source: Interpolated) -> Tensor:
+    """The transpose of the interpolation of ``source``, applied to ``dy``."""
+    # Only the shape of a tensor counts, and a range of channels may be any number of times the same one.
+    like = source.x[:, :1].expand(-1, dy.shape[1], *source.x.shape[2:])
+    return source.enlarge.backward(dy, like)
 
 
 def _in_slabs(

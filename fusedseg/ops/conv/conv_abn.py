@@ -37,6 +37,7 @@ from .sources import (
     concatenated,
     enlarges_of,
     is_tensor,
+    options_of,
     shape_of,
     sources_of,
     tensors_of,
@@ -288,7 +289,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
             return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         again, given = _again(step), (uncast(w), *tensors_of(sources))
         flops = 2 * z.numel() * w[0].numel()
-        recipes.called(OP, (geometry, enlarges_of(sources), spec), z, again, *given, flops=flops)
+        recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops)
         if not recipes.has_recipe(z):
             return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         with recipes.rewriting(z, torch.clone, overwrite=torch.detach):

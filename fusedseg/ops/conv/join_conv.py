@@ -21,6 +21,7 @@ from .sources import (
     check_agree,
     concatenated,
     enlarges_of,
+    options_of,
     padded,
     parse_sources,
     shape_of,
@@ -143,7 +144,7 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
     # enlarged.  The bits may differ, so the convolution does not run twice.
     reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
-    recipes.called(OP, (geometry, enlarges), y, again, *reads, flops=2 * y.numel() * w[0].numel())
+    recipes.called(OP, options_of(call), y, again, *reads, flops=2 * y.numel() * w[0].numel())
     return y
 
 

@@ -36,6 +36,11 @@ class Enlarge(NamedTuple):
     mode: str
     align_corners: bool | None
 
+    @property
+    def options(self) -> tuple[str, bool | None]:
+        """The arguments that are equal for every size of the input."""
+        return self.mode, self.align_corners
+
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
         """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
         dims = x.dim() - 2
@@ -148,6 +153,11 @@ def enlarges_of(sources: Sequence[Source]) -> tuple[Enlarge | None, ...]:
     return tuple(source.enlarge if isinstance(source, Interpolated) else None for source in sources)
 
 
+def options_of(call: "Convolution") -> Any:
+    """The arguments of a convolution that are equal for every size of the sources."""
+    return call.geometry, [None if enlarge is None else enlarge.options for enlarge in enlarges_of(call.sources)]
+
+
 def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) -> tuple[Source, ...]:
     """The sources again, from the results of ``tensors_of`` and ``enlarges_of``."""
     pairs = zip(tensors, enlarges, strict=True)
@@ -227,3 +237,16 @@ def apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     if geometry.groups > 1 or is_tensor(sources):
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
+
+
+def commutes(source: Source, w: Tensor, geometry: Geometry) -> bool:
+    """Whether a convolution with this weight may run before the interpolation of its source, and is faster there."""
+    if not isinstance(source, Interpolated) or geometry.groups > 1 or w.shape[0] > source.shape[1]:
+        return False
+    return is_pointwise(w.shape[2:], geometry) and source.x.numel() < source.shape.numel()
+
+
+def is_pointwise(kernel: Sequence[int], geometry: Geometry | Any) -> bool:
+    """Whether each value of a convolution depends on one position.  ``geometry`` may be a module of a convolution."""
+    ones = *kernel, *geometry.stride
+    return all(n == 1 for n in ones) and not any(geometry.padding)

@@ -83,10 +83,14 @@ def affine_into(
     ``shifted`` is memory for slope y + offset, which may be ``y``; None stands for ``dx``.  If ``shifted`` is given,
     ``dx`` may also be ``g``.
     """
-    by_channel = scale.to(g.dtype).view(1, -1, *(1,) * (g.dim() - 2))
+    one_each = 1, -1, *(1,) * (g.dim() - 2)
     shifted = dx if shifted is None else shifted
-    scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
-    torch.addcmul(shifted, g, by_channel, out=dx)
+    if y.stride(1) == 1 and y.dtype == slope.dtype:
+        # In rows, aten's batch norm takes twice the time; in planes, and in half precision, it takes less.
+        torch.addcmul(offset.view(one_each), y, slope.view(one_each), out=shifted)
+    else:
+        scale_shift(y, shifted, slope, offset, torch.zeros_like(scale), torch.ones_like(scale), 0.0)
+    torch.addcmul(shifted, g, scale.to(g.dtype).view(one_each), out=dx)
 
 
 def small(x: Tensor) -> bool:

@@ -204,11 +204,11 @@ class _Backward:
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """scale, slope and offset of dx = scale g + slope y + offset, for the channels ``c`` with these sums."""
         rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
-        t1, t2 = weight * s1, weight * s2
+        scale, t1, t2 = weight * rstd, weight * s1, weight * s2
         if self.D > 1:
             t1, t2 = (aten_groups.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
-        slope = rstd * inverse * t2 / -self.m
-        return weight * rstd, slope, rstd * t1 / -self.m - slope * shift
+        slope = (t2 * rstd).mul_(inverse).div_(-self.m)
+        return scale, slope, (t1 * rstd).div_(-self.m).addcmul_(slope, shift, value=-1)
 
 
 def _by_sums(z: Tensor) -> bool:

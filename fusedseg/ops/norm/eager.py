@@ -166,7 +166,11 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
         # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
         with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
             return _apply(call, x, weight, bias, *more)
-    z = (_packing if recipes.PACKING else _apply)(call, x, weight, bias, *more)
+    bare = None if registry is None or more else registry.bares(x)
+    if registry is not None and bare is not None:
+        z, _ = registry.call_bare(bare, _apply, (call, x, weight, bias))
+    else:
+        z = (_packing if recipes.PACKING else _apply)(call, x, weight, bias, *more)
     if saved:
         offer_output(z, saved[0], residual, spec, registry)
     return z

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, dense, like
 from ..low_bit.spec import Packed
@@ -132,7 +133,8 @@ class Again:
     def __init__(self, saved: Saved, spec: Spec) -> None:
         # These are copies, because an optimizer may change the parameters before backward.
         vectors = saved.weight, saved.bias, saved.slope
-        self.vectors = [None if v is None else v.detach().clone() for v in vectors]
+        with _torch.below_autograd():
+            self.vectors = [None if v is None else v.clone() for v in vectors]
         self.statistics, self.spec = (saved.mean, saved.second), spec
 
     def _saved(self, x: Any, residual: Tensor | None) -> Saved:

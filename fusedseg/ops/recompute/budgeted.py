@@ -70,7 +70,7 @@ class BudgetRegistry(Registry):
         inputs = tuple(node for source, _ in known if (node := self._node_of(source)) >= 0)
         offer.node = memory.node = graph.of_call[index] = graph.add(Node(call.nbytes, inputs, index))
         if wanted and twice.same_bits(call, out, again, tensors):
-            memory.offers.append(offer)
+            memory.offers = (offer, *memory.offers)
 
     def called_ours(self, *call: Any) -> None:
         name, options, out, again, tensors, flops = call

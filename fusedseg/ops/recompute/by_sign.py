@@ -60,16 +60,16 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
         return Handle(side, at) if plain(t) and Place.of(t).layout() == at.layout() else None
 
     again, overwrite = partial(_apart, slope=slope), partial(_over, slope=slope)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recipes.claimed(registry, saved):
+            return func(*args, **kwargs)
+
     # What the output is rebuilt from may be rounded.
     with registry.allowing(Reading(0, registry.rounding.bits)):
         if in_place:
-            with (
-                recipes.expect(x, again, signs, overwrite=overwrite, registry=registry),
-                recipes.claimed(registry, saved),
-            ):
-                return func(*args, **kwargs)
-        with recipes.claimed(registry, saved):
-            out = func(*args, **kwargs)
+            return recipes.overwritten(registry, call, args, kwargs, (x, signs), again, overwrite)
+        out = call(*args, **kwargs)
         recipes.offer(out, again, x, signs, overwrite=overwrite, registry=registry)
         return out
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ... import _torch
@@ -97,6 +98,9 @@ def note_interpolated(
     antialias: bool = False,
 ) -> None:
     if antialias or not isinstance(input, Tensor) or mode not in MODES.get(input.dim(), ()):
+        return
+    if not out.is_cpu and torch.are_deterministic_algorithms_enabled():
+        # PyTorch then calls another function, because the backward of the usual one adds in any order.
         return
     sizes = tuple(out.shape[2:])
     if scale_factor is not None and not recompute_scale_factor:

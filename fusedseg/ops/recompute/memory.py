@@ -12,16 +12,10 @@ from .plain import Place, plain
 from .saved import Data
 
 
-class Storage(weakref.ref):
-    """A weak reference to a storage, with the key by which the registry finds it."""
+class Memory(weakref.ref):
+    """The state of one live storage, which it refers to weakly.
 
-    __slots__ = ("key",)
-    key: int
-
-
-class Memory:
-    """The state of one live storage.
-
+    key: the number by which the registry finds the storage.
     offers: recipes of tensors in this storage, for its newest version.
     kept: saved tensors in this storage.
     made: the scope saw torch allocate the storage for a result.
@@ -29,15 +23,14 @@ class Memory:
     named: a detached tensor gives the storage another name, and the scope may not see the calls that use this name.
     """
 
+    key: int
     made = exposed = named = False
+    # Most storages have one offer and one saved tensor at most, so that each has a new tuple with every one.
+    offers: "tuple[Offer, ...]" = ()
+    kept: "tuple[weakref.ref[Data], ...]" = ()
     # For a scope with a budget: the node of the data that is kept, and whether autograd was seen to save it.
     node = -1
     counted = False
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.offers: list[Offer] = []
-        self.kept: list[weakref.ref[Data]] = []
 
     def keepers(self) -> Iterator[Data]:
         """Yields the saved tensors that still share the memory and still have the values that were saved."""
@@ -62,6 +55,9 @@ class Memory:
         return None
 
 
+Seen = tuple[weakref.ref[Tensor], Place, Memory]
+
+
 class Memories:
     """The live storages that a scope knows.  A storage is held weakly and told apart by identity."""
 
@@ -71,32 +67,33 @@ class Memories:
     def __init__(self) -> None:
         # The activation that the last rule has returned, its place and its memory, so that the next call need not look
         # at it again; None after calls that may change more than its values.
-        self.seen: tuple[weakref.ref[Tensor], Place, Memory] | None = None
+        self.seen: Seen | None = None
         self._memories: dict[int, Memory] = {}
-        registry = weakref.ref(self)
+        memories = self._memories
 
-        def gone(storage: Storage) -> None:
-            own = registry()
-            memory = None if own is None else own._memories.get(storage.key)
-            if own is not None and memory is not None and memory.storage is storage:
-                del own._memories[storage.key]
-                if own.seen is not None and own.seen[2] is memory:
-                    own.seen = None
+        def gone(memory: Memory) -> None:
+            if memories.get(memory.key) is memory:
+                del memories[memory.key]
 
         self._gone = gone
 
     def _find(self, storage: torch.UntypedStorage) -> Memory | None:
         memory = self._memories.get(storage._cdata)
-        return memory if memory is not None and memory.storage() is storage else None
+        return memory if memory is not None and memory() is storage else None
 
     def _memory(self, storage: torch.UntypedStorage) -> Memory:
         key = storage._cdata
         memory = self._memories.get(key)
-        if memory is None or memory.storage() is not storage:
-            own = Storage(storage, self._gone)
-            own.key = key
-            memory = self._memories[key] = Memory(own)
+        if memory is None or memory() is not storage:
+            memory = self._memories[key] = Memory(storage, self._gone)
+            memory.key = key
         return memory
+
+    def last(self, t: Tensor) -> Seen | None:
+        """``seen``, if ``t`` is that tensor."""
+        seen = self.seen
+        # A tensor that was given another storage is not the same any more.
+        return seen if seen is not None and seen[0]() is t and seen[2]() is not None else None
 
     def is_source(self, t: Tensor) -> bool:
         memory = self._find(t.untyped_storage()) if plain(t) else None

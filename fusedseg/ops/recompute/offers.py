@@ -99,6 +99,9 @@ class Offer:
     reader: Reader | None = None
     # As in ``Recipe``.
     node, is_call, is_held = -1, False, False
+    steps: int
+    extra: int
+    bits: int
 
     def __init__(
         self,
@@ -109,43 +112,35 @@ class Offer:
         overwrite: Callable[..., Tensor] | None,
         autocast: Autocast,
         inputs: "list[tuple[Input, Place]]",
+        calls: int = 1,
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
-        self.device, self.inputs = device, inputs
-        # The calls that ``rebuild`` makes and those that rebuild its inputs.
-        self.steps = 1
-        # The bytes that are kept only for this offer, and the fewest bits of its sources; 0 if they are not known yet.
-        self.extra, self.bits = 0, EXACT
-        self._count(inputs)
-
-    def _count(self, inputs: "list[tuple[Input, Place]]") -> None:
+        # ``calls`` is the number of calls that ``rebuild`` makes; ``steps`` counts those that rebuild its inputs too.
+        self.device, self.inputs, self.calls = device, inputs, calls
+        steps, extra, bits = calls, 0, EXACT
         for source, _ in inputs:
-            self.steps += source.steps
-            self.extra += source.extra
-            if source.bits < self.bits:
-                self.bits = source.bits
+            steps += source.steps
+            extra += source.extra
+            if source.bits < bits:
+                bits = source.bits
+        # ``extra`` has the bytes that are kept only for this offer.  Bits of 0 are not known yet.
+        self.steps, self.extra, self.bits = steps, extra, bits
 
     def is_alone(self, at: Place, autocast: Autocast) -> bool:
         """Whether a call that overwrites the tensor at ``at`` may become one recipe with this one."""
-        free = self.reader is None and self.recipe() is None
-        return free and self.at == at and self.autocast == autocast and not in_parts(self.rebuild, at)
+        free = self.reader is None and (self._recipe is None or self._recipe() is None)
+        same = (self.at is at or self.at == at) and self.autocast == autocast
+        return free and same and not in_parts(self.rebuild, at)
 
     def followed(self, then: Callable[..., Tensor], others: "list[tuple[Input, Place]]") -> "Offer":
         """The offer of what a call writes over the tensor: ``then``, with the tensor and ``others``.
 
         One recipe makes both calls.
         """
-        count, first = len(self.inputs), self.overwrite
-        made = Offer.__new__(Offer)
-        made.__dict__.update(self.__dict__)
-        made.version += 1
-        made.rebuild = Chain(self.rebuild, count, self.at, then)
-        made.overwrite = first and Chain(first, count, self.at, then)
-        made.steps += 1
-        if others:
-            made.inputs = [*self.inputs, *others]
-            made._count(others)
-        return made
+        at, first, inputs = self.at, self.overwrite, self.inputs
+        rebuild, overwrite = Chain(self.rebuild, len(inputs), at, then), first and Chain(first, len(inputs), at, then)
+        inputs = inputs + others if others else inputs
+        return Offer(at, self.version + 1, self.device, rebuild, overwrite, self.autocast, inputs, self.calls + 1)
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""
@@ -156,7 +151,8 @@ class Offer:
 
         The result is None if an input is gone or has changed, or has fewer bits than the present call needs.
         """
-        recipe = self.recipe() or self._made(registry)
+        made = self._recipe
+        recipe = (None if made is None else made()) or self._made(registry)
         return None if recipe is None or recipe.bits < registry.needs else recipe
 
     def _made(self, registry: "Registry") -> Recipe | None:
@@ -172,8 +168,10 @@ class Offer:
                 bits = source.bits
             inputs.append((source, at))
         recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
-        recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
-        recipe.bits = bits
+        if self.node >= 0:
+            recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
+        if bits < EXACT:
+            recipe.bits = bits
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:
             self.reader.reads(recipe)

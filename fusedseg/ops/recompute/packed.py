@@ -255,7 +255,7 @@ class PackingRegistry(Registry):
     def _note(self, made: PackedData, memory: Memory) -> PackedData:
         made.largest, self.largest[0] = self.largest, max(self.largest[0], made.at.nbytes)
         newest: Any = weakref.ref(made)  # the newest copy is found first
-        memory.kept = [newest, *(ref for ref in memory.kept if ref() is not None)]
+        memory.kept = (newest, *(ref for ref in memory.kept if ref() is not None))
         return made
 
     def next_key(self) -> int:

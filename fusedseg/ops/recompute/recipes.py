@@ -24,13 +24,13 @@ The contract:
   output, because this input would lie beside the output at the peak.  So save your input first, then offer.
 * An offer belongs to the output's memory, its place in the memory, its dtype and its version.  After the output was
   modified in place, or its memory was given to another library, the offer is no longer found.  An op that overwrites
-  its input and saves the result while it runs calls ``expect`` before.
+  its input and saves the result while it runs is called by ``overwritten``.
 * If it is not certain that a rebuild gives the same bits, no recipe is recorded.  ``docs/design.md`` defines "certain".
 * A recipe is not recorded if rebuilding its inputs and its output would take more than ``registry.MAX_STEPS`` calls.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from .offers import Reader
+from .offers import Offer, Reader
 from .plain import Place
 from .registry import Registry
 from .saved import Data, Handle
@@ -65,12 +65,6 @@ def innermost() -> Registry | None:
     hooks = _hooks(True)
     registry = getattr(hooks[0], "__self__", None) if hooks else None
     return registry if type(registry) in REGISTRIES else None
-
-
-def is_innermost(registry: Registry) -> bool:
-    """Whether ``registry`` is the result of ``innermost``, which this function finds out faster."""
-    hooks = _hooks(True)
-    return hooks is not None and getattr(hooks[0], "__self__", None) is registry and _transforms() is None
 
 
 def active() -> Registry | None:
@@ -179,49 +173,44 @@ def offer(
                 offer.reader = reader
 
 
-class expect:
-    """Surrounds one call that overwrites ``x`` once, by ``rebuild(x, *others)``.
+def overwritten(
+    registry: Registry,
+    func: Callable[..., R],
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    rebuild: Callable[..., Tensor],
+    overwrite: Callable[..., Tensor] | None = None,
+) -> R:
+    """Calls a function that overwrites the first one of ``tensors`` once, by ``rebuild(*tensors)``.
 
-    Such a call may save its result while it runs, or a copy of the old values of ``x``; both get recipes.
-    ``registry`` is the active registry if the caller knows it already, otherwise None.
+    Such a function may save its result while it runs, or a copy of the old values; both get recipes.  ``registry`` is
+    the active registry.
     """
+    x = tensors[0]
+    with _torch.DisableTorchFunction():
+        before, offered = registry.overwriting(x, rebuild, tensors[1:], overwrite)
+    claim = registry.claim
+    registry.claim = None if before is None else functools.partial(_copy_of, registry, before, tensors)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        registry.claim = claim
+        if offered is not None and x._version != offered.version:
+            registry.withdraw(x, offered)
 
-    def __init__(
-        self,
-        x: Tensor,
-        rebuild: Callable[..., Tensor],
-        *others: Tensor,
-        overwrite: Callable[..., Tensor] | None = None,
-        registry: Registry | None = None,
-    ) -> None:
-        self.tensors, self.rebuild, self.overwrite = (x, *others), rebuild, overwrite
-        self.registry = registry or active()
 
-    def __enter__(self) -> None:
-        registry, x = self.registry, self.tensors[0]
-        if registry is None:
-            return
-        self.claim_before = registry.claim
-        with _torch.DisableTorchFunction():
-            self.before, self.offered = registry.overwriting(x, self.rebuild, self.tensors[1:], self.overwrite)
-        registry.claim = None if self.before is None else self._copy_of_x
-
-    def __exit__(self, *exception: object) -> None:
-        if self.registry is None:
-            return
-        self.registry.claim = self.claim_before
-        if self.offered is not None and self.tensors[0]._version != self.offered.version:
-            self.registry.withdraw(self.tensors[0], self.offered)
-
-    def _copy_of_x(self, t: Tensor) -> Handle | None:
-        memory = t.untyped_storage()
-        if self.before is None or self.registry is None or self.tensors[0].untyped_storage() is memory:
-            return None
-        if any(own.untyped_storage() is memory for own in self.tensors[1:]):
-            return None
-        at = Place.of(self.tensors[0])
-        recipe = self.before.source(self.registry) if Place.of(t).layout() == at.layout() else None
-        return None if recipe is None else Handle(recipe, at)
+def _copy_of(registry: Registry, before: Offer, tensors: Sequence[Tensor], t: Tensor) -> Handle | None:
+    """What to save for ``t`` if it is a copy of the first one of ``tensors``, which has the offer ``before``."""
+    x = tensors[0]
+    if t is x:
+        return None
+    memory = t.untyped_storage()
+    if any(own.untyped_storage() is memory for own in tensors):
+        return None
+    at = Place.of(x)
+    recipe = before.source(registry) if Place.of(t).layout() == at.layout() else None
+    return None if recipe is None else Handle(recipe, at)
 
 
 class claimed:

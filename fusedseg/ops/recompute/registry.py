@@ -5,17 +5,18 @@ the contract with the ops.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch
-from .memory import Memories, Memory
+from .memory import Memories, Memory, Seen
 from .offers import Held, Input, Linked, Offer
 from .plain import Place, is_trained_leaf, plain, unwrapped
-from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
+from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
 # norm, add and activation.
@@ -24,7 +25,9 @@ MAX_STEPS = 16
 LARGER = 4
 # An input is copied if the output has at least this many times its elements.
 SMALL = 16
-_pop_hooks = _torch.pop_hooks
+_hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
+_autocasts = _torch.is_any_autocast_enabled
+NOTHING: Mapping[str, Any] = {}
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -46,8 +49,10 @@ class Registry(Memories):
         # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
         self.vectors: list[Tensor] | None = None
         self.collected: list[Tensor] = []
-        # In a call of which only this plain tensor passes through ``pack`` (``stock_norm.py``); then what was saved.
-        self.bare: Tensor | Data | Handle | None = None
+        # For ``call_bare``: whether it can be called, its activation, and what was saved for this activation.
+        self.can_be_bare = self.chains and outer is None and None not in (_push_hooks, _pop_hooks)
+        self.bare: Seen | None = None
+        self.saved: Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
@@ -56,16 +61,15 @@ class Registry(Memories):
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
-            if t is self.bare:
-                _pop_hooks()
-                self.bare = saved = self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
-                return saved
-            seen = self.seen
+            seen = self.bare
             if seen is not None and seen[0]() is t:
-                claimed = self.claim(t) if self.claim is not None else None
-                return self._pack(t, seen[1], seen[2]) if claimed is None else self._counted(claimed)
+                _pop_hooks()
+                self.bare = None
+                self.saved = self._pack(t, *seen)
+                return self.saved
+            seen = self.last(t)
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
-            if (t.dim() < 2 and t.numel() <= VECTOR) or (t.requires_grad and is_trained_leaf(t)) or not plain(t):
+            if seen is None and ((t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t)):
                 as_is = as_it_is(t, self.outer)
                 if self.vectors is not None:
                     self.vectors.append(as_is[0] if type(as_is) is tuple else t.detach())
@@ -74,17 +78,46 @@ class Registry(Memories):
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            return self._pack(t, Place.of(t), self._memory(t.untyped_storage()))
+            return self._pack(t, *(seen or self.look(t)))
 
-    def _pack(self, t: Tensor, at: Place, memory: Memory) -> Data | Handle:
+    def look(self, t: Tensor) -> Seen:
+        """The place and the memory of a plain tensor."""
+        return weakref.ref(t), Place.of(t), self._memory(t.untyped_storage())
+
+    def _pack(self, t: Tensor, _: Any, at: Place, memory: Memory) -> Data | Handle:
         """What is saved for an activation that is plain and that no call claims."""
-        version = t._version
-        if memory.offers and (not memory.kept or memory.kept_at(at, version) is None):
+        if memory.offers:
+            version = t._version
             offer = memory.offer_of(at, version)
-            recipe = None if offer is None else offer.source(self)
-            if recipe is not None:
-                return self._counted(Handle(recipe, at))
+            if offer is not None and (not memory.kept or memory.kept_at(at, version) is None):
+                recipe = offer.source(self)
+                if recipe is not None:
+                    handle = Handle(recipe, at)
+                    return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
+
+    def bares(self, x: Tensor) -> Seen | None:
+        """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
+        if not self.can_be_bare:
+            return None
+        return self.last(x) or (None if is_trained_leaf(x) or not plain(x) else self.look(x))
+
+    def call_bare(
+        self, activation: Seen, func: Callable[..., Any], args: Any, kwargs: Any = NOTHING
+    ) -> tuple[Any, Data | Handle | None]:
+        """Calls a function so that autograd itself holds all that the call saves after ``activation``.
+
+        Each tensor that passes through the hooks takes microseconds, and parameters and statistics need no recipe.
+        Returns the result and what was saved for the activation; None if it was not saved.
+        """
+        hooks, self.bare = _hooks(True), activation
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            if self.bare is None:
+                _push_hooks(*hooks)
+            saved, self.bare, self.saved = self.saved, None, None
+        return out, saved
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -105,9 +138,8 @@ class Registry(Memories):
             kept.exposed = True
         if self.saves_sources:
             kept.in_recipe, kept.in_graph = True, False
-        if memory.kept:
-            memory.kept = [ref for ref in memory.kept if ref() is not None]
-        memory.kept.append(weakref.ref(kept))
+        others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
+        memory.kept = (*others, weakref.ref(kept))
         return kept
 
     def offer(
@@ -125,9 +157,9 @@ class Registry(Memories):
             # If an argument lies in the same memory, another call has allocated it.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
                 return None
-        memory, at = self._memory(own), Place.of(output)
+        seen = _, at, memory = weakref.ref(output), Place.of(output), self._memory(own)
         memory.made = True
-        self.seen = (weakref.ref(output), at, memory) if len(at.size) > 1 else None
+        self.seen = seen if len(at.size) > 1 else None
         return self._record(output, at, memory, None, rebuild, inputs, overwrite)
 
     def overwriting(
@@ -141,8 +173,8 @@ class Registry(Memories):
 
         Returns the offers of the present values of ``x`` and of the new values.
         """
-        seen = self.seen
-        if seen is not None and seen[0]() is x:
+        seen = self.last(x)
+        if seen is not None:
             _, at, memory = seen
             if memory.kept:
                 self.before_change(x)
@@ -176,7 +208,7 @@ class Registry(Memories):
         If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
         offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
-        version, autocast = output._version, Autocast.of(output)
+        version, autocast = output._version, Autocast.of(output) if _autocasts() else OFF
         links: list[tuple[Input, Place]] = []
         for t in inputs:
             if not isinstance(t, Tensor):
@@ -188,10 +220,10 @@ class Registry(Memories):
             if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
                 return None
             links.append((link, place))
-        if before is None and overwrite is not None and (not links or links[0][1].layout() != at.layout()):
-            # The result would differ if it were written over an input of another size, layout or dtype.
-            overwrite = None
         if before is None:
+            if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+                # The result would differ if it were written over an input of another size, layout or dtype.
+                overwrite = None
             offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
         elif self.chains and before.is_alone(at, autocast):
             offer = before.followed(overwrite or rebuild, links)
@@ -200,15 +232,15 @@ class Registry(Memories):
             offer = Offer(at, version + 1, output.device, rebuild, overwrite, autocast, links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
-        if memory.offers:
-            memory.offers = [other for other in memory.offers if other.version >= version]
-        memory.offers.append(offer)
+        # The newest one comes first, because it is the one that is asked for.
+        others = [other for other in memory.offers if other.version >= version] if memory.offers else ()
+        memory.offers = (offer, *others)
         return offer
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())
         if memory is not None:
-            memory.offers = [other for other in memory.offers if other is not offer]
+            memory.offers = tuple(other for other in memory.offers if other is not offer)
 
     def before_change(self, x: Tensor) -> Memory | None:
         """Copies the values that recipes read from the memory of ``x``, before ``x`` is written to.
@@ -259,7 +291,7 @@ class Registry(Memories):
             # In eager mode too, saved tensors of an older version have the values of that version, or raise an error.
             if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
                 recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
-        memory.offers.clear()
+        memory.offers = ()
         memory.exposed = True
 
     def secure(self, t: Tensor) -> None:

@@ -174,8 +174,9 @@ class recompute(ContextDecorator):
                     stack.enter_context(registry.watching())
             registry.joins = self._joins
             stack.callback(registry.close)
-            stack.enter_context(saved_tensors_hooks(registry.pack, back))
-            stack.enter_context(Watch(registry, rules))
+            pack = registry.pack
+            stack.enter_context(saved_tensors_hooks(pack, back))
+            stack.enter_context(Watch(registry, pack, rules))
         self._entered.append((stack, guided))
 
     @compiled.as_python

@@ -83,13 +83,14 @@ def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: F
 
 def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
     """The rule of functions that overwrite their first argument; ``pure`` computes the same into new memory."""
-    if args and not args[0].is_floating_point():
-        # The argument is not a floating-point activation; it may be a counter of batches.
-        registry.before_change(args[0])
+    x = args[0] if args else kwargs["input"]
+    if not x.is_floating_point():
+        # The argument is no activation.  A counter of batches, which no recipe reads, needs no preparation.
+        if x.dtype != torch.int64 or not plain(x) or registry._find(x.untyped_storage()) is not None:
+            registry.before_change(x)
         return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
-    with recipes.expect(tensors[0], Rounded(again.by(pure)), *tensors[1:], overwrite=again, registry=registry):
-        return func(*args, **kwargs)
+    return recipes.overwritten(registry, func, args, kwargs, tensors, Rounded(again.by(pure)), again)
 
 
 class Rounded:
@@ -114,8 +115,7 @@ def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
         return _call(registry, func, args, kwargs, tensors, apart, overwrite)
-    with recipes.expect(tensors[0], apart, *tensors[1:], overwrite=overwrite, registry=registry):
-        return func(*args, **kwargs)
+    return recipes.overwritten(registry, func, args, kwargs, tensors, apart, overwrite)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def _offer_cast(registry: Registry, t: Tensor, parameter: Tensor) -> Handle | No
     if offer is None:
         links: list[tuple[Input, Place]] = [(Held(whole, 0), Place.of(whole))]
         offer = Offer(at, t._version, t.device, functools.partial(Tensor.to, dtype=t.dtype), None, OFF, links)
-        memory.offers.append(offer)
+        memory.offers = (offer, *memory.offers)
     recipe = offer.source(registry)
     return None if recipe is None else Handle(recipe, at)
 

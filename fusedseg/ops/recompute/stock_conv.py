@@ -16,7 +16,7 @@ from ... import _torch
 from .. import reuse
 from ..conv.convolution import shape_only
 from ..double_backward import is_batch
-from .plain import Place, plain
+from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -61,8 +61,12 @@ class Convolution(torch.autograd.Function):
 def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward; otherwise as it is."""
     dims, x = DIMS.get(func), args[0] if args else None
-    if dims is None or not isinstance(x, Tensor) or x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
+    if dims is None or not isinstance(x, Tensor):
         return func(*args, **kwargs)
+    if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
+        # A weight that is trained has no recipe.
+        bare = registry.bares(x) if len(args) > 1 and is_trained_leaf(args[1]) else None
+        return func(*args, **kwargs) if bare is None else registry.call_bare(bare, func, args, kwargs)[0]
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     w, bias, padding = named.get("weight"), named.get("bias"), named.get("padding", 0)
     tensors = [t for t in (x, w, bias) if t is not None]

@@ -16,13 +16,11 @@ from torch.nn import functional as F
 from ... import _torch
 from ..layout import FORMATS
 from .calls import replay
-from .plain import Place, is_trained_leaf, plain
+from .plain import Place, plain
 from .registry import Registry
 from .saved import OFF, Data, Handle, Recipe
 
 Function = Callable[..., Any]
-_hooks, _push_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks
-_CAN_BE_BARE = _push_hooks is not None and _torch.pop_hooks is not None
 # The dtype of the statistics of an input, where aten rounds nothing.
 STATISTICS = {torch.float64: torch.float64}
 
@@ -56,15 +54,16 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
     x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
     instance = func is F.instance_norm
-    if not plain(x):
-        return func(*args, **kwargs)
     found, source = None, x
-    if not instance and _CAN_BE_BARE and registry.chains and registry.outer is None and not is_trained_leaf(x):
-        out, saved = _call_bare(registry, x, func, args, kwargs)
+    bare = None if instance else registry.bares(x)
+    if bare is not None:
+        out, saved = registry.call_bare(bare, func, args, kwargs)
         if own and x.is_cpu:
             found = _results_of(out.grad_fn)
         # The data that was just saved needs no search.
         source = saved if type(saved) is Data else x
+    elif not plain(x):
+        return func(*args, **kwargs)
     else:
         out, vectors = _call_collecting(registry, func, args, kwargs, x)
         if own:
@@ -89,24 +88,6 @@ def _call_collecting(registry: Registry, func: Function, args: Any, kwargs: Any,
         return func(*args, **kwargs), vectors
     finally:
         registry.claim, registry.vectors, registry.collected = before, None, vectors
-
-
-def _call_bare(
-    registry: Registry, x: Tensor, func: Function, args: Any, kwargs: Any
-) -> tuple[Any, Data | Handle | None]:
-    """Calls a batch norm so that only ``x`` passes through the hooks, and autograd itself holds the vectors.
-
-    The hooks take most of the time of a small norm.  Returns the result and what was saved for ``x``; None if it was
-    not saved.
-    """
-    hooks, registry.bare = _hooks(True), x
-    try:
-        out = func(*args, **kwargs)
-    finally:
-        saved, registry.bare = registry.bare, None
-        if saved is not x:
-            _push_hooks(*hooks)
-    return out, None if isinstance(saved, Tensor) else saved
 
 
 def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
@@ -136,24 +117,14 @@ def _is_certain(x: Tensor, mean: Tensor, instance: bool) -> bool:
     return x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]) and mean.numel() == x.shape[1]
 
 
-class ByStatistics:
-    """Rebuilds the output of a norm from its input.
+def _of_batch(scale: Tensor, bias: Tensor | None, mean: Tensor, x: Tensor) -> Tensor:
+    """Rebuilds the output of a norm from its input."""
+    return torch.native_batch_norm(x, scale, bias, mean, _ones_like(mean), False, 0.0, 0.0)[0]
 
-    Instance norm is computed as the batch norm of one sample that has the channels of all samples.
-    """
 
-    __slots__ = ("bias", "instance", "mean", "scale")
-
-    def __init__(self, scale: Tensor, bias: Tensor | None, mean: Tensor, instance: bool) -> None:
-        self.scale, self.bias, self.mean, self.instance = scale, bias, mean, instance
-
-    def __call__(self, x: Tensor) -> Tensor:
-        mean = self.mean
-        ones = _ones_like(mean)
-        if not self.instance:
-            return torch.native_batch_norm(x, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0]
-        channels = x.contiguous().view(1, mean.numel(), *x.shape[2:])
-        return torch.native_batch_norm(channels, self.scale, self.bias, mean, ones, False, 0.0, 0.0)[0].view(x.shape)
+def _of_instances(scale: Tensor, bias: Tensor | None, mean: Tensor, x: Tensor) -> Tensor:
+    """Rebuilds the output of an instance norm, as the batch norm of one sample that has the channels of all samples."""
+    return _of_batch(scale, bias, mean, x.contiguous().view(1, mean.numel(), *x.shape[2:])).view(x.shape)
 
 
 # Vectors of ones, to which nobody writes, by their length, dtype and device.
@@ -181,17 +152,16 @@ def by_statistics(
 
     mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
     """
-    samples, channels = x.shape[:2]
-    instance = mean.numel() != channels
-    scale = rstd
+    instance, scale = mean.numel() != x.shape[1], rstd
     # These are copies, because an optimizer may change the parameters before backward.
     with _torch.below_autograd():
+        if instance:
+            weight, bias = [None if v is None else v.repeat(x.shape[0]) for v in (weight, bias)]
         if weight is not None:
-            scale = scale * (weight.repeat(samples) if instance else weight)
+            scale = scale * weight
         if bias is not None:
-            bias = bias.clone() if bias.dtype == mean.dtype else bias.to(mean.dtype)
-            bias = bias.repeat(samples) if instance else bias
-    return ByStatistics(scale, bias, mean, instance)
+            bias = bias.to(mean.dtype, copy=not instance)
+    return functools.partial(_of_instances if instance else _of_batch, scale, bias, mean)
 
 
 def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
