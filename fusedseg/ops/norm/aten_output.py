@@ -142,8 +142,8 @@ class _Backward:
         self.act, self.kept, self.D = act, kept, layout.D
         self.m = layout.N * layout.S * layout.D
         self.g_is_dz = TABLE[act.name].identity
-        both = saved.residual, dresidual
-        self.residual, self.dresidual = (None if t is None else channel_view(t, layout) for t in both)
+        self.residual = None if saved.residual is None else channel_view(saved.residual, layout)
+        self.dresidual = None if dresidual is None else channel_view(dresidual, layout)
         self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)
         self.shift = torch.zeros_like(rstd) if saved.bias is None else cast(saved.bias, rstd.dtype)
         self.weight = torch.ones_like(rstd) if saved.weight is None else cast(saved.weight, rstd.dtype)
@@ -232,15 +232,16 @@ def backward(
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
     at_once = training and layout.D == 1 and exchange is None and aten_chunks.small(z)
+    by_sums = at_once and _by_sums(z)
     # As in ``forward``.
-    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout) and not _by_sums(z)
+    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout) and not by_sums
     zv, dzv = (z, dz) if as_given else (channel_view(z, layout), channel_view(dz, layout))
     # Where aten allocates dx, g may take the memory of dz.
     over = dzv if into is not None and starts_at(into, dz) else None
     # Half precision is excluded, because x - mean must not be rounded to it.
     as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
     if at_once:
-        if _by_sums(z):
+        if by_sums:
             dx = torch.empty_like(z) if into is None else into
             s2, s1 = _backward_over(job, zv, dzv, channel_view(dx, layout))
         else:
