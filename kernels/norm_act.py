@@ -322,8 +322,8 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
     parts, row_bytes = parts_of(codes)
     packing, key = (NOTHING, 0) if codes is None else (Packing(packs, codes.bits, row_bytes), codes.key)
     groups, wide, side, onchip = fwd_plan(source, layout, x.dtype, eps, act, K, packing)
-    rstd = x.new_empty(groups, dtype=wide)
-    mean = torch.empty_like(rstd) if keep_mean else None
+    mean = torch.empty(groups, dtype=wide, device=x.device) if keep_mean else None
+    rstd = torch.empty(groups, dtype=wide, device=x.device)
     xhat = x.new_empty(side) if K else None
     tensors = residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots, *parts
     if onchip is not None and partial is None:

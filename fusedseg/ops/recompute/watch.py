@@ -159,10 +159,6 @@ class Watch(TorchFunctionMode):
                     with _torch.DisableTorchFunction():
                         _made(self.registry, out, args)
                     return out
-        return self._unruled(func, args, kwargs)
-
-    def _unruled(self, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function that has no rule, or whose rule does not hold now, and that may change tensors."""
         registry = self.registry
         registry.seen = None
         if _may_change(func) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
