@@ -86,6 +86,8 @@ def pytest_configure(config):
         # Workers share the cores, and so do the processes that their tests start.
         share = max(1, cores() // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
+        # A thread that waits for others leaves its core to other workers.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

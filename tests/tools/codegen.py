@@ -104,15 +104,16 @@ def access(line: str) -> tuple[str, int, str] | None:
 def pointer_origins(lines: list[str], parameters: dict[str, str]) -> dict[str, set[str]]:
     """For each LLVM value, the kernel arguments whose addresses it was computed from."""
     origins = defaultdict(set, {value: {name} for value, name in parameters.items()})
+    # A load returns data and not an address in the same tensor.
+    computed = [
+        line.split(" = ", 1) for line in lines if " = " in line and not ((of := access(line)) and of[0] == "load")
+    ]
+    steps = [(result.strip(), re.findall(r"%[\w.]+", expression)) for result, expression in computed]
     while True:
         before = sum(map(len, origins.values()))
-        for line in lines:
-            # A load returns data and not an address in the same tensor.
-            if " = " not in line or ((touched := access(line)) and touched[0] == "load"):
-                continue
-            result, expression = line.split(" = ", 1)
-            for value in re.findall(r"%[\w.]+", expression):
-                origins[result.strip()] |= origins.get(value, set())
+        for result, values in steps:
+            for value in values:
+                origins[result] |= origins.get(value, set())
         if sum(map(len, origins.values())) == before:
             return origins
 

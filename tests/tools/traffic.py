@@ -69,7 +69,7 @@ class _Counting:
         self.extents = {name: extent(arg) for name, arg in arguments.items() if isinstance(arg, torch.Tensor)}
 
     def touch(self, counter: Counter, ptrs: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
-        addresses = ptrs[np.broadcast_to(mask, ptrs.shape)]
+        addresses = ptrs[mask if mask.shape == ptrs.shape else np.broadcast_to(mask, ptrs.shape)]
         if not addresses.size:
             return
         first, last = int(addresses.min()), int(addresses.max()) + itemsize

@@ -232,6 +232,8 @@ def test_stopped_forward_moves_no_statistics(backend, monkeypatch, error, where)
 def test_out_of_memory_in_a_launcher(monkeypatch, nth):
     """A launcher allocates memory before any kernel runs, so the input and the running statistics do not change."""
     pytest.importorskip("triton")
+    from fusedseg.kernels import norm_act, norm_stats
+
     monkeypatch.setattr(fusedseg, "backend", "triton")
     layer = fusedseg.InPlaceABN(3)
     with torch.no_grad():
@@ -239,8 +241,10 @@ def test_out_of_memory_in_a_launcher(monkeypatch, nth):
         layer.weight[0] = 0
     x = torch.randn(2, 3, 40, 1000)
     state, before = copy.deepcopy(layer.state_dict()), x.clone()
-    empty = Stopped(torch.Tensor.new_empty, torch.OutOfMemoryError("out of memory"), after=nth)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: empty(*args, **kwargs))
+    empty = Stopped(torch.empty, torch.OutOfMemoryError("out of memory"), after=nth)
+    fake = type("torch", (), {"__getattr__": lambda self, name: empty if name == "empty" else getattr(torch, name)})()
+    for module in (norm_act, norm_stats):
+        monkeypatch.setattr(module, "torch", fake)
     with pytest.raises(torch.OutOfMemoryError):
         layer(x)
     torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
