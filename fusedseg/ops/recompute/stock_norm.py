@@ -160,7 +160,8 @@ def by_statistics(
         if weight is not None:
             scale = scale * weight
         if bias is not None:
-            bias = bias.to(mean.dtype, copy=not instance)
+            # ``to`` makes a copy of the same dtype too, but takes four times as long.
+            bias = bias.clone() if bias.dtype == mean.dtype and not instance else bias.to(mean.dtype)
     return functools.partial(_of_instances if instance else _of_batch, scale, bias, mean)
 
 
