@@ -99,10 +99,11 @@ def only_on_a_cpu(device):
         pytest.skip("compares bits with aten on a CPU; the self-test compares on a GPU")
 
 
-# A group of 256 positions and a shorter one; planes of one group; several planes in a slab; a volume.
+# A group of 256 positions and a shorter one; planes of one group; a slab with a plane that does not exist; several
+# planes in a slab; a volume.
 CASES = {
     "batch": ((2, 4, 13, 23), None), "instance": ((2, 4, 16, 32), 4), "group": ((2, 4, 16, 32), 2),
-    "small-planes": ((3, 5, 8, 9), None), "volume": ((1, 3, 5, 9, 11), None),
+    "group-of-three": ((2, 6, 8, 32), 2), "small-planes": ((3, 5, 8, 9), None), "volume": ((1, 3, 5, 9, 11), None),
 }  # fmt: skip
 PACKS = pytest.mark.parametrize("packs", ["output", "input"])
 
