@@ -73,7 +73,7 @@ def peaks(name, count):
     found = []
     for k in range(count):
         budget = 0.5 - 0.4 * k / count
-        report, *_ = converted(name, budget=budget, extra_flops=2.0)
+        report, *_ = converted(name, budget=budget)
         found.append((report.after.saved / report.before.saved, report.after.peak))
     return found
 

@@ -30,7 +30,7 @@ from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
 from ..recompute import recipes
 from . import choice, join_conv
-from .apart import convolve_sources
+from .apart import convolve_sources, workspace
 from .convolution import Geometry, convolve_backward, output_format
 from .sources import (
     Convolution,
@@ -289,7 +289,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
             return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         again, given = _again(step), (uncast(w), *tensors_of(sources))
         flops = 2 * z.numel() * w[0].numel()
-        recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops)
+        recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops, workspace=workspace(call, z))
         if not recipes.has_recipe(z):
             return eager.after_convolution(norm._replace(x=z), spec, kept, done)
         with recipes.rewriting(z, torch.clone, overwrite=torch.detach):

@@ -12,7 +12,7 @@ from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once, is_batch
 from ..recompute import recipes
-from .apart import convolve_sources, convolve_sources_backward
+from .apart import convolve_sources, convolve_sources_backward, workspace
 from .convolution import RawGeometry, check_convolution
 from .sources import (
     Convolution,
@@ -144,7 +144,8 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
     # enlarged.  The bits may differ, so the convolution does not run twice.
     reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
-    recipes.called(OP, options_of(call), y, again, *reads, flops=2 * y.numel() * w[0].numel())
+    flops, more = 2 * y.numel() * w[0].numel(), workspace(call, y, formed is not None)
+    recipes.called(OP, options_of(call), y, again, *reads, flops=flops, workspace=more)
     return y
 
 

@@ -5,6 +5,7 @@ The registry writes the graph of the step (``graph.py``), and asks a guide (``gu
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,8 +74,9 @@ class BudgetRegistry(Registry):
             memory.offers = (offer, *memory.offers)
 
     def called_ours(self, *call: Any) -> None:
-        name, options, out, again, tensors, flops = call
-        self.called(twice.described(name, options, {}, tensors, out, flops), out, again, tensors)
+        name, options, out, again, tensors, flops, workspace = call
+        described = twice.described(name, options, {}, tensors, out, flops)
+        self.called(replace(described, workspace=workspace), out, again, tensors)
 
     def _link_of_call(self, t: Tensor | Data, out: Tensor) -> tuple[Input | None, Place]:
         """The source of an argument in backward.  What autograd has saved for the call itself is neither copied."""

@@ -94,6 +94,7 @@ class Call:
         nbytes: bytes of its output.
         flops: floating-point operations of one run, where a multiplication and an addition are two.
         autocast: the state of autocast.
+        workspace: bytes that a run allocates for a moment beside its output, such as an enlarged input.
     """
 
     function: str
@@ -102,6 +103,7 @@ class Call:
     nbytes: int
     flops: int
     autocast: Hashable = field(default=None, repr=False)
+    workspace: int = field(default=0, repr=False, compare=False)
 
     @property
     def kind(self) -> Hashable:

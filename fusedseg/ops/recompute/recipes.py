@@ -109,16 +109,23 @@ def _budgeted() -> Any:
 
 
 def called(
-    name: str, options: Any, output: Tensor, again: Callable[..., Tensor] | None, *tensors: Tensor, flops: int
+    name: str,
+    options: Any,
+    output: Tensor,
+    again: Callable[..., Tensor] | None,
+    *tensors: Tensor,
+    flops: int,
+    workspace: int = 0,
 ) -> None:
     """Tells a scope with a budget that ``again(*tensors)`` is a convolution that has computed ``output``.
 
-    The convolution may run twice, unless ``again`` is None.  ``twice.py`` has the rule of PyTorch's own functions.
+    The convolution may run twice, unless ``again`` is None.  ``flops`` and ``workspace`` are those of ``choice.Call``.
+    ``twice.py`` has the rule of PyTorch's own functions.
     """
     registry = _budgeted()
     if registry is not None and output.requires_grad:
         with _torch.DisableTorchFunction():
-            registry.called_ours(name, options, output, again, tensors, flops)
+            registry.called_ours(name, options, output, again, tensors, flops, workspace)
 
 
 def packing() -> Any:

@@ -1,12 +1,12 @@
 """Backward under one choice of calls that run twice, as plain numbers.
 
-It goes through the saved tensors as the scope does (``saved.py``): in the reverse order, with rebuilt values held while
-a saved tensor nearby asks for them.
+It goes through the saved tensors as the scope does (``saved.py``): the operations in reverse order, the tensors of each
+in the order in which it has saved them, with rebuilt values held while a saved tensor nearby asks for them.
 """
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -183,7 +183,7 @@ class Replay:
                 mine.remove(node.inputs[0])
             elif not node.in_parts:
                 self._live += node.nbytes
-                self._top = max(self._top, self._live)
+                self._top = max(self._top, self._live + (self._graph.calls[node.call].workspace if is_call else 0))
             for j in mine:
                 self._live -= self._nodes[j].nbytes
         if self._near(i, order) and (held or not for_call or node.call >= 0 or (self.hold and self._is_held(i))):
@@ -231,7 +231,8 @@ class Replay:
         graph, nodes = self._graph, self._nodes
         self.peak, released = max(self.tops(), default=0), self.released
         self._live, group, returned = self.kept, -1, 0
-        for number in reversed(range(len(graph.packs))):
+        operations = [list(numbers) for _, numbers in groupby(range(len(graph.packs)), graph.groups.__getitem__)]
+        for number in chain.from_iterable(reversed(operations)):
             if graph.groups[number] != group:
                 # The operation before has ended, and frees what it was given and what only it has kept.
                 self._live -= returned
