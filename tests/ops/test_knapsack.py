@@ -88,6 +88,20 @@ def test_a_value_that_is_needed_again_is_held():
     assert held.peak > graph.cost({0}).peak
 
 
+def test_what_a_call_forms_lies_beside_the_tensors_that_its_reader_has_asked_for_before():
+    graph = Graph()
+    image = graph.add(Node(10))
+    graph.save(image, 0)
+    for index, (nbytes, workspace) in enumerate([(20, 0), (30, 100)]):
+        graph.calls.append(Call("conv2d", index, (), nbytes, 1, workspace=workspace))
+        graph.of_call.append(graph.add(Node(nbytes, (image,), index)))
+    for node in graph.of_call:
+        graph.save(node, 1)
+    assert graph.cost({0, 1}).peak == 10 + 20 + 30 + 100
+    assert graph.cost({1}).peak == 10 + 20 + 30 + 100
+    assert graph.cost({0}).peak == 10 + 20 + 30
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_bytes_and_arithmetic_as_limits(seed):
     """If any set is within both limits, a set within both is chosen, even if its peak is higher than before."""
