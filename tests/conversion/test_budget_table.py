@@ -53,7 +53,7 @@ def test_twenty_budgets(name):
             got = found[rung.budget]
             # Copies of biases are not in the prediction.
             assert abs(got.saved - rung.kept) <= SAME * eager.saved
-            assert abs(got.peak - rung.peak) <= 0.005 * eager.peak
+            assert abs(got.peak - rung.peak) <= 0.02 * eager.peak
             rise, least = max(rise, got.peak / least - 1), min(least, got.peak)
             cells.append((budget, got.saved / eager.saved, got.peak / eager.peak, rung.repeated))
     for budget, kept, peak, repeated in cells:
