@@ -316,16 +316,20 @@ def ours_called(function) -> int:
     return calls
 
 
+def calls_of_a_step(module: torch.nn.Module, x: torch.Tensor, dz: torch.Tensor) -> tuple[int, int]:
+    """The calls of forward and of backward, once three steps have made what later steps find."""
+    for _ in range(3):
+        module(x * 1).backward(dz)
+    y, z = x * 1, []
+    return ours_called(lambda: z.append(module(y))), ours_called(lambda: z[0].backward(dz))
+
+
 def a_step_of_a_norm_makes_few_calls() -> None:
     """For short tensors these calls determine the host's time.  The limits are counted figures."""
     chosen = {("norm", torch.float32, torch.device("cpu")): ""}
     with recorder(), mock.patch.dict(_backend._reasons, chosen):
         for cls, (forward, backward) in MOST_CALLS.items():
-            module, x, dz = cls(4), torch.randn(2, 4, 3, 3, requires_grad=True), torch.randn(2, 4, 3, 3)
-            for _ in range(3):
-                module(x * 1).backward(dz)
-            y, z = x * 1, []
-            counted = ours_called(lambda: z.append(module(y))), ours_called(lambda: z[0].backward(dz))  # noqa: B023
+            counted = calls_of_a_step(cls(4), torch.randn(2, 4, 3, 3, requires_grad=True), torch.randn(2, 4, 3, 3))
             assert counted[0] <= forward, f"{cls.__name__}: forward {counted[0]} > {forward}"
             assert counted[1] <= backward, f"{cls.__name__}: backward {counted[1]} > {backward}"
 

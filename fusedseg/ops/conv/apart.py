@@ -93,9 +93,9 @@ def workspace(call: Convolution, y: Tensor, forms: bool = False) -> int:
     ``forms`` says that the concatenation is formed whatever its size.
     """
     sources, w, _, geometry = call
-    enlarged = [source.shape.numel() for source in sources if isinstance(source, Interpolated)]
     if is_tensor(sources):
         return 0
+    enlarged = [source.shape.numel() for source in sources if isinstance(source, Interpolated)]
     if forms or not apart(sources, geometry):
         whole = shape_of(sources).numel() if len(sources) > 1 else 0
         return (whole + sum(enlarged)) * y.element_size()
