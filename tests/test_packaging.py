@@ -26,11 +26,8 @@ def listed_packages() -> set[str]:
 
 def test_every_package_is_listed():
     """A folder that is not listed works in a checkout and is missing from the wheel."""
-    folders = {
-        path.parent.relative_to(ROOT) for name in ("fusedseg", "kernels") for path in (ROOT / name).rglob("*.py")
-    }
-    names = {".".join(folder.parts) for folder in folders}
-    assert listed_packages() == {f"fusedseg.{name}" if name.startswith("kernels") else name for name in names}
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "fusedseg").rglob("*.py")}
+    assert listed_packages() == {".".join(folder.parts) for folder in folders}
 
 
 def test_version_is_stated_in_one_place():
@@ -60,8 +57,8 @@ def test_the_versions_that_are_demanded_are_those_that_are_tested():
 # file is enough.
 FOLDERS = ("fusedseg", "kernels", "bench", "docs", "tests")
 FILES = (
-    "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
-    "SECURITY.md",
+    "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
+    "CONTRIBUTING.md", "SECURITY.md",
 )  # fmt: skip
 BUILD = """
 import sys
@@ -95,6 +92,8 @@ def test_wheel_holds_the_package_alone(release):
     expected = {f"fusedseg/{path.relative_to(ROOT / 'fusedseg')}" for path in (ROOT / "fusedseg").rglob("*.py")}
     expected |= {f"fusedseg/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
     assert held == expected | {"fusedseg/py.typed"}
+    with zipfile.ZipFile(release[1]) as wheel:
+        assert wheel.read("fusedseg/kernels/__init__.py").decode() == (ROOT / "kernels/__init__.py").read_text()
 
 
 def test_metadata_is_complete(release):
@@ -120,6 +119,8 @@ def test_sdist_holds_the_tests_and_nothing_stray(release):
     with tarfile.open(release[0]) as sdist:
         held = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"tests/reference.py", "tests/tools/codegen.py", "bench/harness.py", "kernels/launch.py", *FILES} <= held
+    # A checkout finds the folder kernels/ by this file.
+    assert "fusedseg/kernels/__init__.py" in held
     made = {"PKG-INFO", "setup.cfg", "fusedseg.egg-info"}
     assert {name.split("/")[0] for name in held if name} <= {*FOLDERS, *FILES, *made}
     assert not [name for name in held if name.endswith(".pyc")]

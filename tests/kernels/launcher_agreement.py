@@ -11,10 +11,10 @@ import types
 from unittest import mock
 
 import torch
-from fusedseg.kernels import launcher
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
+from fusedseg.kernels import launcher
 from tests.kernels.launcher_checks import add, add_kernel, no_public_launch, recorder, tensor
 
 

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from fusedseg.kernels import launcher
 from fusedseg.kernels.dry_run import dry_run
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
 from triton.backends.compiler import GPUTarget
@@ -28,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedseg
 from fusedseg import _backend
+from fusedseg.kernels import launcher
 
 # The most calls of a training step that has one launch each way: forward, backward.  Five and three of them ask whether
 # the elements of parameters and statistics are adjacent in memory.

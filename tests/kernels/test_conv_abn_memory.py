@@ -133,8 +133,9 @@ LARGE = {
 @pytest.mark.parametrize(("conv", "rows"), LARGE.values(), ids=LARGE)
 def test_beyond_two_to_the_31_elements(conv, rows, monkeypatch, replanned, request):
     """The first and last programs compute the right first and last channels, and no access leaves the tensors."""
-    from fusedseg.kernels import conv as blocks
     from fusedseg.kernels.launch import DEFAULT_SMS
+
+    from fusedseg.kernels import conv as blocks
 
     # Each program has one tile.  A GPU runs at most 65,535 programs along y, and its compiler relies on it.
     compiled = request.config.getoption("--ptx")

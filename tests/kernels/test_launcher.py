@@ -53,6 +53,7 @@ def test_launcher(name):
 def test_version_is_known():
     """Before you add a version to VERSIONS, check that its ``JITFunction.run`` passes these arguments on."""
     import triton
+
     from fusedseg.kernels import launcher
 
     assert launcher.KNOWN, f"launcher.py has not been read beside Triton {triton.__version__}"

@@ -43,8 +43,9 @@ def triton(monkeypatch, device):
 @pytest.fixture
 def split(monkeypatch):
     """No slab: statistics of packed rows, which have none, are then added up in the same order as without packing."""
-    from fusedseg.kernels import norm_act
     from fusedseg.kernels.launcher import forget_plans
+
+    from fusedseg.kernels import norm_act
 
     forget_plans()
     monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)

@@ -292,8 +292,9 @@ def test_training_with_a_failed_family_is_training_on_aten(stand_in, monkeypatch
             found.append(loss.item())
         return found
 
-    from fusedseg.kernels import max_pool
     from fusedseg.kernels.launcher import Launcher
+
+    from fusedseg.kernels import max_pool
 
     def broken(self, tensors, *floats):
         name = self._kernel.fn.__name__

@@ -174,9 +174,8 @@ def changed(owner, name: str, value) -> Iterator:
 @contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
     """Inside, launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
-    from fusedseg.kernels import launcher
-
     from fusedseg import _backend
+    from fusedseg.kernels import launcher
 
     active, init = triton_driver._active, CompiledKernel._init_handles
     call = launcher.Launcher.__call__
