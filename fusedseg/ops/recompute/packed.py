@@ -230,7 +230,8 @@ class PackingRegistry(Registry):
         """Keeps ``t``: as the present call may; if ``computed``, as a result of a call; if it is False, as it is."""
         if computed is None:
             return super().keep(t)
-        with self.allowing(self.reading._replace(own=True) if computed else UNKNOWN):
+        # What a norm rebuilds its input from has another shape than the kinks of the norm.
+        with self.allowing(self.reading._replace(own=True, defers=False, sides=False) if computed else UNKNOWN):
             return super().keep(t)
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Any:

@@ -139,7 +139,8 @@ class Registry(Memories):
         if self.saves_sources:
             kept.in_recipe, kept.in_graph = True, False
         others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
-        memory.kept = (*others, weakref.ref(kept))
+        # The newest one is found first: with ``bits``, an older one may be rounded.
+        memory.kept = (weakref.ref(kept), *others)
         return kept
 
     def offer(
