@@ -87,12 +87,14 @@ class Flow:
     how: "traced by torch.fx" or "observed on the example", with the mode.
     returned: values that leave the model, or that something outside this forward still holds.
     passed: values that went through a call that changes nothing, such as dropout in eval mode.
+    overwritten: values over which a later call writes, or may write as far as ``torch.fx`` can tell.
     """
 
     how: str
     calls: list[Call] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
+    overwritten: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._readers: dict[int, list[Call]] = {}

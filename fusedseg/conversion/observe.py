@@ -38,7 +38,7 @@ class Observer:
         self._paths = {module: paths[0] for module, paths in paths_of(root).items()}
         self._values: dict[tuple[int, int], int] = {}
         # The tensors are held alive, because another tensor could take the id of a freed tensor.
-        self._held: list[tuple[int, Tensor]] = []
+        self._held: list[tuple[int, int, Tensor]] = []
         self._where: list[str] = [""]
         # This is the depth of nested calls inside a call that is being recorded.
         self._inside = 0
@@ -63,8 +63,9 @@ class Observer:
 
     def end(self) -> Flow:
         """Ends the recording.  A value that something outside still holds counts as leaving the model."""
+        self.flow.overwritten = {value for value, version, tensor in self._held if tensor._version != version}
         # Only the last value of each tensor counts.
-        last = {id(tensor): (value, weakref.ref(tensor)) for value, tensor in self._held}
+        last = {id(tensor): (value, weakref.ref(tensor)) for value, _, tensor in self._held}
         refs = [(value, ref) for value, ref in last.values() if self.flow.maker(value)]
         self._held.clear()
         if any(ref() is not None for _, ref in refs):
@@ -88,7 +89,7 @@ class Observer:
         key = (id(tensor), tensor._version)
         if key not in self._values:
             self._values[key] = len(self._values)
-            self._held.append((self._values[key], tensor))
+            self._held.append((self._values[key], tensor._version, tensor))
         return self._values[key]
 
     def _begin(self, args: Any) -> list[tuple[Tensor, int]]:

@@ -144,6 +144,10 @@ class Planner:
         maker = flow.maker(call.reads[0])
         if maker is None or maker.kind != "conv" or flow.only_reader(call.reads[0]) is not call:
             return False
+        # A norm in place needs its output in backward, so the model must not change that output: y += x, for example.
+        activation = flow.only_reader(call.makes[0])
+        if activation is None or not flow.overwritten.isdisjoint(activation.makes):
+            return False
         try:
             if maker.module is not None:
                 check_hooks(maker.module)

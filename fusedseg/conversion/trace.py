@@ -1,6 +1,8 @@
 """Finds the flow of a model by ``torch.fx``, which needs no example."""
 
 import inspect
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,12 @@ from .observe import METADATA, set_training
 from .unchanged import unchanged
 
 ATTRIBUTES = {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize", "names"}
+# Functions and methods whose result may lie in the memory of their first argument.
+VIEWS = {
+    "getitem", "view", "view_as", "reshape", "flatten", "unflatten", "narrow", "select", "unbind", "chunk", "split",
+    "tensor_split", "transpose", "permute", "movedim", "swapaxes", "squeeze", "unsqueeze", "expand", "expand_as",
+    "contiguous", "detach", "t", "diagonal", "unfold", "to", "type_as",
+}  # fmt: skip
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DROPOUT_FUNCTIONS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 
@@ -53,7 +61,31 @@ def _flow(model: nn.Module, graph: fx.Graph, how: str) -> Flow:
         where = list((node.meta.get("nn_module_stack") or {"": None}).keys())
         path = where[-2] if module is not None and len(where) > 1 else where[-1] if module is None else ""
         flow.add(Call(name, module, path, read, (values[node],)))
+        if _may_write(node, module):
+            flow.overwritten.update(values[of] for of in _same_memory(node.all_input_nodes[:1]))
     return flow
+
+
+def _may_write(node: fx.Node, module: Any) -> bool:
+    """Whether a call may write over its first argument.  ``torch.fx`` records ``y += x`` as ``y + x``."""
+    if module is not None:
+        return bool(getattr(module, "inplace", False))
+    name = _name(node)
+    flags = [*node.args[1:], *node.kwargs.values()]
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or any(flag is True for flag in flags)
+        or "out" in node.kwargs
+        or (node.target is getattr(operator, name, None) and f"i{name.strip('_')}" in vars(operator))
+    )
+
+
+def _same_memory(nodes: list[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes, and those of which they may be views."""
+    for node in nodes:
+        yield node
+        if _name(node) in VIEWS:
+            yield from _same_memory(node.all_input_nodes[:1])
 
 
 def _name(node: fx.Node) -> str:

@@ -1,8 +1,11 @@
 """The structures of published libraries: the class that each module becomes, and that the function stays."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.unet import UNet
@@ -218,6 +221,26 @@ def test_values_that_someone_keeps_are_not_overwritten(image):
             return self.act(self.bn(self.feature))
 
     _, report = converted(lambda: Stores(nn.LeakyReLU()), image, example_inputs=image)
+    assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
+
+
+WRITES = {
+    "y += x": lambda y: operator.iadd(y, 1),
+    "y.mul_(x)": lambda y: y.mul_(2),
+    "y[:, :1] += x": lambda y: y[:, :1].add_(1) is None or y,
+    "F.relu(y, True)": lambda y: F.relu(y, True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, how, write):
+    """Network 195 of the hunt: backward of the converted network raised an error, and that of the stock one did not."""
+
+    class Changes(networks.Twice):
+        def forward(self, x):
+            return WRITES[write](self.act(self.bn(self.conv(x))))
+
+    _, report = converted(lambda: Changes(nn.LeakyReLU()), image, **how)
     assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
 
 

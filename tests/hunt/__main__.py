@@ -19,9 +19,8 @@ def seeds_of(text: str) -> range:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
-    parser.add_argument(
-        "--kind", choices=KINDS, default="programs", help="programs in the scope, or networks to convert"
-    )
+    of_kinds = "programs in the scope; or networks that are converted, as they are, with a budget or with bits"
+    parser.add_argument("--kind", choices=KINDS, default="programs", help=of_kinds)
     parser.add_argument(
         "--seeds", type=seeds_of, default=range(200), help="first:last, without the last; default 0:200"
     )

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
-from tests.hunt.networks import grown_network
+from tests.hunt.networks import grown_network, with_bits, with_budget
 from tests.hunt.program import Network, Program, nodes
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"programs": grown, "networks": grown_network}
+KINDS = {"programs": grown, "networks": grown_network, "budgets": with_budget, "bits": with_bits}
 # Seconds; a program takes a few hundredths of a second.
 PATIENCE = 120.0
 CHUNK = 500

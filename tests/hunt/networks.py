@@ -7,6 +7,7 @@ import torch
 from tests.hunt import blocks, layers, steps
 from tests.hunt.blocks import Maker, some
 from tests.hunt.grow import Grower
+from tests.hunt.prelude import LATER
 from tests.hunt.program import Network, Step
 
 SHAPES = ((2, 4, 8, 8), (2, 4, 9, 10), (2, 4, 9, 10), (1, 4, 8, 8), (2, 4, 4, 4, 4), (2, 4, 9), (3, 4, 2, 2))
@@ -37,8 +38,8 @@ def unit(g: Grower) -> None:
              f"nn.BatchNorm{n}d({out}, affine=False)",
              f"nn.InstanceNorm{n}d({out}, track_running_stats=True)")  # fmt: skip
     if len(g.frames) > 1:
-        # Inside a checkpoint the fused module moves its running statistics once, and the stock module twice.
-        norms = norms[:-1]
+        # Inside a checkpoint a fused module moves its running statistics once, and the stock module twice.
+        norms = (norms[2], norms[3], f"nn.BatchNorm{n}d({out}, track_running_stats=False)")
     conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
     norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
     drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []
@@ -70,9 +71,46 @@ def residual(g: Grower) -> None:
         g.step("activation", f"{g.module(g.rng.choice(ACTIVATIONS))}({out})")
 
 
+def preactivated(g: Grower) -> None:
+    """A norm and a shortcut that read one concatenation, as in pre-activation blocks."""
+    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
+    if name is None:
+        return
+    n, rng = g.of(name).dim() - 2, g.rng
+    unit(g)
+    other = g.frames[-1][-1]
+    joined = g.step("join", f"torch.cat([{name}, {other}], 1)")
+    if joined is None:
+        return
+    c, out = g.of(joined).shape[1], rng.choice((4, 6))
+    norms = (f"nn.BatchNorm{n}d({c})", f"nn.InstanceNorm{n}d({c}, affine=True)", f"nn.GroupNorm(1, {c})")
+    # The first norm moves running statistics, as in ``unit``.
+    parts = (g.module(rng.choice(norms[len(g.frames) > 1 :])), g.module(rng.choice(ACTIVATIONS)))
+    branch = joined
+    for part in (*parts, g.module(f"nn.Conv{n}d({c}, {out}, 3, padding=1)")):
+        branch = g.step("unit", f"{part}({branch})") or branch
+    shortcut = g.step("unit", f"{g.module(f'nn.Conv{n}d({c}, {out}, 1, bias=False)')}({joined})")
+    g.step("residual", f"{branch} + {shortcut}")
+
+
+def heads(g: Grower) -> None:
+    """Two heads at different sizes, the smaller one enlarged and added."""
+    name = g.pick(lambda t: t.is_floating_point() and 4 <= t.dim() <= 5 and min(t.shape[2:]) > 1)
+    if name is None:
+        return
+    n, c = g.of(name).dim() - 2, g.of(name).shape[1]
+    low = g.step("pool", f"F.avg_pool{n}d({name}, 2)")
+    coarse = low and g.step("unit", f"{g.module(f'nn.Conv{n}d({c}, 3, 1)')}({low})")
+    fine = g.step("unit", f"{g.module(f'nn.Conv{n}d({c}, 3, 1)')}({name})")
+    if coarse is not None:
+        mode = g.rng.choice(("nearest", "bilinear" if n == 2 else "trilinear"))
+        large = g.step("interpolate", f"F.interpolate({coarse}, {name}.shape[2:], mode={mode!r})")
+        g.step("residual", f"{fine} + {large}")
+
+
 MAKERS: list[tuple[int, Maker]] = [
-    (14, unit), (8, residual), (4, steps.activation), (3, steps.binary), (2, steps.scalar_step),
-    (3, layers.convolution),
+    (14, unit), (8, residual), (2, preactivated), (1, heads), (4, steps.activation), (3, steps.binary),
+    (2, steps.scalar_step), (3, layers.convolution),
     (3, layers.norm), (1, layers.norm_function), (1, layers.norm_twice), (3, layers.pool), (3, layers.interpolate),
     (2, layers.pad), (1, layers.dropout), (2, steps.view), (4, steps.join), (1, steps.split), (1, steps.reduction),
     (1, steps.product), (1, steps.custom), (1, steps.in_place), (1, blocks.checkpointed), (1, blocks.modes),
@@ -93,10 +131,30 @@ def grown_network(seed: int) -> Network:
     g.shape, g.dtype = rng.choice(SHAPES), torch.float64
     g.space["t0"] = torch.randn(g.shape, dtype=torch.float64, requires_grad=True)
     g.frames[0].append("t0")
-    with g.watch():
-        unit(g)
-        some(g, 2, 9)
+    before = torch.get_default_dtype()
+    # In fp32 modules would raise, and a step that raises is dropped.
+    torch.set_default_dtype(torch.float64)
+    try:
+        with g.watch():
+            unit(g)
+            some(g, 2, 9)
+    finally:
+        torch.set_default_dtype(before)
     outputs = [n for n in g.frames[0] if n != "t0" and g.of(n).is_floating_point() and g.of(n).requires_grad][-3:]
     flat = ", ".join(f"{name}.flatten()" for name in outputs or ["t0"])
     body = (*g.setup, *g.stack[0], Step("return", f"return torch.cat([{flat}])"))
-    return Network(seed, (body,), g.shape, {"everywhere": seed % 2 == 1})
+    options: dict = {"everywhere": seed % 2 == 1}
+    if rng.random() < 0.4:
+        options["later"] = rng.choice(list(LATER)), rng.randrange(1000)
+    return Network(seed, (body,), g.shape, options)
+
+
+def with_budget(seed: int) -> Network:
+    """A network that is converted with a budget, and gets no habit afterwards."""
+    options = {"everywhere": seed % 2 == 1, "budget": random.Random(seed).choice((0.4, 0.3, 0.2, 0.1, 0.02))}
+    return grown_network(seed)._replace(options=options)
+
+
+def with_bits(seed: int) -> Network:
+    """A network that is converted with ``bits``."""
+    return grown_network(seed)._replace(options={"bits": random.Random(seed).choice((8, 4))})

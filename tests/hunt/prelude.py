@@ -8,13 +8,14 @@ import threading
 
 import numpy as np
 import torch
-from torch import nn  # noqa: F401
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.ops.conv import sources
+from fusedseg.ops.recompute import packed
 
 
 class eager(contextlib.ContextDecorator):
@@ -307,13 +308,16 @@ def check_network(make, shape, **options):
     assert found is None, found
 
 
-def network_difference(make, shape, everywhere=False, budget=None):
+def network_difference(make, shape, everywhere=False, budget=None, bits=None, later=None):
     """How a converted network differs from the stock one; None if it does not.
 
     A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
     norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.  With a
-    ``budget``, calls run twice.
+    ``budget``, calls run twice.  With ``bits``, gradients must be right on average.  ``later`` is a habit of ``LATER``
+    and a number that chooses its module; both networks get it after the first step.
     """
+    if bits is not None:
+        return rounded_difference(make, shape, bits)
     pays, formed = convs.pays, sources.FORMED_BYTES
     try:
         if everywhere:
@@ -321,16 +325,165 @@ def network_difference(make, shape, everywhere=False, budget=None):
         stock, ours = make(), make()
         example = torch.randn(shape, dtype=torch.float64) if everywhere or budget else None
         fusedseg.convert(ours, example_inputs=example, budget=budget)
-        for training in (True, False):
+        for step in ("first", "second", "in eval mode"):
+            if step == "second":
+                if later is None:
+                    continue
+                changes = [Change(stock, network, *later) for network in (stock, ours)]
+            training = step != "in eval mode"
             expected, got = network_results(stock, shape, training), network_results(ours, shape, training)
+            if step == "second":
+                for change, results in zip(changes, (expected, got), strict=True):
+                    results |= change.seen()
+                    change.undo()
             how = results_differ(expected, got)
             if how is not None:
-                return f"{how} (training={training})"
+                return f"{how} (step {step})"
             if "error" in expected:
                 return None
         return None
     finally:
         convs.pays, sources.FORMED_BYTES = pays, formed
+
+
+# Roundings of one network, and the largest share of the squared error that may be bias.
+ROUNDINGS, BIASED = 24, 0.25
+
+
+def rounded_difference(make, shape, bits):
+    """How a network that is converted with ``bits`` differs from the same one without; None if it is right on average.
+
+    The gradients of all parameters count together.  Errors of less than a millionth are those of exact tensors.
+    """
+    few = packed.FEWEST_VALUES
+    try:
+        # Statistics of these small networks have fewer values, and activations have more.
+        packed.FEWEST_VALUES = 64
+        exact, ours = make(), make()
+        fusedseg.convert(exact)
+        fusedseg.convert(ours, bits=bits)
+        state, got = ours.state_dict(), []
+        state = {name: value.clone() for name, value in state.items()}
+        expected = network_results(exact, shape, training=True)
+        for _ in range(ROUNDINGS):
+            ours.load_state_dict(state)
+            got.append(network_results(ours, shape, training=True))
+            if "error" in got[-1] or "error" in expected:
+                return results_differ(expected, got[-1])
+            forward = {name: value for name, value in got[-1].items() if not name.startswith("gradient")}
+            how = results_differ({name: expected[name] for name in forward}, forward)
+            if how is not None:
+                return how
+    finally:
+        packed.FEWEST_VALUES = few
+    names = [name for name in expected if name.startswith("gradient of ") and name != "gradient of x"]
+    if not names:
+        return None
+    right = torch.cat([expected[name].flatten() for name in names])
+    each = torch.stack([torch.cat([results[name].flatten() for name in names]) for results in got])
+    mean = each.mean(0)
+    error = (each - right).square().sum(1).mean()
+    if not error > 1e-12 * right.square().sum():
+        return None if error.isfinite() else "gradients differ: they are not finite"
+    # The mean of independent errors has 1 / ROUNDINGS of their variance.
+    noise = (each - mean).square().sum() / (ROUNDINGS - 1)
+    share = ((mean - right).square().sum() - noise / ROUNDINGS) / error
+    return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
+
+
+class Change:
+    """A habit of users of a network that has been converted already: hooks, patches, and writes to its parameters.
+
+    ``stock`` is the network that was not converted; the module has the same name in both.
+    """
+
+    def __init__(self, stock, network, habit, place):
+        self.notes, self.handles, self.patched = [], [], None
+        wanted, do = LATER[habit]
+        names = [name for name, module in stock.named_modules() if wanted(module)]
+        if names:
+            do(self, network.get_submodule(names[place % len(names)]))
+
+    def note(self, value):
+        """Keeps a tensor, without a copy: a hook sees it as it is, and it must stay so."""
+        self.notes.append(value)
+
+    def seen(self):
+        tensors = [value[0] if isinstance(value, tuple) else value for value in self.notes]
+        return {f"seen {i}": torch.zeros(()) if t is None else t.detach() for i, t in enumerate(tensors)}
+
+    def undo(self):
+        for handle in self.handles:
+            handle.remove()
+        if self.patched is not None:
+            del self.patched.forward
+
+    def hook(self, register, function):
+        self.handles.append(register(function))
+
+    def note_output(self, module):
+        self.hook(module.register_forward_hook, lambda m, args, out: self.note(out))
+
+    def replace_output(self, module):
+        self.hook(module.register_forward_hook, lambda m, args, out: out * 0.5)
+
+    def replace_input(self, module):
+        self.hook(module.register_forward_pre_hook, lambda m, args: (args[0] * 0.5,))
+
+    def note_gradients(self, module):
+        self.hook(module.register_full_backward_hook, lambda m, into, out: self.note(out))
+
+    def replace_gradients(self, module):
+        def halved(m, into, out):
+            return tuple(g if g is None else g * 0.5 for g in into)
+
+        self.hook(module.register_full_backward_hook, halved)
+
+    def replace_all_outputs(self, module):
+        def halve(m, args, out):
+            return out * 0.5 if m is module else None
+
+        self.hook(nn.modules.module.register_module_forward_hook, halve)
+
+    def patch(self, module):
+        forward = module.forward
+        module.forward = lambda x: forward(x) * 0.5
+        self.patched = module
+
+    def zero_weight(self, module):
+        module.weight.data.zero_()
+
+    def mask_weight(self, module):
+        module.weight.data.mul_(torch.arange(len(module.weight)) % 2)
+
+
+def is_conv(module):
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def is_norm(module):
+    return isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+
+
+def has_weight(module):
+    return is_norm(module) and module.affine
+
+
+# What users do to a converted network: which module they choose, and what they do.
+LATER = {
+    "note the output of a convolution": (is_conv, Change.note_output),
+    "note the output of a norm": (is_norm, Change.note_output),
+    "replace the output of a convolution": (is_conv, Change.replace_output),
+    "replace the output of a norm": (is_norm, Change.replace_output),
+    "replace the input of a norm": (is_norm, Change.replace_input),
+    "note the gradients of a convolution": (is_conv, Change.note_gradients),
+    "note the gradients of a norm": (is_norm, Change.note_gradients),
+    "replace the gradients of a norm": (is_norm, Change.replace_gradients),
+    "replace outputs by a global hook": (is_conv, Change.replace_all_outputs),
+    "patch the forward of a convolution": (is_conv, Change.patch),
+    "set the weight of a norm to zero": (has_weight, Change.zero_weight),
+    "mask the weight of a norm": (has_weight, Change.mask_weight),
+}
 
 
 def results_differ(expected, got):
@@ -341,7 +494,7 @@ def results_differ(expected, got):
         return f"only the converted network raises: {got['error']}"
     if expected.keys() != got.keys():
         return f"results {sorted(expected.keys() ^ got.keys())} are missing or new"
-    floor = 1e-3 * max(t.norm().item() for name, t in expected.items() if name.startswith("gradient"))
+    floor = 1e-3 * max((t.norm().item() for name, t in expected.items() if name.startswith("gradient")), default=0)
     for name, value in expected.items():
         if got[name].shape != value.shape or got[name].dtype != value.dtype:
             return f"{name} differs: {got[name].dtype} {got[name].shape} instead of {value.dtype} {value.shape}"

@@ -128,7 +128,12 @@ def script(functions: str, call: str) -> str:
     source = inspect.getsource(prelude)
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    definitions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    definitions: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign):
+            definitions |= {name.id: node for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
     wanted, queue = set(), [functions + call]
     while queue:
         for name in set(re.findall(r"\w+", queue.pop())) & definitions.keys() - wanted:
@@ -136,10 +141,10 @@ def script(functions: str, call: str) -> str:
             queue.append(ast.get_source_segment(source, definitions[name]) or "")
     head = "\n".join(ast.unparse(node) for node in imports)
     segments = []
-    for name, node in definitions.items():
-        if name in wanted:
-            decorators = "".join(f"@{ast.unparse(d)}\n" for d in node.decorator_list)
-            segments.append(decorators + (ast.get_source_segment(source, node) or ""))
+    for node in dict.fromkeys(node for name, node in definitions.items() if name in wanted):
+        decorated = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+        decorators = "".join(f"@{ast.unparse(d)}\n" for d in decorated)
+        segments.append(decorators + (ast.get_source_segment(source, node) or ""))
     return "\n\n\n".join([head, *segments, functions + "\n\n" + call])
 
 

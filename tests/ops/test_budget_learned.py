@@ -1,5 +1,6 @@
 """A scope with a budget and without a model: it chooses at the end of its first step."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -28,6 +29,31 @@ def test_a_bare_scope_learns_in_its_first_step():
     small = torch.randn(2, 1, 16, 16)
     measure(recompute(0.25)(net), small, owned=owned)
     assert measure(recompute(0.25)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["scope", "converted"])
+def test_more_sizes_than_are_remembered(converted, monkeypatch):
+    """The first sizes were forgotten, so that with many sizes in turn each step searched and none kept its budget."""
+    monkeypatch.setattr(guide, "REMEMBERED", 3)
+    searches = []
+    choose = guide.choose
+    monkeypatch.setattr(guide, "choose", lambda *args: searches.append(1) or choose(*args))
+    net, sizes = network(), (32, 36, 40, 44, 48)
+    if converted:
+        fusedseg.convert(net, example_inputs=torch.randn(1, 1, 20, 20), budget=0.25)
+    else:
+        net = recompute(0.25)(net)
+    images = [torch.randn(2, 1, size, size) for size in sizes]
+    with pytest.warns(UserWarning, match="a budget has been planned for 3 input sizes"):
+        _ = [net(image).sum().backward() for image in images]
+    found = len(searches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for image in images * 2:
+            net(image).sum().backward()
+    assert len(searches) == found
+    kept = [measure(net, image).saved / image.numel() for image in images]
+    assert max(kept[:3]) < 1.05 * min(kept)
 
 
 def test_a_scope_inside_of_a_checkpoint_chooses_nothing(monkeypatch):

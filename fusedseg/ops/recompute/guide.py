@@ -6,6 +6,7 @@ remembers the choices of earlier scopes, and makes one at the end of a scope who
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -18,8 +19,8 @@ from .knapsack import Found, Knapsack, Limits
 from .replay import Others, Replay
 from .saved import AsItIs, Data, Handle, unpack
 
-# The number of choices that bare scopes remember, and that each model remembers.
-REMEMBERED = 32
+# The number of choices that bare scopes remember, and that each model remembers: one for each input size.
+REMEMBERED = 256
 # The share by which another size may keep more than the budget before the model gets another choice for it.
 CLOSE = 0.01
 
@@ -192,10 +193,12 @@ class Sizes:
         total = sum(call.flops for call in graph.calls)
         choice = Choice(tuple(graph.calls), planned.again, cost.kept, cost.flops, planned.hold)
         fits = (most is None or cost.kept <= most * (1 + CLOSE)) and cost.flops <= self.budget.most_flops * total
-        if not fits and len(self.known) < REMEMBERED:
+        if not fits:
             choice = choose(graph, self.budget, eager)
         # One assignment, because other threads may read it.
-        self.known = (*self.known[-REMEMBERED + 1 :], choice)
+        self.known = (*self.known, choice)
+        if len(self.known) == REMEMBERED:
+            warn_of_sizes()
 
 
 class _Sized(Follow):
@@ -219,7 +222,7 @@ class _Sized(Follow):
 
     def ends(self, graph: Graph) -> None:
         complete = not self._lost and len(graph.calls) == len(self._sizes.planned.calls)
-        if complete and not self._planned and not self._fits:
+        if complete and not self._planned and not self._fits and len(self._sizes.known) < REMEMBERED:
             self._sizes.learn(graph)
 
 
@@ -250,10 +253,24 @@ class Learn(_Quiet):
     def ends(self, graph: Graph) -> None:
         if not graph.calls or any(len(choice.calls) == len(graph.calls) for choice in self._fits):
             return
+        # Further sizes are not searched: to forget the first ones would mean to search in every step.
+        if len(_remembered) >= REMEMBERED:
+            return
         choice = choose(graph, self.budget, graph.eager)
         with _lock:
             _remembered.append((self._of, choice))
-            del _remembered[:-REMEMBERED]
+            is_full = len(_remembered) == REMEMBERED
+        if is_full:
+            warn_of_sizes()
+
+
+def warn_of_sizes() -> None:
+    warnings.warn(
+        f"fusedseg: a budget has been planned for {REMEMBERED} input sizes, and is not planned for any other size; "
+        "expected fewer sizes, for example images padded to multiples of 32",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def forget() -> None:
