@@ -27,7 +27,10 @@ LONG = {
 }
 MODULES = ("nn", "losses", "unet")
 # Files with more than LINES lines, and why they are not cut.
-LONG_FILES = {"ops/recompute/packed.py": "one class and the data that it packs"}
+LONG_FILES = {
+    "ops/recompute/packed.py": "one class and the data that it packs",
+    "ops/recompute/registry.py": "one class: the rules by which a tensor is kept or rebuilt",
+}
 
 
 def files() -> Iterator[tuple[str, ast.Module, int]]:

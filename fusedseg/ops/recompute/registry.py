@@ -37,6 +37,8 @@ class Registry(Memories):
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
     needs, rounds, recipe = 0, False, Recipe
+    # Whether calls may run twice (``BudgetRegistry``).
+    budgeted = False
     # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
     chains = True
 
@@ -95,6 +97,10 @@ class Registry(Memories):
                     handle = Handle(recipe, at)
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
+
+    def packs(self, t: Tensor) -> bool:
+        """Whether the present call keeps ``t``, which is plain, in fewer bits."""
+        return False
 
     def bares(self, x: Tensor) -> Seen | None:
         """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
