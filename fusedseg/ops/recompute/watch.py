@@ -123,6 +123,32 @@ def _watch_scripted() -> None:
         cls.__call__ = functools.wraps(cls.__call__)(call)
 
 
+@functools.cache
+def _keep_fast_paths() -> None:
+    """Lets the attention modules of PyTorch take their fast path inside a scope, from now until the process ends.
+
+    In eval mode they ask whether any function mode is active, and take another path then, which gives other last bits.
+    """
+    ask = torch.overrides.has_torch_function
+
+    @functools.wraps(ask)
+    def has_torch_function(relevant_args: Any) -> bool:
+        if not ask(relevant_args):
+            return False
+        if _is_compiling() or any(type(arg) not in FAST for arg in relevant_args):
+            return True
+        return any(type(mode) is not Watch for mode in _torch.get_current_function_mode_stack())
+
+    if _torch.register_builtin is not None:
+        # TorchScript compiles no call of a function that it does not know.
+        _torch.register_builtin(has_torch_function, "aten::has_torch_function")
+        torch.overrides.has_torch_function = has_torch_function
+
+
+# The types of the arguments with which a fast path can run; a missing bias is None.
+FAST = {Tensor, torch.nn.Parameter, type(None)}
+
+
 class Watch(TorchFunctionMode):
     """The function mode that sees the calls of stock functions, for one registry; ``pack`` is the hook of its scope."""
 
@@ -131,6 +157,7 @@ class Watch(TorchFunctionMode):
         self.registry, self.pack, self.rules = registry, pack, rules
         self._has_budget, self._has_bits = hasattr(registry, "guide"), hasattr(registry, "rounding")
         _watch_scripted()
+        _keep_fast_paths()
 
     @compiled.as_python
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
