@@ -174,14 +174,19 @@ def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
     mode = fake_mode_of(model)
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter) and isinstance(tensor, FakeTensor):
-            # A new parameter has no gradient yet, and the model's own parameter gets none.
-            return nn.Parameter(tensor.detach(), tensor.requires_grad)
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
-    with unchanged(model), torch.random.fork_rng(devices=[]), quiet(), mode:
-        replace_tensors(model, fake)
-        yield tree_map_only(Tensor, fake, inputs)
+    def fake_owned(tensor: Tensor) -> Tensor:
+        # The mode refers weakly to each tensor that it has seen, until Python's garbage collector finds the mode.
+        # PyTorch swaps no parameter with such a reference (``torch.utils.swap_tensors``), so the mode sees an alias.
+        made = fake(tensor.detach())
+        # A new parameter has no gradient yet, and the model's own parameter gets none.
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    with unchanged(model), torch.random.fork_rng(devices=[]), quiet():
+        replace_tensors(model, fake_owned)
+        with mode:
+            yield tree_map_only(Tensor, fake, inputs)
 
 
 def _run(model: nn.Module, inputs: tuple[tuple, dict], how: str) -> Flow:

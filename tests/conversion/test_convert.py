@@ -349,3 +349,29 @@ def test_autocast(image):
         outs = [net(x).float() for net in (ours, stock)]
     assert outs[0].dtype == torch.float32
     assert (outs[0] - outs[1]).norm() < 2e-2 * outs[1].norm()
+
+
+def test_parameters_can_be_swapped(image):
+    """The fake mode of ``convert`` left weak references to them, with which PyTorch swaps no tensor."""
+    stock = networks.UNet(nn.LeakyReLU).double()
+    model = copy.deepcopy(stock)
+    # The garbage collector would drop the references at some time.
+    gc.disable()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fusedseg.convert(model, example_inputs=image)
+        parameters = [*model.parameters()]
+        for net in (model, stock):
+            net.half().float().to(torch.float64)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        assert_same(model, stock, image)
+        state = {name: value + 0.5 for name, value in stock.state_dict().items()}
+        for net in (model, stock):
+            net.zero_grad()
+            net.load_state_dict(state)
+            new = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+            torch.utils.swap_tensors(net.inc[0][1].weight, new)
+        assert_same(model, stock, image)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        gc.enable()
