@@ -128,9 +128,9 @@ for _path in ("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_v
 script_classes = [
     found for name in ("ScriptFunction", "ScriptMethod") if (found := _or(f"torch._C.{name}", None)) is not None
 ]
-# Tells TorchScript what a Python function stands for.  Without it, attention modules in eval mode take another path in
-# a scope, with other last bits.
-register_builtin = _or("torch.jit._builtins._register_builtin", None)
+# Hides the innermost function mode.  Without it, attention modules in eval mode take another path in a scope, with
+# other last bits.
+pop_mode_temporarily = _or("torch.overrides._pop_mode_temporarily", None)
 # Whether autocast is enabled for any type of device.  True makes the caller ask for the type of its device.
 is_any_autocast_enabled = _or("torch._C._is_any_autocast_enabled", lambda: True)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -123,30 +123,40 @@ def _watch_scripted() -> None:
         cls.__call__ = functools.wraps(cls.__call__)(call)
 
 
+# In eval mode the forward of these classes takes a fast path, unless a function mode is active.
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
 @functools.cache
 def _keep_fast_paths() -> None:
-    """Lets the attention modules of PyTorch take their fast path inside a scope, from now until the process ends.
+    """Hides the mode of a scope from the modules of ``ATTENTION`` where they save nothing, until the process ends.
 
-    In eval mode they ask whether any function mode is active, and take another path then, which gives other last bits.
+    The other path gives other last bits.
     """
-    ask = torch.overrides.has_torch_function
+    for cls in ATTENTION if _torch.pop_mode_temporarily is not None else ():
 
-    @functools.wraps(ask)
-    def has_torch_function(relevant_args: Any) -> bool:
-        if not ask(relevant_args):
-            return False
-        if _is_compiling() or any(type(arg) not in FAST for arg in relevant_args):
-            return True
-        return any(type(mode) is not Watch for mode in _torch.get_current_function_mode_stack())
+        def call(self: Any, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
+            # ``torch.fx`` replaces ``nn.Module.__call__`` while it traces, so it is looked up in each call.
+            run = super(_cls, self).__call__
+            if _is_compiling() or self.training or not _torch.len_torch_function_stack():
+                return run(*args, **kwargs)
+            mode = _torch.get_current_function_mode_stack()[-1]
+            if type(mode) is not Watch or (_is_grad_enabled() and _any_requires_grad(self, args, kwargs)):
+                return run(*args, **kwargs)
+            mode.registry.seen = None
+            with _torch.pop_mode_temporarily():
+                return run(*args, **kwargs)
 
-    if _torch.register_builtin is not None:
-        # TorchScript compiles no call of a function that it does not know.
-        _torch.register_builtin(has_torch_function, "aten::has_torch_function")
-        torch.overrides.has_torch_function = has_torch_function
+        cls.__call__ = call  # type: ignore[method-assign]
 
 
-# The types of the arguments with which a fast path can run; a missing bias is None.
-FAST = {Tensor, torch.nn.Parameter, type(None)}
+def _any_requires_grad(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    with _torch.DisableTorchFunction():
+        return any(
+            t.requires_grad
+            for t in (*module.parameters(), *_torch.tree_leaves((args, kwargs)))
+            if isinstance(t, Tensor)
+        )
 
 
 class Watch(TorchFunctionMode):
