@@ -182,8 +182,23 @@ def test_a_forward_that_looks_at_values(image, counted):
 
     model, report = converted(Looks, image, example_inputs=image)
     assert len(report.replaced) == 8
-    assert report.before is None
+    assert report.before is report.after is None
+    assert "\nA training step on the example is not counted: without values, DataDependent" in str(report)
     assert model.inc[0][1].num_batches_tracked.item() == 1
+
+
+def test_the_own_step_of_the_converted_model_fails(image, monkeypatch, counted):
+    """The error was swallowed: ``report.after`` was None, and the model failed in its first step."""
+
+    def fails(self, *args):
+        raise ValueError("no such norm\nat all")
+
+    model = networks.UNet().double()
+    before = anatomy(model)
+    monkeypatch.setattr(fusedseg.BatchNormAct, "forward", fails)
+    with pytest.raises(RuntimeError, match=r"the stock model did not \(ValueError: no such norm\); the model is left"):
+        fusedseg.convert(model, example_inputs=image)
+    assert anatomy(model) == before
 
 
 def test_keywords(image):
