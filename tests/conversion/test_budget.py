@@ -156,16 +156,6 @@ def test_a_size_that_misses_the_bytes_gets_its_own_choice():
     assert len(sizes.known) == 2
 
 
-def test_a_model_remembers_a_few_sizes(monkeypatch):
-    monkeypatch.setattr(guide, "REMEMBERED", 3)
-    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
-    fusedseg.convert(net, example_inputs=torch.randn(1, 1, 16, 16), budget=0.3)
-    sizes = net._fusedseg_wiring.make_guide.__self__
-    for size in range(10, 20):
-        net(torch.randn(1, 1, size, size)).mean().backward()
-    assert len(sizes.known) == 3
-
-
 def test_without_an_example_the_first_step_chooses():
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     report = fusedseg.convert(net, budget=0.3)
