@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.memory import measure
-from fusedseg.ops.recompute import guide
 from fusedseg.ops.recompute.knapsack import SAME
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_small
 from tests.ops.test_recompute_networks import CASES, nnunet
