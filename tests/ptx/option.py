@@ -18,9 +18,9 @@ BEHIND = "the PTX machine is behind"
 
 @contextlib.contextmanager
 def behind_skips() -> Iterator[None]:
-    """Skips the test whose code has an instruction that the machine does not know, if the compiler is newer than tested.
+    """Skips a test with an instruction that the machine does not know, if torch or Triton is newer than tested.
 
-    The kernels may be right then.  ``FUSEDSEG_TESTS_STRICT``, which CI sets, lets the test fail all the same.
+    The kernels may be right then.  ``FUSEDSEG_TESTS_STRICT=1``, which CI sets, lets the test fail all the same.
     """
     try:
         yield
