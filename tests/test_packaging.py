@@ -126,6 +126,6 @@ def test_sdist_holds_the_tests_and_nothing_stray(release):
     assert not [name for name in held if name.endswith(".pyc")]
 
 
-def test_the_folders_that_commands_write_to_are_ignored_by_git():
-    """The README's commands left ``fusedseg_demo`` and ``memory.png`` as untracked files in a clone."""
-    assert {"/fusedseg_demo/", "/memory.png"} <= set((ROOT / ".gitignore").read_text().split())
+def test_the_folder_that_the_demo_writes_to_is_ignored_by_git():
+    """The README's command left ``fusedseg_demo`` as an untracked folder in a clone."""
+    assert "/fusedseg_demo/" in (ROOT / ".gitignore").read_text().split()

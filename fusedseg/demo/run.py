@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..memory.export import open_new, write_json
+from ..progress import Lines
 from . import distributed as parallel
 from . import report, training
 
@@ -76,7 +77,9 @@ def run(
             name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
         )
     networks = training.build(problem, torch.device(device), seed, bits)
-    trainings = training.train(problem, networks, steps or problem.size.steps, seed)
+    shown = Lines()
+    trainings = training.train(problem, networks, steps or problem.size.steps, seed, say=shown.say)
+    shown.say("evaluating")
     outcome = report.evaluate(problem, trainings, seed, bits)
     print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
 
