@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..conversion.convert import Bits
 from ..memory.export import open_new, write_json
 from ..progress import Lines
 from . import distributed as parallel
@@ -46,7 +47,7 @@ def run(
     seed: int,
     overwrite: bool,
     distributed: bool = False,
-    bits: int | None = None,
+    bits: Bits | None = None,
 ) -> int:
     """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"

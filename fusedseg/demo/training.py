@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..conversion import convert
+from ..conversion.convert import Bits
 from ..losses import DiceCELoss
 from ..memory import SavedBytes, allocator_peak
 from .problem import Batch, Problem
@@ -47,7 +48,7 @@ class Training:
         return median(self.seconds[WARMUP_STEPS:] or self.seconds)
 
 
-def build(problem: Problem, device: torch.device, seed: int, bits: int | None = None) -> dict[str, nn.Module]:
+def build(problem: Problem, device: torch.device, seed: int, bits: Bits | None = None) -> dict[str, nn.Module]:
     """Both networks with the same weights.  With ``bits``, ours keeps its activations in so many bits a value."""
     torch.manual_seed(seed)
     networks = {name: problem.network(plain) for name, plain in NETWORKS.items()}
@@ -60,7 +61,7 @@ def build(problem: Problem, device: torch.device, seed: int, bits: int | None = 
     return networks
 
 
-def keep_in_bits(net: nn.Module, problem: Problem, bits: int, seed: int) -> None:
+def keep_in_bits(net: nn.Module, problem: Problem, bits: Bits, seed: int) -> None:
     """Makes a network of our modules keep its activations in ``bits`` bits a value, rounded with ``seed``."""
     example = problem.batch(torch.Generator().manual_seed(seed))
     convert(net, example_inputs=example.images, bits=bits, seed=seed)
