@@ -153,7 +153,7 @@ fusedseg.recompute(bits=2)  # arg-type
 fusedseg.ConvABN2d(3, 4, 3, conv_backend="cudnn")  # arg-type
 fusedseg.functional.norm_act(torch.zeros(1), None, None, norm="layer")  # arg-type
 fusedseg.batch_norm  # attr-defined
-report.after.kept  # attr-defined
+report.after.kept  # union-attr
 """
 
 

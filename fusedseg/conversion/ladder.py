@@ -64,7 +64,7 @@ class Ladder:
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
         report = convert(model, example_inputs=example_inputs)
-        if report.counted is None or not is_converted(model):
+        if report.before is None or report.after is None or not is_converted(model):
             raise ValueError(f"{OP}: {type(model).__name__} has no budgets: its bytes on the example are not known")
         self.model, self.before, self.after = model, report.before, report.after
         self._inputs = parse_inputs(OP, example_inputs)

@@ -62,9 +62,9 @@ class ConversionReport:
         recomputed: rows of the modules and functions that run as before, but whose output is not kept, because the
             scope around the model's forward rebuilds it in backward.
         skipped: rows of the modules whose tensors are kept as before.
-        counted: the bytes of a training step on the example before and after the conversion, counted on tensors without
-            values; None if no step was counted, because there is no example for instance.
-        before, after: these bytes, one by one; reading them raises a ValueError if no step was counted.
+        before: bytes of a training step on the example before the conversion, counted on tensors without values; None
+            without an example.
+        after: the same bytes after the conversion.
         guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
@@ -79,27 +79,13 @@ class ConversionReport:
     replaced: list[Row]
     recomputed: list[Row]
     skipped: list[Row]
-    counted: tuple[Footprint, Footprint] | None = None
+    # Any stands for None, so that type checkers need no test for it after a call with an example.
+    before: Footprint | Any = None
+    after: Footprint | Any = None
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)
     twice: Twice | None = None
     bits: int | None = None
-
-    @property
-    def before(self) -> Footprint:
-        return self._counted()[0]
-
-    @property
-    def after(self) -> Footprint:
-        return self._counted()[1]
-
-    def _counted(self) -> tuple[Footprint, Footprint]:
-        if self.counted is None:
-            raise ValueError(
-                f"fusedseg.ConversionReport: no training step of {type(self.model).__name__} was counted; "
-                "fusedseg.convert counts one on its example_inputs, if the model runs on tensors without values"
-            )
-        return self.counted
 
     def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -119,8 +105,7 @@ class ConversionReport:
         """The report as a JSON object, without the model."""
         rows = {name: [row._asdict() for row in getattr(self, name)] for name, _ in SECTIONS}
         memory = {
-            name: None if step is None else asdict(step)
-            for name, step in zip(("before", "after"), self.counted or (None, None), strict=True)
+            name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
         flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
@@ -142,7 +127,7 @@ class ConversionReport:
             lines += ["", str(self.twice)]
         if self.bits is not None:
             lines += ["", f"Activations are kept in {self.bits} bits: forward is exact, and the gradient has noise"]
-        if self.counted:
+        if self.before and self.after:
             lines += ["", "A training step on the example"]
             for name in ("saved", "peak"):
                 before, after = getattr(self.before, name), getattr(self.after, name)

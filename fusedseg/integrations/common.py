@@ -55,7 +55,7 @@ def converted_once(
     report = convert(model, example_inputs=example_inputs, **of_this_process(options))
     left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
     text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
-    if report.counted:
+    if report.before and report.after:
         kept, peak = (
             f"{getattr(report.before, part) / 2**20:.1f} -> {getattr(report.after, part) / 2**20:.1f} MiB"
             for part in ("saved", "peak")

@@ -27,7 +27,7 @@ class SegmentationSums(NamedTuple):
     for y = 0.
     """
 
-    # Any stands for None.  Type checkers would ask for a check of every sum, though the caller knows what it asked for.
+    # Any stands for None, so that type checkers need no test for a sum that was asked for.
     overlap: Tensor | Any
     prediction: Tensor | Any
     target: Tensor
