@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
+from ..ops.low_bit.spec import Bits
 from ..ops.recompute.choice import Budget
 from ..ops.recompute.packed import Rounding
 from . import scope
@@ -26,7 +27,8 @@ from .twins import become
 from .unchanged import all_or_nothing
 from .wiring import Fused, Wiring
 
-MODES = ("exact", "leaky")
+Mode = Literal["exact", "leaky"]
+MODES = get_args(Mode)
 OP = "fusedseg.convert"
 
 
@@ -34,12 +36,12 @@ def convert(
     model: nn.Module,
     *unnamed: Any,
     example_inputs: Any = None,
-    mode: str = "exact",
+    mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
     budget: float | str | None = None,
     extra_flops: float | None = None,
-    bits: int | None = None,
+    bits: Bits | None = None,
     seed: int | None = None,
     unrounded: str | Sequence[str] = (),
 ) -> ConversionReport:

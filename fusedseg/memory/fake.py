@@ -103,6 +103,11 @@ def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     """The inputs for ``estimate``, without values; must be called inside the fake mode."""
+    if isinstance(input_shapes, Tensor):
+        raise TypeError(
+            f"{OP}: input_shapes must be a shape or a sequence of shapes, got a tensor of shape "
+            f"{tuple(input_shapes.shape)}; [tensor] stands for an input of its shape and dtype"
+        )
     if not isinstance(input_shapes, Sequence) or not input_shapes:
         raise TypeError(f"{OP}: input_shapes must be a shape or a sequence of shapes, got {input_shapes!r}")
     # A sequence of integers is a single shape.

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._backend import Backend
 from .._module_hooks import has_hooks, is_called_unseen
 from ..activation import TABLE, Activation
 from ..ops.conv import conv_abn as op
@@ -69,7 +70,7 @@ class _ConvABN(Unscriptable, nn.Module):
         track_running_stats: bool = True,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
-        conv_backend: str = "auto",
+        conv_backend: Backend = "auto",
         device=None,
         dtype=None,
     ) -> None:
@@ -111,7 +112,7 @@ class _ConvABN(Unscriptable, nn.Module):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         *,
-        conv_backend: str = "auto",
+        conv_backend: Backend = "auto",
     ):
         """Makes one module that shares the parameters and buffers of ``conv`` and ``bn``.
 

@@ -143,10 +143,16 @@ def test_it_says_what_it_cannot_know():
             "model must be a module or build one, and built an object of class int",
         ),
         (lambda: estimate(nn.ReLU(), 7), TypeError, "input_shapes must be a shape or a sequence of shapes, got 7"),
+        # The error printed the values of the tensor.
+        (
+            lambda: estimate(nn.ReLU(), torch.ones(2, 3)),
+            TypeError,
+            r"got a tensor of shape \(2, 3\); \[tensor\]",
+        ),
         (lambda: estimate(nn.ReLU(), []), TypeError, r"a sequence of shapes, got \[\]"),
         (lambda: estimate(nn.ReLU(), [(2, -4)]), TypeError, r"a shape must be a sequence of integers, got \(2, -4\)"),
     ],
-    ids=["model", "builder", "shapes", "empty", "negative"],
+    ids=["model", "builder", "shapes", "tensor", "empty", "negative"],
 )
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from torch import Tensor
 from ... import _torch
 from ..._module_hooks import looking_on
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Packed, lines_of, mixed
+from ..low_bit.spec import Bits, Packed, lines_of, mixed
 from .memory import Memory
 from .offers import Offer
 from .plain import Place, plain
 from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
 
-CHOICES = (8, 4)  # the bits that users may ask for
+CHOICES = get_args(Bits)
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
 FEWEST_VALUES = 4096  # smaller tensors are kept as they are
