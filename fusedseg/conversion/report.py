@@ -34,14 +34,13 @@ class Row(NamedTuple):
     nbytes: int | None
 
 
-SECTIONS = (
-    ("replaced", "Replaced by fused modules ({}), with the bytes that are kept no longer"),
-    ("recomputed", "Unchanged, but their outputs are rebuilt in backward instead of kept ({})"),
-    ("skipped", "Unchanged, and kept as before ({})"),
-)
+TITLES = {
+    "replaced": "Replaced by fused modules ({}), with the bytes that are kept no longer",
+    "recomputed": "Unchanged, but their outputs are rebuilt in backward instead of kept ({})",
+    "skipped": "Unchanged, and kept as before ({})",
+}
 # A row of the printed report shows at most this many names; ``Row.paths`` has all.
 NAMES = 3
-LABELS = {"saved": "kept for backward", "peak": "at the peak"}
 PEAK_STAYS = (
     "  The peak of a model of few layers is the backward of its largest layer, which needs its own tensors however\n"
     "  little is kept for the others."
@@ -105,9 +104,12 @@ class ConversionReport:
         """
         return verify(self.model, example_input, training)
 
+    def _sections(self) -> dict[str, list[Row]]:
+        return {"replaced": self.replaced, "recomputed": self.recomputed, "skipped": self.skipped}
+
     def to_json(self) -> str:
         """The report as a JSON object, without the model."""
-        rows = {name: [row._asdict() for row in getattr(self, name)] for name, _ in SECTIONS}
+        rows = {name: [row._asdict() for row in rows] for name, rows in self._sections().items()}
         memory = {
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
@@ -120,10 +122,13 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
-        for name, title in SECTIONS:
-            rows = getattr(self, name)
+        for name, rows in self._sections().items():
             if rows:
-                lines += ["", title.format(len(rows)), *_table(rows, self.branches if name == "replaced" else [])]
+                lines += [
+                    "",
+                    TITLES[name].format(len(rows)),
+                    *_table(rows, self.branches if name == "replaced" else []),
+                ]
         if self.guarantee:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
@@ -134,10 +139,12 @@ class ConversionReport:
             lines += ["", f"Activations are kept in {self.bits} bits: forward is exact, and the gradient has noise"]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
-            for name in ("saved", "peak"):
-                before, after = getattr(self.before, name), getattr(self.after, name)
+            for label, before, after in (
+                ("kept for backward", self.before.saved, self.after.saved),
+                ("at the peak", self.before.peak, self.after.peak),
+            ):
                 ratio = f" ({after / before:.2f})" if before else ""
-                lines.append(f"  {LABELS[name]:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
+                lines.append(f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
             if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
                 lines.append(PEAK_STAYS)
         if self.uncounted:

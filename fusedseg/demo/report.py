@@ -44,9 +44,15 @@ class Outcome:
         eager, ours = (of.iou for of in self.figures.values())
         return max((abs(ours[name] - eager[name]), name) for name in eager)
 
-    def ratio(self, what: str) -> float:
-        eager, ours = (getattr(of, what) for of in self.figures.values())
-        return ours / eager
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The figures of our network, divided by those of eager mode."""
+        eager, ours = self.figures.values()
+        return {
+            "kept": ours.kept_bytes / eager.kept_bytes,
+            "peak": ours.peak_bytes / eager.peak_bytes,
+            "step": ours.step_seconds / eager.step_seconds,
+        }
 
 
 def evaluate(problem: Problem, trainings: dict[str, Training], seed: int, bits: int | None = None) -> Outcome:
@@ -67,13 +73,12 @@ def lines(problem: Problem, outcome: Outcome) -> list[str]:
     eager, ours = outcome.figures.values()
     difference, worst = outcome.worst
     rows = [(f"IoU, {name}", f"{eager.iou[name]:.3f}", f"{ours.iou[name]:.3f}", "") for name in problem.classes]
-    for title, what, unit, scale in (
-        ("kept for backward", "kept_bytes", "MiB", MEBIBYTE),
-        ("peak of a step", "peak_bytes", "MiB", MEBIBYTE),
-        ("time of a step", "step_seconds", "ms", 1e-3),
+    for title, of_eager, of_ours, unit, ratio in (
+        ("kept for backward", eager.kept_bytes / MEBIBYTE, ours.kept_bytes / MEBIBYTE, "MiB", outcome.ratios["kept"]),
+        ("peak of a step", eager.peak_bytes / MEBIBYTE, ours.peak_bytes / MEBIBYTE, "MiB", outcome.ratios["peak"]),
+        ("time of a step", eager.step_seconds * 1e3, ours.step_seconds * 1e3, "ms", outcome.ratios["step"]),
     ):
-        of_eager, of_ours = (f"{getattr(one, what) / scale:.1f} {unit}" for one in (eager, ours))
-        rows.append((title, of_eager, of_ours, f"{outcome.ratio(what):.2f}"))
+        rows.append((title, f"{of_eager:.1f} {unit}", f"{of_ours:.1f} {unit}", f"{ratio:.2f}"))
     rows.append(("loss, last step", f"{eager.losses[-1]:.3f}", f"{ours.losses[-1]:.3f}", ""))
     width = max(len(row[0]) for row in rows)
     table = [("held-out part", *outcome.figures, "ratio"), *rows]
@@ -87,7 +92,7 @@ def lines(problem: Problem, outcome: Outcome) -> list[str]:
 def headline(problem: Problem, outcome: Outcome) -> str:
     """A headline with the measured figures."""
     steps = len(outcome.figures["eager"].losses)
-    kept, peak = (outcome.ratio(what) for what in ("kept_bytes", "peak_bytes"))
+    kept, peak = outcome.ratios["kept"], outcome.ratios["peak"]
     return (
         f"{problem.title} trained for {steps} steps on the back of the MNI152 brain segments its front.\n"
         f"{outcome.ours} keeps {kept:.2f} of eager PyTorch's bytes and peaks at {peak:.2f}; "
@@ -109,8 +114,6 @@ def to_json(demo: str, problem: Problem, outcome: Outcome, device: torch.device,
         "bits": outcome.bits,
         "steps": len(outcome.figures["eager"].losses),
         "networks": {name: asdict(of) for name, of in outcome.figures.items()},
-        "fusedseg / eager": {
-            what.split("_")[0]: outcome.ratio(what) for what in ("kept_bytes", "peak_bytes", "step_seconds")
-        },
+        "fusedseg / eager": outcome.ratios,
         "largest_iou_difference": outcome.worst[0],
     }

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..conversion import convert
 from ..conversion.convert import Bits
@@ -164,7 +166,7 @@ def settle(
     Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021 (precise BatchNorm).
     """
     norms: list[Any] = [
-        norm for net in networks.values() for norm in net.modules() if hasattr(norm, "reset_running_stats")
+        norm for net in networks.values() for norm in net.modules() if isinstance(norm, (_BatchNorm, _InstanceNorm))
     ]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

@@ -56,9 +56,10 @@ def converted_once(
     left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
     text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
     if report.before and report.after:
+        before, after = report.before, report.after
         kept, peak = (
-            f"{getattr(report.before, part) / 2**20:.1f} -> {getattr(report.after, part) / 2**20:.1f} MiB"
-            for part in ("saved", "peak")
+            f"{stock / 2**20:.1f} -> {ours / 2**20:.1f} MiB"
+            for stock, ours in ((before.saved, after.saved), (before.peak, after.peak))
         )
         text += f"; a step on the example keeps {kept} for backward, peak {peak}"
     elif not report.replaced:

@@ -26,9 +26,9 @@ def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
 
 def write_csv(rows: Sequence[Row], path: str | Path, overwrite: bool) -> None:
     text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(COLUMNS)
-    writer.writerows([getattr(row, column) for column in COLUMNS] for row in rows)
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(map(asdict, rows))
     with open_new(path, overwrite) as file:
         file.write(text.getvalue().encode())
 
@@ -59,7 +59,7 @@ def to_dict(report: Record) -> dict[str, Any]:
         "findings": [asdict(finding) | {"text": str(finding)} for finding in findings(report)],
         "summary": summary(report),
         "notes": report.notes,
-        "rows": [{column: getattr(row, column) for column in COLUMNS} for row in report.rows],
+        "rows": [{column: value for column, value in asdict(row).items() if column in COLUMNS} for row in report.rows],
     }
 
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ..activation import parse_invertible
 from ..ops import unfused
-from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
+from ..ops.norm.kept import Kept, KeptChannels, Refreshed, serve_compiled_code, watch
 from .stock_norm import StockNorm
 
 
-class Invertible(StockNorm):
+class Invertible(Refreshed, StockNorm):
     """A base class that stands before a stock norm, which brings ``weight`` and ``bias``."""
 
     KEEP = "output"

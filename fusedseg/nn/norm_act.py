@@ -34,7 +34,7 @@ class _NormAct(StockNorm):
         act = parse_activation(self.OP, activation, activation_param)
         super().__init__(*stock, device=device, dtype=dtype, **options)
         self.activation, self._act = activation, act
-        learned, channels = TABLE[act.name].learned, getattr(self, self.CHANNELS)
+        learned, channels = TABLE[act.name].learned, self._channels
         if num_slopes not in (1, channels):
             raise ValueError(
                 f"{self.OP}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}"
@@ -50,7 +50,8 @@ class _NormAct(StockNorm):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
-        slope = getattr(self, "slope", None)
+        # PyTorch's constructor calls this method before there is a slope.
+        slope = self._parameters.get("slope")
         if slope is not None:
             nn.init.constant_(slope, self._act.param)
 

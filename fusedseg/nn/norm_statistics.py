@@ -65,15 +65,19 @@ class BatchStatistics:
     """
 
     KIND = "batch"
-    CHANNELS = "num_features"
     DIMS = 2, 5
     SPATIAL = "with up to three spatial dimensions after it"
     channels_matter = True
     stock = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
     training: bool
+    num_features: int
     track_running_stats: bool
     momentum: float | None
+
+    @property
+    def _channels(self) -> int:
+        return self.num_features
 
     def _statistics(self, look_up: LookUp = attributes) -> Using:
         training, momentum = self.training, self.momentum
@@ -122,16 +126,20 @@ class InstanceStatistics:
     """The statistics of modules that are an ``_InstanceNorm``."""
 
     KIND = "instance"
-    CHANNELS = "num_features"
     DIMS = 3, 5
     SPATIAL = "with one to three spatial dimensions after it"
     stock = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 
     training: bool
     affine: bool
+    num_features: int
     running_mean: Tensor | None
     track_running_stats: bool
     momentum: float | None
+
+    @property
+    def _channels(self) -> int:
+        return self.num_features
 
     @property
     def channels_matter(self) -> bool:
@@ -151,13 +159,17 @@ class GroupStatistics:
     """The statistics of modules that are an ``nn.GroupNorm``."""
 
     KIND = "group"
-    CHANNELS = "num_channels"
     DIMS = 2, sys.maxsize
     SPATIAL = "with any spatial dimensions after it"
     channels_matter = True
     stock = (nn.GroupNorm,)
 
     num_groups: int
+    num_channels: int
+
+    @property
+    def _channels(self) -> int:
+        return self.num_channels
 
     def _statistics(self, look_up: LookUp = attributes) -> Using:
         return Using(True, groups=self.num_groups)

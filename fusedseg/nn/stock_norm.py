@@ -17,7 +17,7 @@ from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from .leaf import Unscriptable, as_leaf
-from .norm_statistics import LookUp, Using, attributes, looked_up
+from .norm_statistics import COUNTED, LookUp, Using, attributes, looked_up
 
 
 class StockNorm(Unscriptable, nn.Module):
@@ -30,10 +30,10 @@ class StockNorm(Unscriptable, nn.Module):
     # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # The kind of statistics (``Spec.kind``), the attribute that holds the number of channels, the least and the largest
-    # number of dimensions of x, the words for them in errors, and whether x must have that number of channels.
+    # The kind of statistics (``Spec.kind``), the number of channels, the least and the largest number of dimensions of
+    # x, the words for them in errors, and whether x must have that number of channels.
     KIND: str
-    CHANNELS: str
+    _channels: Any
     DIMS: tuple[int, int]
     SPATIAL: str
     channels_matter: bool
@@ -103,7 +103,7 @@ class StockNorm(Unscriptable, nn.Module):
         return None
 
     def _check_shape(self, x: Tensor) -> None:
-        channels = getattr(self, self.CHANNELS)
+        channels = self._channels
         if not isinstance(x, Tensor) or not self.DIMS[0] <= x.dim() <= self.DIMS[1] or x.shape[1] != channels:
             self._wrong_shape(x, channels)
 
@@ -149,13 +149,11 @@ def _arguments(norm: Any) -> tuple:
 
 
 def _adopt(norm: Any, other: Any) -> None:
-    for flag in ("affine", "track_running_stats"):
-        if hasattr(other, flag):
-            setattr(norm, flag, getattr(other, flag))
-    norm.weight, norm.bias = other.weight, other.bias
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        if hasattr(other, name):
+    norm.affine, norm.weight, norm.bias = other.affine, other.weight, other.bias
+    if not isinstance(norm, nn.GroupNorm):
+        norm.track_running_stats = other.track_running_stats
+        for name in COUNTED:
             # Without this, a buffer that was registered as None would take another place in the state dict.
             delattr(norm, name)
-            norm.register_buffer(name, getattr(other, name))
+            norm.register_buffer(name, other._buffers[name])
     norm.train(other.training)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..nn.handed import Handed, handing
 from ..nn.leaf import proxy_in
@@ -157,7 +159,9 @@ class MultiEncoderUNet(nn.Module):
         samples = 1 if self._norm == "instance" else x.shape[0]
         if self._norm not in ("batch", "instance") or samples * math.prod(n // 2**levels for n in x.shape[2:]) != 1:
             return
-        norms: list[Any] = [module for module in self.downs.modules() if hasattr(module, "running_mean")]
+        norms: list[Any] = [
+            module for module in self.downs.modules() if isinstance(module, (_BatchNorm, _InstanceNorm))
+        ]
         # Frozen norms take no statistics.
         if any(norm.training or norm.running_mean is None for norm in norms):
             larger = f"a spatial size of at least {2 ** (levels + 1)}"

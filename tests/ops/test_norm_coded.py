@@ -146,7 +146,7 @@ class Residual(nn.Module):
         return self.head(self.norm(x * 1, residual=x))
 
 
-@pytest.mark.parametrize("name", ["batch in place", "batch ReLU", "batch, no activation"])
+@pytest.mark.parametrize("name", ["batch in place", "batch SiLU", "batch, no activation"])
 def test_residuals(name, monkeypatch):
     check(*both(monkeypatch, Residual(NORMS[name]()), torch.randn(2, 3, 16, 32)))
 

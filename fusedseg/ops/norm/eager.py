@@ -70,6 +70,8 @@ class NormFunction(torch.autograd.Function):
         ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted(), is_coded
         saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
+        # ``offer_output`` sets it.
+        ctx.reader = None
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
@@ -84,8 +86,7 @@ class NormFunction(torch.autograd.Function):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
-        reader = getattr(ctx, "reader", None)
-        output = None if reader is None else reader.take()
+        output = None if ctx.reader is None else ctx.reader.take()
         spec, layout, stride, by, kept, passed_on, reused, is_coded = ctx.call
         # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
         recorded = torch.is_grad_enabled() or is_batch(dz)

@@ -136,8 +136,15 @@ def refresh_modules() -> None:
     with unset_fake_temporarily():
         for module in tuple(_modules):
             # A module that has become a stock module again has no list.
-            if hasattr(module, "refresh_kept"):
+            if isinstance(module, Refreshed):
                 module.refresh_kept()
+
+
+class Refreshed:
+    """The base class of modules that compiled code reads kept channels from."""
+
+    def refresh_kept(self) -> None:
+        raise NotImplementedError
 
 
 def watch(module) -> None:

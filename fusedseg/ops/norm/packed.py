@@ -1,7 +1,8 @@
 """What the norm op saves in a recompute scope with ``bits``: its output, or its input with the kink of the norm.
 
 An activation that is linear on each side of 0 needs the exact sign of its argument and nothing else, so any number of
-bits leaves the gradient right on average.  For others, which bend smoothly, at least 8 bits are kept.
+bits leaves the gradient right on average.  For others, which bend smoothly, at least 8 bits are kept.  Nothing is
+rounded for the rest: derivatives that jump away from 0, inverses that are not linear, and the sign of a sum.
 
 On Triton, the kernels of the norm write the codes and read them (``coded.py``); elsewhere, the scope packs what is
 saved.
@@ -17,28 +18,36 @@ from torch import Tensor
 from ... import _torch
 from ...activation import TABLE
 from ..recompute.codes import CodesHandle
-from ..recompute.packed import SMOOTH_BITS, PackedData, PackingRegistry, Reading
+from ..recompute.packed import SMOOTH_BITS, UNKNOWN, PackedData, PackingRegistry, Reading
 from ..recompute.packing import after_norm
 from ..recompute.recipes import claimed
+from ..recompute.saved import EXACT
 from . import coded
 from .kink import kink_of, of_channels
 from .spec import Passed, Saved, Spec
 
-# The activations that are linear on each side of 0.
+# The activations that are linear on each side of 0, and those that are smooth: everywhere, or on each side of 0.
 PIECEWISE_LINEAR = ("leaky_relu", "relu", "prelu", "identity")
+SMOOTH, CURVED = ("silu", "gelu", "gelu_tanh", "mish", "softplus"), ("elu", "selu")
 
 
 def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tensor], x: Tensor, call: Any) -> Tensor:
     """Runs the op, ``run(copy)``, on ``x``; ``call`` is that of ``NormFunction``."""
     passed, _, spec, _, done, for_others, _ = call
-    bits = registry.rounding.bits
-    bends = not TABLE[spec.act.name].identity
-    # A sum of two rounded tensors has no exact sign.
-    if spec.act.name not in PIECEWISE_LINEAR or (bends and spec.keep == "input" and passed.residual is not None):
-        bits = max(bits, SMOOTH_BITS)
+    bits, name = registry.rounding.bits, spec.act.name
+    bends, linear, of_input = not TABLE[name].identity, name in PIECEWISE_LINEAR, spec.keep == "input"
     registry.settle()
-    defers = spec.keep == "input" and passed.residual is None
-    with registry.allowing(Reading(0, bits, own=True, defers=defers, sides=defers and bends)):
+    # The sign of a sum of two rounded tensors is not exact.
+    if of_input and passed.residual is not None and bends and name not in SMOOTH:
+        return _as_it_is(registry, run)
+    if not linear:
+        # Where ELU is flat, its inverse enlarges the rounding.
+        if not of_input or name not in (*SMOOTH, *CURVED):
+            return _as_it_is(registry, run)
+        bits = max(bits, SMOOTH_BITS)
+    defers = of_input and passed.residual is None
+    needs = EXACT if defers and bends else 0 if linear else SMOOTH_BITS
+    with registry.allowing(Reading(needs, bits, own=True, defers=defers, sides=defers and bends)):
         copy = None
         # If a function that bends may follow, it is not known yet how x is packed.
         if done is None and (bends or not defers) and coded.may_write(x, spec):
@@ -63,6 +72,11 @@ def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tenso
             # A function that bends may follow.
             after_norm(registry, z, kink)
     return z
+
+
+def _as_it_is(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tensor]) -> Tensor:
+    with registry.allowing(UNKNOWN):
+        return run(None)
 
 
 class _Claim:

@@ -11,6 +11,7 @@ from ...activation import TABLE
 from ..layout import Layout, dense, like
 from ..low_bit.spec import Packed
 from ..recompute import recipes
+from ..recompute.packed import FromCodes
 from ..recompute.registry import Registry
 from . import coded, sync
 from .backend import Backend, backend_of
@@ -127,7 +128,7 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     return alike and not TABLE[spec.act.name].identity
 
 
-class Again:
+class Again(FromCodes):
     """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
 
     def __init__(self, saved: Saved, spec: Spec) -> None:

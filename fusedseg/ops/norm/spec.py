@@ -194,11 +194,12 @@ def on_adjacent(passed: Passed, own: bool, run: Callable[[Passed], Normalised]) 
 
     ``own`` says that ``run`` moves the running statistics.
     """
-    names = ("weight", "bias", "running_mean", "running_var")
-    vectors = {name: v for name in names if (v := getattr(passed, name)) is not None}
+    running = {"running_mean": passed.running_mean, "running_var": passed.running_var}
+    given = {"weight": passed.weight, "bias": passed.bias, **running}
+    vectors = {name: v for name, v in given.items() if v is not None}
     copies = {name: v.contiguous() for name, v in vectors.items()}
     found = run(passed._replace(**copies))
-    for name in ("running_mean", "running_var") if own else ():
+    for name in running if own else ():
         if name in vectors and vectors[name] is not copies[name]:
             vectors[name].copy_(copies[name])
     return found

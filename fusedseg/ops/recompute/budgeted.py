@@ -29,7 +29,7 @@ from .stock import RULES
 class BudgetRegistry(Registry):
     """The registry of a scope with a budget.  Each call is a node of the graph, and so a recipe of its own."""
 
-    chains = False
+    chains, budgeted = False, True
 
     def __init__(self, outer: Hooks | None, guide: Guide) -> None:
         super().__init__(outer)

@@ -173,18 +173,22 @@ class PackedData(Recipe):
             return unpack(self.packed())
 
 
-class RecipeOfCodes(Recipe):
-    """A recipe whose function may have a method ``from_codes``.
+class FromCodes:
+    """The base class of a function of a recipe that may read the codes of its first input."""
 
-    It is called with the ``Packed`` of the first input, and returns a function of the other inputs, or None if the
-    first input must be unpacked.
-    """
+    def from_codes(self, packed: Packed) -> Callable[..., Tensor] | None:
+        """The same function of the other inputs; None if the first input must be unpacked."""
+        raise NotImplementedError
+
+
+class RecipeOfCodes(Recipe):
+    """A recipe whose function may be a ``FromCodes``."""
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        from_codes, (source, at) = getattr(self.rebuild, "from_codes", None), self.inputs[0]
-        if from_codes is not None and type(source) is PackedData and source.at == at:
+        source, at = self.inputs[0]
+        if isinstance(self.rebuild, FromCodes) and type(source) is PackedData and source.at == at:
             with _torch.DisableTorchFunction(), torch.no_grad():
-                again = from_codes(source.packed())
+                again = self.rebuild.from_codes(source.packed())
                 if again is not None:
                     return again(*(self._input(i, order, for_call)[0] for i in range(1, len(self.inputs))))
         return super()._rebuilt(order, for_call)
@@ -230,7 +234,8 @@ class PackingRegistry(Registry):
         """Keeps ``t``: as the present call may; if ``computed``, as a result of a call; if it is False, as it is."""
         if computed is None:
             return super().keep(t)
-        with self.allowing(self.reading._replace(own=True) if computed else UNKNOWN):
+        # What a norm rebuilds its input from has another shape than the kinks of the norm.
+        with self.allowing(self.reading._replace(own=True, defers=False, sides=False) if computed else UNKNOWN):
             return super().keep(t)
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Any:
@@ -267,7 +272,7 @@ class PackingRegistry(Registry):
 
         overwritten: whether ``t`` gets other values before.
         """
-        if self.reading.bits is None or not plain(t) or not self._takes(t):
+        if not plain(t) or not self.packs(t):
             return False
         memory = self._find(t.untyped_storage())
         if memory is None or memory.exposed:
@@ -292,6 +297,9 @@ class PackingRegistry(Registry):
         if isinstance(known, Offer):
             return None if known.bits >= EXACT else known.steps
         return 0 if isinstance(known, PackedData) and known.has_kink else None
+
+    def packs(self, t: Tensor) -> bool:
+        return self.reading.bits is not None and self._takes(t)
 
     def _takes(self, t: Tensor) -> bool:
         """Whether ``t`` may be packed.  What is left out are vectors, small tensors, masks and the caller's data."""

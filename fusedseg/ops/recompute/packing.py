@@ -3,6 +3,8 @@
     linear     saves tensors that enter the gradient linearly: rounded values are right on average
     bending    has a derivative that jumps at 0: the sign of what it saves must be exact
     smooth     has a derivative that varies: rounding biases the gradient, so at least 8 bits are kept for it
+    curved     both: at least 8 bits, and the sign must be exact
+    exact      all others, such as functions whose derivative jumps away from 0: what they save is not rounded
 
 A norm is linear, but what reads its output decides how its input is packed: with the kink of the norm for an
 activation, and in 8 bits for a smooth one.  So its input is packed just before the next call of a known function, when
@@ -21,13 +23,14 @@ from torch.nn import functional as F
 from ... import _torch
 from ..norm.kink import kink_of, of_channels
 from . import by_sign
-from .packed import SMOOTH_BITS, PackingRegistry, Reading
+from .offers import Linked, Offer
+from .packed import SMOOTH_BITS, UNKNOWN, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
 from .stock import CONVOLUTIONS, RULES, Function
 from .stock_norm import ARGUMENTS, by_statistics, statistics_of
 
-LINEAR, BENDING, SMOOTH = "linear", "bending", "smooth"
+LINEAR, BENDING, SMOOTH, CURVED, AS_IT_IS = "linear", "bending", "smooth", "curved", "exact"
 NORMS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
 _ROW = {
     BENDING: (
@@ -42,8 +45,16 @@ _ROW = {
         *(getattr(home, name) for home in (torch, Tensor) for name in ("add", "sub", "mul")),
         *(getattr(Tensor, name) for name in ("add_", "sub_", "mul_")),
     ),
+    SMOOTH: (
+        F.silu, F.mish, F.gelu, F.celu, F.softplus, F.sigmoid, F.tanh,
+        *(getattr(home, name) for home in (torch, Tensor) for name in ("sigmoid", "tanh", "sigmoid_", "tanh_", "div")),
+        Tensor.div_,
+    ),
+    CURVED: (F.elu, F.selu),
 }  # fmt: skip
-KINDS: dict[Function, str] = dict.fromkeys(RULES, SMOOTH) | {func: kind for kind, of in _ROW.items() for func in of}
+KINDS: dict[Function, str] = dict.fromkeys(RULES, AS_IT_IS) | {func: kind for kind, of in _ROW.items() for func in of}
+# The derivative of softplus jumps from sigmoid(threshold) to 1.
+LEAST_THRESHOLD = 20
 
 
 def _first(args: Any, kwargs: Any) -> Tensor | None:
@@ -62,8 +73,12 @@ def _settle(registry: PackingRegistry, kind: str, x: Tensor | None) -> bool:
         reads = x is not None and plain(x) and data.output is not None and data.output() is x.untyped_storage()
         kink = data.kink_of_norm() if reads and kind != LINEAR and data.kink_of_norm is not None else None
         exact |= kink is not None
-        data.settle(max(data.bits, SMOOTH_BITS) if reads and kind == SMOOTH else data.bits, kink)
+        data.settle(max(data.bits, SMOOTH_BITS) if reads and kind in (SMOOTH, CURVED) else data.bits, kink)
     return exact
+
+
+def _threshold(input: Tensor, beta: float = 1, threshold: float = 20) -> float:  # noqa: A002
+    return threshold
 
 
 def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kwargs: Any) -> Reading | None:
@@ -71,8 +86,12 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
     x = _first(args, kwargs)
     exact = _settle(registry, kind, x) if registry.pending else False
     bits = registry.rounding.bits
-    if kind == SMOOTH:
+    if kind == AS_IT_IS or (func is F.softplus and _threshold(*args, **kwargs) < LEAST_THRESHOLD):
+        return UNKNOWN
+    if kind == SMOOTH or (kind == CURVED and exact):
         return Reading(SMOOTH_BITS, SMOOTH_BITS)
+    if kind == CURVED:
+        return Reading(EXACT, SMOOTH_BITS, sides=True)
     if kind == BENDING and not exact and x is not None and registry.rounded_steps(x) is not None:
         if by_sign.wanted(registry, func, x):
             return None
@@ -93,10 +112,31 @@ def _rule(
         return by_sign.run(registry, func, args, kwargs)
     with registry.allowing(reading):
         out = stock(registry, func, args, kwargs)
+    if kind in (SMOOTH, CURVED, AS_IT_IS):
+        with _torch.DisableTorchFunction():
+            _withdraw_rounded(registry, out)
     if registry.pending and func in ARGUMENTS:
         with _torch.DisableTorchFunction():
             after_norm(registry, out, partial(_kink_of_stock, registry.collected, func, args, kwargs))
     return out
+
+
+def _withdraw_rounded(registry: PackingRegistry, out: Any) -> None:
+    """Drops the recipe of a function that is not linear, if its argument has fewer than 8 bits.
+
+    A function that overwrites its argument saves a copy of it, and its recipe reads the argument's own recipe.
+    """
+    known = registry.known(out) if isinstance(out, Tensor) else None
+    if isinstance(known, Offer) and _bits_of(known) < SMOOTH_BITS:
+        registry.withdraw(out, known)
+
+
+def _bits_of(source: Any) -> int:
+    """The fewest bits among what a recipe reads now.  Norms are packed later than their recipe is offered."""
+    if isinstance(source, Offer):
+        return min((_bits_of(of) for of, _ in source.inputs), default=EXACT)
+    found = source._source() if isinstance(source, Linked) else source
+    return EXACT if found is None else found.bits
 
 
 def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor | None]) -> None:

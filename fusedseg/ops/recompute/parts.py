@@ -112,8 +112,10 @@ def _parts_of(recipe: "Recipe", i: int, order: int, for_call: bool) -> Iterator[
 
 def _enlarges(source: Any, place: Place, order: int) -> bool:
     """Whether a source is the whole result of ``interpolate``, and nobody else will ask for it soon."""
-    call = getattr(source, "rebuild", None)
-    if type(call) is not Replay or call.func is not F.interpolate or len(source.inputs) != 1 or source.at != place:
+    # Data, and tensors that are unpacked, have no inputs.
+    if source.steps == 0 or len(source.inputs) != 1 or source.at != place:
+        return False
+    if type(source.rebuild) is not Replay or source.rebuild.func is not F.interpolate:
         return False
     casts = source.autocast.enabled or _torch.is_any_autocast_enabled()
     return not casts and source.held is None and not source.near(order)

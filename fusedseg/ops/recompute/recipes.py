@@ -36,6 +36,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from .offers import Offer, Reader
@@ -88,11 +89,18 @@ def unwatched(forward: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class Watching(TorchFunctionMode):
+    """The base class of the function mode of a scope (``watch.py``)."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()
+        self.registry = registry
+
+
 def watching() -> list[Registry]:
     """The registries of the scopes that watch the calls of this thread."""
     modes = _torch.get_current_function_mode_stack() if _torch.len_torch_function_stack() else ()
-    found = (getattr(mode, "registry", None) for mode in modes)
-    return [registry for registry in found if registry is not None and type(registry) in REGISTRIES]
+    return [mode.registry for mode in modes if isinstance(mode, Watching)]
 
 
 def changing(x: Tensor) -> None:
@@ -105,7 +113,7 @@ def changing(x: Tensor) -> None:
 def _budgeted() -> Any:
     """The active registry if its scope has a budget, otherwise None."""
     registry = active()
-    return registry if hasattr(registry, "guide") else None
+    return registry if registry is not None and registry.budgeted else None
 
 
 def called(
@@ -131,7 +139,7 @@ def called(
 def packing() -> Any:
     """The active registry if its scope has ``bits``, otherwise None."""
     registry = active()
-    return registry if hasattr(registry, "rounding") else None
+    return registry if registry is not None and registry.rounds else None
 
 
 def has_recipe(x: Tensor) -> bool:

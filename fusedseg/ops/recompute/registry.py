@@ -37,6 +37,8 @@ class Registry(Memories):
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
     needs, rounds, recipe = 0, False, Recipe
+    # Whether calls may run twice (``BudgetRegistry``).
+    budgeted = False
     # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
     chains = True
 
@@ -96,6 +98,10 @@ class Registry(Memories):
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
 
+    def packs(self, t: Tensor) -> bool:
+        """Whether the present call keeps ``t``, which is plain, in fewer bits."""
+        return False
+
     def bares(self, x: Tensor) -> Seen | None:
         """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
         if not self.can_be_bare:
@@ -139,7 +145,8 @@ class Registry(Memories):
         if self.saves_sources:
             kept.in_recipe, kept.in_graph = True, False
         others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
-        memory.kept = (*others, weakref.ref(kept))
+        # The newest one is found first: with ``bits``, an older one may be rounded.
+        memory.kept = (weakref.ref(kept), *others)
         return kept
 
     def offer(

@@ -98,6 +98,4 @@ def _is_rebuilt(registry: Registry, x: Tensor) -> bool:
         memory, at = registry._find(x.untyped_storage()), Place.of(x)
         if memory is not None and memory.kept_at(at, x._version) is None and memory.offer_of(at, x._version):
             return True
-        # A scope with ``bits`` may pack x.
-        packs = getattr(registry, "packs", None)
-        return packs is not None and packs(x)
+        return registry.packs(x)

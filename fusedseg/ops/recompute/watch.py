@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from . import compiled, recipes
@@ -159,13 +158,12 @@ def _any_requires_grad(module: nn.Module, args: Any, kwargs: Any) -> bool:
         )
 
 
-class Watch(TorchFunctionMode):
-    """The function mode that sees the calls of stock functions, for one registry; ``pack`` is the hook of its scope."""
+class Watch(recipes.Watching):
+    """The function mode that sees the calls of stock functions; ``pack`` is the hook of the registry's scope."""
 
     def __init__(self, registry: Registry, pack: Function, rules: dict[Function, Any] = RULES) -> None:
-        super().__init__()
-        self.registry, self.pack, self.rules = registry, pack, rules
-        self._has_budget, self._has_bits = hasattr(registry, "guide"), hasattr(registry, "rounding")
+        super().__init__(registry)
+        self.pack, self.rules = pack, rules
         _watch_scripted()
         _keep_fast_paths()
 
@@ -175,9 +173,9 @@ class Watch(TorchFunctionMode):
         if _is_compiling():
             out = func(*args, **kwargs)
             if compiled.prepare():
-                if self._has_budget:
+                if self.registry.budgeted:
                     compiled.warn_of_budget()
-                if self._has_bits:
+                if self.registry.rounds:
                     compiled.warn_of_bits()
                 compiled.called()
             return out
