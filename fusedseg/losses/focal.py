@@ -45,7 +45,7 @@ class Focal(NamedTuple):
         valid = self._valid(call)
         if self.reduction == "sum":
             # As in MONAI, a mean over positions, and a sum over samples and classes.
-            return per_class.sum() / S if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
+            return (per_class / S).sum() if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
         if valid is not None:
             return per_class.sum() / valid.sum().clamp(min=_EPS)
         return per_class.sum() / (per_class.numel() * S)
