@@ -117,8 +117,12 @@ def test_monai_dice(monai, spatial):
         check_same((ours, t), (stock, t), x)
         y = torch.zeros_like(x).scatter_(1, labels, 1)
         y[1, :, :2] = 0
-        ours, stock = (of(softmax=True, ignore_index=ignore, **options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
+        given = {"softmax": True, "ignore_index": ignore} | options
+        ours, stock = (of(**given) for of in (fusedseg.DiceLoss, monai.DiceLoss))
         check_same((ours, y), (stock, y), x)
+        for name, more in (("DiceLoss", {}), ("DiceLoss", {"squared_pred": True}), ("TverskyLoss", {"alpha": 0.3})):
+            ours, stock = (of(**given, **more) for of in (getattr(losses, name), getattr(monai, name)))
+            check_same((ours, soft), (stock, soft), x)
 
 
 @SHAPES
