@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._backend import EstimateMode
 from .._torch import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException, tree_map
 from .report import MemoryReport
 from .step import OptimizerFactory, profile
@@ -19,8 +20,11 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @contextmanager
 def fake_mode() -> Iterator[FakeTensorMode]:
-    """A context in which new tensors have no values.  A model may hold real tensors beside parameters and buffers."""
-    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    """A context in which new tensors have no values, and stand for tensors on a GPU.
+
+    A model may hold real tensors beside parameters and buffers.
+    """
+    with quiet(), EstimateMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
@@ -57,9 +61,10 @@ def estimate(
 ) -> MemoryReport:
     """Runs ``profile`` on tensors without values.
 
-    It finds true sizes within seconds, without a GPU and almost without memory.  It cannot know the workspaces of an op
-    (above all of a convolution), the allocator's rounding and fragmentation, and the memory of the CUDA context.
-    Autocast follows the rules of a CPU.
+    It finds true sizes within seconds, without a GPU and almost without memory.  The sizes are those of a step on a
+    GPU; on a CPU some convolutions need a copy of their input in backward, which ``profile`` counts.  It cannot know
+    the workspaces of an op (above all of a convolution), the allocator's rounding and fragmentation, and the memory of
+    the CUDA context.  Autocast follows the rules of a CPU.
 
     Args:
         model: a function that builds the model, or a module.  The function is called on tensors without values, so that

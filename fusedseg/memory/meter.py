@@ -1,6 +1,6 @@
 """Counts the bytes that a training step keeps for backward, and the most bytes alive at once, on real or fake tensors.
 
-    with FakeTensorMode():                      # true sizes without memory and without computing
+    with fake_mode():                           # the sizes of a step on a GPU, without memory and without computing
         model, x = UNet(3, 4), torch.empty(8, 3, 512, 512)
         print(measure(model, x))
 
