@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ._torch import DisableTorchFunction, FakeTensor
+from ._torch import DisableTorchFunction, FakeTensor, FakeTensorMode
 
 Backend = Literal["auto", "triton", "aten"]
 NAMES: tuple[Backend, ...] = get_args(Backend)
@@ -148,6 +148,18 @@ def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
         return False
     reason = _reasons.get((family, x.dtype, x.device))
     return not (_find_out(x, family) if reason is None else reason)
+
+
+class EstimateMode(FakeTensorMode):
+    """A fake mode whose tensors stand for those of a GPU, whatever their device is.
+
+    Tensors of every other fake mode stand for tensors of their own device.
+    """
+
+
+def on_gpu(t: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that is."""
+    return t.is_cuda or (isinstance(t, FakeTensor) and isinstance(t.fake_mode, EstimateMode))
 
 
 def why_not(x: torch.Tensor, family: str) -> str:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "memory": ({"_backend", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
     "conversion": ({"_sizes", "_torch", "activation", "memory", "nn", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (

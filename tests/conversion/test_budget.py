@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.recompute.knapsack import SAME
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_small
 from tests.ops.test_recompute_networks import CASES, nnunet
@@ -28,7 +28,7 @@ NETWORKS = {
 
 def converted(name, **budget):
     make, shapes = NETWORKS[name]
-    with FakeTensorMode():
+    with fake_mode():
         net, images = make(), [torch.empty(shape) for shape in shapes]
     return fusedseg.convert(net, example_inputs=images, **budget), net, images
 
