@@ -82,16 +82,21 @@ __all__ = [
 ]
 
 
+# For type checkers; ``_Package`` has the values.
+backend: _backend.Backend
+reuse_output: bool
+
+
 class _Package(types.ModuleType):
     """Makes ``fusedseg.backend`` an attribute that is checked when it is set."""
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> _backend.Backend:
         """The implementation that runs: "auto" (Triton on a GPU, aten elsewhere), "triton" or "aten"."""
         return _backend.get()
 
     @backend.setter
-    def backend(self, name: str) -> None:
+    def backend(self, name: _backend.Backend) -> None:
         _backend.set(name)
 
     @property

@@ -1,25 +1,53 @@
 """The command line: ``fusedseg``, or ``python -m fusedseg``."""
 
 import argparse
+import errno
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
 from .cli import Parser, add_command, add_convert, add_nnunet_trainers, add_plan, add_profile
+from .cli.models import place_of
 from .doctor import doctor
 
 DEMOS = ("slices", "volume", "encoders")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An encoding without × or █ prints ? there.
+        sys.stdout.reconfigure(errors="replace")
     try:
-        return args.run(args)
+        try:
+            return _run(parser().parse_args(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("fusedseg: interrupted", file=sys.stderr)
         # Shells report 130 for a program that SIGINT has ended.
         return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Python writes the rest of the output when it ends, and that would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            # The reader, such as `head -1`, wants no more.  Shells report 141 for a program that SIGPIPE has ended.
+            return 141
+        print(f"fusedseg: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return args.run(args)
+    except SystemExit as end:
+        # No command raises it: the code of MODEL has.
+        print(f"{args.command}: MODEL called sys.exit({end.code!r}){place_of(end)}", file=sys.stderr)
+        return 2
 
 
 def parser() -> Parser:

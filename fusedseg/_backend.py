@@ -9,12 +9,14 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, get_args
 
 import torch
 
-from ._torch import DisableTorchFunction, FakeTensor
+from ._torch import DisableTorchFunction, FakeTensor, FakeTensorMode
 
-NAMES = ("auto", "triton", "aten")
+Backend = Literal["auto", "triton", "aten"]
+NAMES: tuple[Backend, ...] = get_args(Backend)
 # The generations of NVIDIA's GPUs, by the first number of the compute capability, and the architectures of AMD's GPUs
 # that the kernels are compiled for in tests.  AMD's have wavefronts of 64 threads.
 NVIDIA, AMD = (8, 9, 10, 12), ("gfx90a", "gfx942", "gfx950")
@@ -27,7 +29,7 @@ _first_use: FirstUse | None = None
 _reasons: dict[tuple[str | None, torch.dtype, torch.device], str] = {}
 
 
-def _checked(name: str, source: str) -> str:
+def _checked(name: str, source: str) -> Backend:
     if name not in NAMES:
         raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
     return name
@@ -36,7 +38,7 @@ def _checked(name: str, source: str) -> str:
 _name = _checked(os.environ.get("FUSEDSEG_BACKEND", "auto"), "environment variable FUSEDSEG_BACKEND")
 
 
-def get() -> str:
+def get() -> Backend:
     return _name
 
 
@@ -146,6 +148,18 @@ def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
         return False
     reason = _reasons.get((family, x.dtype, x.device))
     return not (_find_out(x, family) if reason is None else reason)
+
+
+class EstimateMode(FakeTensorMode):
+    """A fake mode whose tensors stand for those of a GPU, whatever their device is.
+
+    Tensors of every other fake mode stand for tensors of their own device.
+    """
+
+
+def on_gpu(t: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that is."""
+    return t.is_cuda or (isinstance(t, FakeTensor) and isinstance(t.fake_mode, EstimateMode))
 
 
 def why_not(x: torch.Tensor, family: str) -> str:

@@ -53,6 +53,19 @@ from .tile import (
 
 
 @triton.jit
+def is_lost(w, b, HAS_RESIDUAL: tl.constexpr, CLAMP: tl.constexpr):
+    """Whether rounding y takes all of xhat, so that xhat counts as 0.  Such channels are kept, once they are known.
+
+    A list of kept channels may be a step older than the parameters.  fusedseg/ops/norm/kept.py has the same formula.
+    """
+    size = tl.abs(b)
+    if HAS_RESIDUAL:
+        size = tl.maximum(size, 1.0)
+    # CLAMP is an eighth of the dtype's epsilon.
+    return tl.abs(w) < tl.maximum(size * (8 * CLAMP), 2.0**-112)
+
+
+@triton.jit
 def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
                   KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
                   STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -67,8 +80,8 @@ def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kep
         g = act_grad_of_input(dz, xhat * w + shift, ACT, PARAM)
     else:
         g = act_grad(dz, saved, ACT, PARAM)
-        # A channel of weight 0 is kept, except in the one step after the optimizer has set the weight to 0.
-        inverse = tl.where(w == 0.0, 0.0, 1.0 / tl.where(w == 0.0, 1.0, w))
+        lost = is_lost(w, b, residual_ptr is not None, CLAMP)
+        inverse = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, w))
         xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
         if kept_ptr is not None:
             kept = mask & (slot >= 0)

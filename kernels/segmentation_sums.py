@@ -140,11 +140,12 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
         if NLL == "softmax":
             minus_l = lse - x
             if OTHER:
-                other_nll += tl.sum(minus_l * m, 1, keep_dims=True)
+                other_nll += tl.sum(tl.where(m == 0.0, 0.0, minus_l * m), 1, keep_dims=True)
             if GAMMA != 0.0:
                 minus_l *= factor
-            # A class with a logit of -inf has no part in the sum of labels of other classes.
-            nll += tl.sum((minus_l if DENSE else tl.where(y != 0.0, minus_l, 0.0)) * at_target, 1, keep_dims=True)
+            # A logit of -inf has no part in the sum at other labels, nor at ignored ones.
+            at_label = minus_l if DENSE else tl.where(at_target != 0.0, minus_l, 0.0)
+            nll += tl.sum(at_label * at_target, 1, keep_dims=True)
         if PROBABILITY != "none":
             prediction += tl.sum((p * p if SQUARED else p) * m, 1, keep_dims=True)
             overlap += tl.sum(tl.minimum(p, y) * m if MINIMUM else p * at_target, 1, keep_dims=True)

@@ -114,23 +114,23 @@ def u_of(p, y, m, d_overlap, d_prediction, SQUARED: tl.constexpr, MINIMUM: tl.co
 
 @triton.jit
 def v_of(p, y, m, d_nll, d_other, GAMMA: tl.constexpr):
-    """The gradient of -l."""
+    """The gradient of -l.  It is 0 where m is 0, even if d_nll is NaN, as it is for a mean over no positions."""
     v = d_nll * y
     if GAMMA != 0.0:
         v = v * focal_slope(p, GAMMA)
-    return (v + d_other) * m
+    return tl.where(m == 0.0, 0.0, (v + d_other) * m)
 
 
 @triton.jit
 def grad_of_sigmoid_nll(x, y, m, d_nll, d_other, GAMMA: tl.constexpr):
-    """The gradient of x by the likelihood of a sigmoid."""
+    """The gradient of x by the likelihood of a sigmoid; it is 0 where m is 0, as in ``v_of``."""
     p = sigmoid(x)
     dx = d_nll * y * (p - 1.0) + d_other * (1.0 - y) * p
     if GAMMA != 0.0:
         nll = d_nll * y * minus_log_sigmoid(x) + d_other * (1.0 - y) * minus_log_sigmoid(-x)
         sign = 2.0 * y - 1.0
         dx = (dx - GAMMA * nll * sign * sigmoid(x * sign)) * focal_of_sigmoid(x, y, GAMMA)
-    return dx * m
+    return tl.where(m == 0.0, 0.0, dx * m)
 
 
 @triton.jit

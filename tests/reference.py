@@ -77,8 +77,9 @@ def activate(y: Tensor, activation: str, param: float) -> Tensor:
     if activation == "leaky_relu":
         return torch.where(y > 0, y, y * param)
     if activation == "elu":
-        # The clamp keeps the exponential of the unused branch finite; its gradient would be inf * 0 otherwise.
-        return torch.where(y > 0, y, param * torch.expm1(y.clamp(max=0)))
+        # The zeros keep the exponential of the unused branch finite; its gradient would be inf * 0 otherwise.  A clamp
+        # would do this too, but its gradient at 0 is 1 up to PyTorch 2.13 and 0 later.
+        return torch.where(y > 0, y, param * torch.expm1(y.masked_fill(y > 0, 0)))
     if activation in STOCK_ACTIVATIONS:
         return STOCK_ACTIVATIONS[activation](y)
     raise ValueError(f"reference: unknown activation {activation!r}")

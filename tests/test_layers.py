@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "memory": ({"_backend", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
     "conversion": ({"_sizes", "_torch", "activation", "memory", "nn", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
@@ -37,7 +37,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
-    "demo": ({"conversion", "losses", "memory", "nn", "unet"}, {"matplotlib", "nilearn", "numpy", "torch", "tqdm"}),
+    "demo": (
+        {"conversion", "losses", "memory", "nn", "progress", "unet"},
+        {"matplotlib", "nilearn", "numpy", "torch", "tqdm"},
+    ),
     "cli": ({"_sizes", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }

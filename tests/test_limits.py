@@ -1,4 +1,4 @@
-"""Limits that keep the code readable: parameters of a function, arguments by position, lines of a file."""
+"""Limits that keep the code readable: parameters of a function, arguments by position."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
-LINES, FEWEST_LINES = 350, 20
-LINES_OF_TESTS = 400
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
@@ -26,18 +24,12 @@ LONG = {
     ("memory/search.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")
-# Files with more than LINES lines, and why they are not cut.
-LONG_FILES = {
-    "ops/recompute/packed.py": "one class and the data that it packs",
-    "ops/recompute/registry.py": "one class: the rules by which a tensor is kept or rebuilt",
-}
 
 
-def files() -> Iterator[tuple[str, ast.Module, int]]:
-    """(path in the package, syntax tree, number of lines) of each file."""
+def files() -> Iterator[tuple[str, ast.Module]]:
+    """(path in the package, syntax tree) of each file."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
-        yield str(path.relative_to(PACKAGE)), ast.parse(text), len(text.splitlines())
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
 
 
 def count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
@@ -58,7 +50,7 @@ def is_schema(function: ast.AST) -> bool:
 def test_functions_take_few_parameters():
     found = {
         (path, getattr(node, "name", "lambda")): count(node)
-        for path, tree, _ in files()
+        for path, tree in files()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and count(node) > PARAMETERS
         if not is_schema(node) and not (node.name == "__init__" and path.split("/")[0] in MODULES)
@@ -69,22 +61,11 @@ def test_functions_take_few_parameters():
 def test_calls_pass_few_arguments_by_position():
     found = [
         f"{path}:{node.lineno} {ast.unparse(node.func)}, {len(node.args)}"
-        for path, tree, _ in files()
+        for path, tree in files()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and len(node.args) > POSITIONAL
     ]
     assert not found
-
-
-def test_files_are_neither_long_nor_tiny():
-    sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
-    sizes = {path: lines for path, lines in sizes.items() if path not in LONG_FILES}
-    assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
-
-
-def test_files_of_tests_are_not_long():
-    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
-    assert not {str(path): lines for path, lines in sizes.items() if lines > LINES_OF_TESTS}
 
 
 @pytest.mark.parametrize(("text", "parameters"), [("lambda self, a, *b: 0", 2), ("lambda a, /, b, *, c, **d: 0", 4)])

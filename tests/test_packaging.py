@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 import fusedseg
 from fusedseg.doctor.report import TESTED
+from tests.test_documentation import blocks
+from tests.tools import warm
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -63,13 +66,13 @@ FILES = (
 BUILD = """
 import sys
 from setuptools import build_meta
-print(build_meta.build_sdist("dist"), build_meta.build_wheel("dist"))
+print(*(build("dist") for build in (build_meta.build_sdist, build_meta.build_wheel, build_meta.build_editable)))
 """
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The sdist and the wheel of this checkout."""
+    """The sdist and the wheel of this checkout, and the wheel of an editable install."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 71:
         # Old versions of setuptools need this package to build a wheel.
@@ -82,8 +85,7 @@ def release(tmp_path_factory):
         shutil.copy(ROOT / name, folder)
     run = subprocess.run([sys.executable, "-c", BUILD], cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    sdist, wheel = run.stdout.splitlines()[-1].split()
-    return folder / "dist" / sdist, folder / "dist" / wheel
+    return [folder / "dist" / name for name in run.stdout.splitlines()[-1].split()]
 
 
 def test_wheel_holds_the_package_alone(release):
@@ -126,6 +128,61 @@ def test_sdist_holds_the_tests_and_nothing_stray(release):
     assert not [name for name in held if name.endswith(".pyc")]
 
 
-def test_the_folders_that_commands_write_to_are_ignored_by_git():
-    """The README's commands left ``fusedseg_demo`` and ``memory.png`` as untracked files in a clone."""
-    assert {"/fusedseg_demo/", "/memory.png"} <= set((ROOT / ".gitignore").read_text().split())
+# A user's program.  mypy must find the errors that its comments name, and no others.
+PROGRAM = """
+import torch
+from torch import nn
+import fusedseg
+
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+fusedseg.backend = "aten"
+fusedseg.reuse_output = True
+report = fusedseg.convert(model, example_inputs=torch.randn(1, 3, 8, 8), mode="leaky", bits=4, budget="6GiB")
+kept: int = report.before.saved - report.after.saved
+block = fusedseg.ConvABN2d(3, 4, 3, padding=1, conv_backend="aten")
+with fusedseg.recompute(bits=8):
+    sums = fusedseg.functional.segmentation_sums(block(model(torch.randn(1, 3, 8, 8))), torch.zeros(1, 8, 8))
+    (1 - sums.overlap.mean() + sums.nll.sum()).backward()
+
+fusedseg.backend = "cuda"  # assignment
+fusedseg.reuse_output = "yes"  # assignment
+fusedseg.convert(model, mode="exakt")  # arg-type
+fusedseg.convert(model, bits=2)  # arg-type
+fusedseg.convert(model, example_input=1)  # call-arg
+fusedseg.recompute(bits=2)  # arg-type
+fusedseg.ConvABN2d(3, 4, 3, conv_backend="cudnn")  # arg-type
+fusedseg.functional.norm_act(torch.zeros(1), None, None, norm="layer")  # arg-type
+fusedseg.batch_norm  # attr-defined
+report.after.kept  # union-attr
+"""
+
+
+@pytest.mark.parametrize("way", ["wheel", "editable"])
+def test_type_checkers_see_the_package(way, release, tmp_path):
+    """mypy did not find the package in an editable install, and refused what the pages write."""
+    pytest.importorskip("mypy", reason="mypy comes with the extra lint")
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    with zipfile.ZipFile(release[1 if way == "wheel" else 2]) as wheel:
+        wheel.extractall(site)
+    names = ["program.py"]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for number, block in enumerate(blocks("python")):
+        names.append(f"page_{number}.py")
+        (tmp_path / names[-1]).write_text(f"# {block.where}\n{block.text}")
+    # PyTorch is not installed there, so that mypy need not read it: what it returns may be anything.
+    python = str(tmp_path / "venv" / "bin" / "python")
+    command = ["mypy", "--config-file=", "--ignore-missing-imports", "--python-executable", python, *names]
+    env = warm.without(["MYPYPATH", "PYTHONPATH"])
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    lines = enumerate(PROGRAM.splitlines(), 1)
+    expected = [("program.py", number, line.split("# ")[1]) for number, line in lines if "# " in line]
+    found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", run.stdout, re.MULTILINE)
+    assert [(file, int(number), code) for file, number, code in found] == expected, run.stdout + run.stderr
+
+
+def test_the_folder_that_the_demo_writes_to_is_ignored_by_git():
+    """The README's command left ``fusedseg_demo`` as an untracked folder in a clone."""
+    assert "/fusedseg_demo/" in (ROOT / ".gitignore").read_text().split()

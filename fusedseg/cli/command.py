@@ -50,7 +50,7 @@ def add_command(
     lines = "\n".join(f"  {example}" for example in examples)
     title = "example" if len(examples) == 1 else "examples"
     command = commands.add_parser(name, help=summary, description=description, epilog=f"{title}:\n{lines}")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command.prog)
     return command
 
 

@@ -141,10 +141,10 @@ def check(args: argparse.Namespace) -> None:
     for path in (args.json, args.curve):
         if path and Path(path).exists() and not args.overwrite:
             raise Refused(f"{path} exists: choose another path, or pass --overwrite")
-    if args.curve and importlib.util.find_spec("matplotlib") is None:
-        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
     if args.curve and not Path(args.curve).parent.is_dir():
         raise Refused(f"{args.curve}: there is no folder {Path(args.curve).parent}")
+    if args.curve and importlib.util.find_spec("matplotlib") is None:
+        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
 
 
 def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]) -> Plan:

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
+from ..ops.low_bit.spec import Bits
 from ..ops.recompute.choice import Budget
 from ..ops.recompute.packed import Rounding
 from . import scope
-from .applied import applied, mark_applied
+from .applied import applied
+from .aside import Aside, share
 from .budget import apply_budget
 from .flow import Flow, listed
 from .inputs import named, parse_inputs
@@ -25,7 +27,8 @@ from .twins import become
 from .unchanged import all_or_nothing
 from .wiring import Fused, Wiring
 
-MODES = ("exact", "leaky")
+Mode = Literal["exact", "leaky"]
+MODES = get_args(Mode)
 OP = "fusedseg.convert"
 
 
@@ -33,12 +36,12 @@ def convert(
     model: nn.Module,
     *unnamed: Any,
     example_inputs: Any = None,
-    mode: str = "exact",
+    mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
     budget: float | str | None = None,
     extra_flops: float | None = None,
-    bits: int | None = None,
+    bits: Bits | None = None,
     seed: int | None = None,
     unrounded: str | Sequence[str] = (),
 ) -> ConversionReport:
@@ -111,6 +114,8 @@ def convert(
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
             ``budget``, ``extra_flops`` or ``bits`` is out of range; a name in
             ``unrounded`` matches no module.
+        RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
+            of the stock model does not.
 
     Warns:
         UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept.
@@ -161,19 +166,23 @@ def convert(
     with all_or_nothing(model):
         revert(model)
         flows, how = _flows(model, inputs)
-        before = None if inputs is None else _footprint(model, inputs)
+        before, uncounted = (None, "") if inputs is None else _stock_footprint(model, inputs)
         if mode == "leaky":
             _make_leaky(flows, float(slope))
         plan = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).plan()
-        _apply(plan)
-        fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
+        asides = share([(fusion.norm, *fusion.acts) for fusion in plan.fusions])
+        _apply(plan, asides)
+        fused = [
+            Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
+            for fusion in plan.fusions
+        ]
         wiring = Wiring(model, fused, plan.paths)
         wiring.rounding = rounding
         scope.install(model, wiring)
-        after = None if inputs is None else _footprint(model, inputs)
+        after = None if before is None else _converted_footprint(model, inputs)
         twice = None if wanted is None else apply_budget(wiring, wanted, inputs, before, after)
-        if wiring.choice is not None and inputs is not None:
-            after = _footprint(model, inputs)
+        if wiring.choice is not None and before is not None:
+            after = _converted_footprint(model, inputs)
         if rounding is not None:
             # The steps on the example do not count.
             rounding.steps = 0
@@ -188,6 +197,7 @@ def convert(
         plan.skipped,
         before=before,
         after=after,
+        uncounted=uncounted,
         guarantee=guarantee,
         branches=plan.branches,
         twice=twice,
@@ -209,8 +219,7 @@ def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Fl
             f"{OP}: the model cannot be called with the example: {type(errors[0]).__name__}: {errors[0]}"
         ) from errors[0]
     if inputs is None and errors:
-        reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
-        return [], f"torch.fx cannot trace it ({reason}); pass example_inputs to have modules replaced"
+        return [], f"torch.fx cannot trace it ({_first_line(errors[0])}); pass example_inputs to have modules replaced"
     # The result is, for example, "observed in training and eval mode".
     hows = [flow.how for flow in flows]
     return flows, hows[0] if len(hows) == 1 else f"{hows[0].removesuffix(' mode')} and eval mode"
@@ -226,24 +235,43 @@ def _make_leaky(flows: list[Flow], slope: float) -> None:
                 call.module.__dict__["negative_slope"] = slope
 
 
-def _apply(plan: Plan) -> None:
+def _apply(plan: Plan, asides: dict[nn.Module, Aside]) -> None:
     for fusion in plan.fusions:
+        fusion.twin.__dict__.update(_fusedseg_aside=asides[fusion.norm], _fusedseg_marks=fusion.marks)
         become(fusion.norm, fusion.twin)
-        if fusion.marks:
-            fusion.norm.register_forward_hook(mark_applied)
     for act in (*plan.applied, *plan.shared):
-        become(act, applied(act, plan.paths[act], once=act in plan.shared))
+        become(act, applied(act, plan.paths[act], asides[act], once=act in plan.shared))
     for module, twin in (*plan.pools, *plan.convs):
         become(module, twin)
 
 
-def _footprint(model: nn.Module, inputs: tuple[tuple, dict]) -> Footprint | None:
-    """The footprint of a training step on fake tensors; None for a model that does not run on fake tensors."""
+def _footprint(model: nn.Module, inputs: Any) -> Footprint:
+    """The footprint of a training step on tensors without values."""
+    with on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
+        set_training(model, True)
+        owned = [*model.parameters(), *model.buffers()]
+        return measure(lambda: model(*args, **kwargs), owned=owned)
+
+
+def _stock_footprint(model: nn.Module, inputs: Any) -> tuple[Footprint | None, str]:
+    """The footprint, or None and the reason: the model reads values, or cannot be trained on the example."""
     try:
-        with on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
-            set_training(model, True)
-            owned = [*model.parameters(), *model.buffers()]
-            return measure(lambda: model(*args, **kwargs), owned=owned)
-    # The model needs values: `observe` has run it on real tensors.
-    except Exception:
-        return None
+        return _footprint(model, inputs), ""
+    # A model may raise any error; the report shows it.
+    except Exception as error:
+        return None, _first_line(error)
+
+
+def _converted_footprint(model: nn.Module, inputs: Any) -> Footprint:
+    """The footprint of a model whose stock form runs on tensors without values."""
+    try:
+        return _footprint(model, inputs)
+    except Exception as error:
+        raise RuntimeError(
+            f"{OP}: a training step of the converted model failed on the example, and that of the stock model did not "
+            f"({_first_line(error)}); the model is left unconverted.  Please report this as a bug of fusedseg"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -88,6 +88,7 @@ class Flow:
     returned: values that leave the model, or that something outside this forward still holds.
     passed: values that went through a call that changes nothing, such as dropout in eval mode.
     overwritten: values over which a later call writes, or may write as far as ``torch.fx`` can tell.
+    seen_by: for each value, the modules that get or return it, containers too: their hooks see it.
     """
 
     how: str
@@ -95,6 +96,7 @@ class Flow:
     returned: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
+    seen_by: dict[int, dict[nn.Module, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._readers: dict[int, list[Call]] = {}
@@ -111,6 +113,9 @@ class Flow:
             self._readers.setdefault(value, []).append(call)
         for value in call.makes:
             self._maker[value] = call
+
+    def sees(self, module: nn.Module, value: int) -> None:
+        self.seen_by.setdefault(value, {})[module] = None
 
     def maker(self, value: int) -> Call | None:
         """The call that made a value; None for an input, a parameter or a constant."""

@@ -110,7 +110,17 @@ class Observer:
         reads = tuple(dict.fromkeys(value for _, value in read))
         self.flow.add(Call(name, module, self._where[-1], reads, makes, *size))
 
+    def _sees(self, module: nn.Module, tree: Any) -> None:
+        if self._inside:
+            return
+        # Reading the version of a tensor is no call of the model.
+        self._inside += 1
+        for tensor in tensors_in(tree):
+            self.flow.sees(module, self._value(tensor))
+        self._inside -= 1
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._sees(module, (args, kwargs))
         if self._inside and not is_leaf(module):
             return
         if not is_leaf(module):
@@ -121,13 +131,13 @@ class Observer:
             self._begun.append(self._begin((args, kwargs)))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if not is_leaf(module):
+        if is_leaf(module):
+            self._inside -= 1
             if not self._inside:
-                self._where.pop()
-            return
-        self._inside -= 1
-        if not self._inside:
-            self._end(type(module).__name__, module, self._begun.pop(), out)
+                self._end(type(module).__name__, module, self._begun.pop(), out)
+        elif not self._inside:
+            self._where.pop()
+        self._sees(module, out)
 
 
 class _Functions(TorchFunctionMode):
@@ -175,14 +185,19 @@ def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
     mode = fake_mode_of(model)
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter) and isinstance(tensor, FakeTensor):
-            # A new parameter has no gradient yet, and the model's own parameter gets none.
-            return nn.Parameter(tensor.detach(), tensor.requires_grad)
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
-    with unchanged(model), torch.random.fork_rng(devices=[]), quiet(), mode:
-        replace_tensors(model, fake)
-        yield tree_map_only(Tensor, fake, inputs)
+    def fake_owned(tensor: Tensor) -> Tensor:
+        # The mode refers weakly to each tensor that it has seen, until Python's garbage collector finds the mode.
+        # PyTorch swaps no parameter with such a reference (``torch.utils.swap_tensors``), so the mode sees an alias.
+        made = fake(tensor.detach())
+        # A new parameter has no gradient yet, and the model's own parameter gets none.
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    with unchanged(model), torch.random.fork_rng(devices=[]), quiet():
+        replace_tensors(model, fake_owned)
+        with mode:
+            yield tree_map_only(Tensor, fake, inputs)
 
 
 def _run(model: nn.Module, inputs: tuple[tuple, dict], how: str) -> Flow:

@@ -61,9 +61,12 @@ class ConversionReport:
         recomputed: rows of the modules and functions that run as before, but whose output is not kept, because the
             scope around the model's forward rebuilds it in backward.
         skipped: rows of the modules whose tensors are kept as before.
-        before: bytes of a training step on the example before the conversion, counted on tensors without values; None
-            without an example.
-        after: the same bytes after the conversion.
+        before: bytes of a training step on the example before the conversion, counted on tensors without values.  None
+            without an example, for a scripted model, for a lazy model that has not run yet, and if the stock model's
+            own step fails on tensors without values (``uncounted``).
+        after: the same bytes after the conversion; None if and only if ``before`` is None.
+        uncounted: the error of the stock model's own step on tensors without values, such as of a model that reads
+            values; "" if there was none.
         guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
         branches: branches on attributes in the forward code of the modules around fused norms, which may change the
@@ -78,8 +81,10 @@ class ConversionReport:
     replaced: list[Row]
     recomputed: list[Row]
     skipped: list[Row]
-    before: Footprint | None = None
-    after: Footprint | None = None
+    # Any stands for None, so that type checkers need no test for it after a call with an example.
+    before: Footprint | Any = None
+    after: Footprint | Any = None
+    uncounted: str = ""
     guarantee: str = ""
     branches: list[Branch] = field(default_factory=list)
     twice: Twice | None = None
@@ -112,7 +117,8 @@ class ConversionReport:
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
         twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
         bits = {} if self.bits is None else {"bits": self.bits}
-        return json.dumps({**head, **rows, **flow, **memory, **twice, **bits})
+        uncounted = {"uncounted": self.uncounted} if self.uncounted else {}
+        return json.dumps({**head, **rows, **flow, **memory, **uncounted, **twice, **bits})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -141,6 +147,8 @@ class ConversionReport:
                 lines.append(f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
             if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
                 lines.append(PEAK_STAYS)
+        if self.uncounted:
+            lines += ["", f"A training step on the example is not counted: without values, {self.uncounted}"]
         return "\n".join(lines)
 
 

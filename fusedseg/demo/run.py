@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ..conversion.convert import Bits
 from ..memory.export import open_new, write_json
+from ..progress import Lines
 from . import distributed as parallel
 from . import report, training
 
@@ -45,7 +47,7 @@ def run(
     seed: int,
     overwrite: bool,
     distributed: bool = False,
-    bits: int | None = None,
+    bits: Bits | None = None,
 ) -> int:
     """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
@@ -76,7 +78,9 @@ def run(
             name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
         )
     networks = training.build(problem, torch.device(device), seed, bits)
-    trainings = training.train(problem, networks, steps or problem.size.steps, seed)
+    shown = Lines()
+    trainings = training.train(problem, networks, steps or problem.size.steps, seed, say=shown.say)
+    shown.say("evaluating")
     outcome = report.evaluate(problem, trainings, seed, bits)
     print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
 

@@ -5,7 +5,7 @@ A network of stock modules is trained with Dice and cross-entropy in stock funct
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..conversion import convert
+from ..conversion.convert import Bits
 from ..losses import DiceCELoss
 from ..memory import SavedBytes, allocator_peak
 from .problem import Batch, Problem
@@ -49,7 +50,7 @@ class Training:
         return median(self.seconds[WARMUP_STEPS:] or self.seconds)
 
 
-def build(problem: Problem, device: torch.device, seed: int, bits: int | None = None) -> dict[str, nn.Module]:
+def build(problem: Problem, device: torch.device, seed: int, bits: Bits | None = None) -> dict[str, nn.Module]:
     """Both networks with the same weights.  With ``bits``, ours keeps its activations in so many bits a value."""
     torch.manual_seed(seed)
     networks = {name: problem.network(plain) for name, plain in NETWORKS.items()}
@@ -62,7 +63,7 @@ def build(problem: Problem, device: torch.device, seed: int, bits: int | None = 
     return networks
 
 
-def keep_in_bits(net: nn.Module, problem: Problem, bits: int, seed: int) -> None:
+def keep_in_bits(net: nn.Module, problem: Problem, bits: Bits, seed: int) -> None:
     """Makes a network of our modules keep its activations in ``bits`` bits a value, rounded with ``seed``."""
     example = problem.batch(torch.Generator().manual_seed(seed))
     convert(net, example_inputs=example.images, bits=bits, seed=seed)
@@ -109,10 +110,12 @@ def train(
     steps: int,
     seed: int = 0,
     plain: Mapping[str, bool] = NETWORKS,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Training]:
     """Trains all networks on the same batches, drawn with the seed, taking turns step by step.
 
-    ``plain`` says for each name whether the network has stock modules.
+    ``plain`` says for each name whether the network has stock modules.  ``say`` is called with a text after each step
+    and before each batch of ``settle``.
     """
     from tqdm import tqdm
 
@@ -141,13 +144,20 @@ def train(
             # item() waits for the device.
             training.losses.append(loss.item())
             training.seconds.append(time.perf_counter() - start)
-        bar.set_postfix_str(", ".join(f"{name} loss {t.losses[-1]:.3f}" for name, t in trainings.items()))
-    settle(problem, networks, generator)
+        now = ", ".join(f"{name} loss {t.losses[-1]:.3f}" for name, t in trainings.items())
+        bar.set_postfix_str(now)
+        say(f"{problem.title} on {device}, step {step + 1} of {steps}: {now}")
+    settle(problem, networks, generator, say)
     return trainings
 
 
 @torch.no_grad()
-def settle(problem: Problem, networks: Mapping[str, nn.Module], generator: torch.Generator) -> None:
+def settle(
+    problem: Problem,
+    networks: Mapping[str, nn.Module],
+    generator: torch.Generator,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
     """Computes running statistics again, averaged over many batches with the final weights.
 
     The running statistics of training cover about ten batches.  These are too few patches for the prediction of a whole
@@ -163,7 +173,8 @@ def settle(problem: Problem, networks: Mapping[str, nn.Module], generator: torch
         norm.reset_running_stats()
         # None stands for a cumulative average.
         norm.momentum = None
-    for _ in range(SETTLED_BATCHES):
+    for number in range(1, SETTLED_BATCHES + 1):
+        say(f"running statistics, batch {number} of {SETTLED_BATCHES}")
         batch = problem.batch(generator)
         for net in networks.values():
             forward(net, batch.images, problem.size.autocast)

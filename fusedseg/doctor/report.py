@@ -51,17 +51,22 @@ def _minor(version: str) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else ()
 
 
-def untested() -> Iterator[str]:
-    """A line for each installed version that the tests have not run with, and for what this PyTorch lacks."""
+def untested_versions() -> Iterator[tuple[str, str, str]]:
+    """(name, installed version, "older" or "newer") of each version that the tests have not run with."""
     installed = {"python": platform.python_version(), "torch": torch.__version__, "triton": _version("triton")}
     for name, (oldest, newest) in TESTED.items():
         minor = _minor(installed[name])
         if minor and not _minor(oldest) <= minor <= _minor(newest):
-            side = "older" if minor < _minor(oldest) else "newer"
-            yield (
-                f"WARNING: {name} {installed[name]} is {side} than the versions that fusedseg is tested with, "
-                f"{oldest} to {newest}"
-            )
+            yield name, installed[name], "older" if minor < _minor(oldest) else "newer"
+
+
+def untested() -> Iterator[str]:
+    """A line for each installed version that the tests have not run with, and for what this PyTorch lacks."""
+    for name, version, side in untested_versions():
+        yield (
+            f"WARNING: {name} {version} is {side} than the versions that fusedseg is tested with, "
+            f"{' to '.join(TESTED[name])}"
+        )
     if _torch.scope_problem():
         yield f"WARNING: fusedseg.recompute() and a budget do nothing here: {_torch.scope_problem()}"
     if _torch.MISSING:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._backend import Backend
 from ..activation import parse_invertible
 from ..ops.check import keyword_only
 from ..ops.conv import conv_abn as _conv_abn
@@ -34,7 +35,7 @@ def conv_abn(
     *,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
-    conv_backend: str = "auto",
+    conv_backend: Backend = "auto",
 ) -> Tensor:
     """Convolution, batch normalisation and an invertible activation as one op, in two or three dimensions.
 

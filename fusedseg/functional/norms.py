@@ -1,5 +1,7 @@
 """Functional forms of normalisation and activation."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from ..activation import parse_activation, parse_invertible
@@ -155,7 +157,7 @@ def norm_act(
     *,
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
-    norm: str = "batch",
+    norm: Literal["batch", "instance", "group"] = "batch",
     num_groups: int | None = None,
     residual: Tensor | None = None,
     slope: Tensor | None = None,

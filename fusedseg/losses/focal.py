@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ..ops.check import check_choice
+from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, Given
@@ -45,7 +46,7 @@ class Focal(NamedTuple):
         valid = self._valid(call)
         if self.reduction == "sum":
             # As in MONAI, a mean over positions, and a sum over samples and classes.
-            return per_class.sum() / S if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
+            return (per_class / S).sum() if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
         if valid is not None:
             return per_class.sum() / valid.sum().clamp(min=_EPS)
         return per_class.sum() / (per_class.numel() * S)
@@ -113,7 +114,9 @@ class FocalLoss(_Loss):
     float32, whatever the dtype; here it is computed in float64 for float64 logits.
 
     Args:
-        include_background, to_onehot_y, gamma, weight, use_softmax, ignore_index: as in MONAI.
+        include_background, to_onehot_y, gamma, weight, use_softmax: as in MONAI.
+        ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored, because MONAI
+            multiplies the logits by other values; the host waits for the device to know.
         alpha: as in MONAI; with sigmoids, the target must consist of zeros and ones.
         reduction: "mean" or "sum", which is a mean over positions and a sum over samples and classes, as in MONAI.
 
@@ -126,7 +129,7 @@ class FocalLoss(_Loss):
 
     Raises:
         ValueError: the reduction is "none", which needs a value per position (use ``monai.losses.FocalLoss``); gamma is
-            negative; a shape, a weight or an alpha is wrong.
+            negative; a shape, a weight or an alpha is wrong; a target is soft in a class that is ignored.
         RuntimeError: backward itself is differentiated.
 
     Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
@@ -155,6 +158,7 @@ class FocalLoss(_Loss):
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.form.call(input, target)
+        check_hard(self.form.name, call.given.mask, self.form.ignore_index)
         likelihood = "softmax" if self.focal.softmax else "sigmoid"
         call = Call(call.given, call.spec.using("none", likelihood, self.gamma))
         apart = self.focal.softmax and not self.focal.include_background and input.shape[1] > 1

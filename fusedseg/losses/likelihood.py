@@ -20,23 +20,24 @@ class CrossEntropy(NamedTuple):
         """The likelihood of the sums that it needs."""
         return "smoothed" if self.smoothing else "softmax"
 
-    def total(self, sums: Tensor) -> Tensor:
-        """The sum over all positions."""
-        total = self._weighted(sums[NLL])
+    def total(self, sums: Tensor, divisor: Tensor | int = 1) -> Tensor:
+        """The sum over all positions, divided by ``divisor``.
+
+        Each term is divided for itself, as in PyTorch: with a divisor of 0 their sum may be NaN instead of infinite.
+        """
+        total = self._weighted(sums[NLL]) / divisor
         if self.smoothing:
-            others = self._weighted(sums[OTHER_NLL])
+            others = self._weighted(sums[OTHER_NLL]) / divisor
             total = (1 - self.smoothing) * total + self.smoothing / sums.shape[2] * others
         return total
 
     def of_labels(self, sums: Tensor) -> Tensor:
         """For labels: the mean divides by the weights of the labels."""
-        total = self.total(sums)
-        return total if self.reduction == "sum" else total / self.weights(sums)
+        return self.total(sums, 1 if self.reduction == "sum" else self.weights(sums))
 
     def of_probabilities(self, sums: Tensor, positions: Tensor | int) -> Tensor:
         """For a target with a channel for each class: the mean divides by the number of positions."""
-        total = self.total(sums)
-        return total if self.reduction == "sum" else total / positions
+        return self.total(sums, 1 if self.reduction == "sum" else positions)
 
     def weights(self, sums: Tensor) -> Tensor:
         """The sum of the weights of the labels at all positions that are not ignored."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ..ops.check import check_choice
+from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, Spec
@@ -92,6 +93,22 @@ class Form(NamedTuple):
         channel = target[:, ignore : ignore + 1]
         return ~channel if channel.dtype == torch.bool else 1 - channel
 
+    def overlaps(self, x: Logits, target: Tensor) -> Tensor:
+        """The sums of the Dice part alone.
+
+        A soft target with an ignored class ignores a part of a position: m is not only 0 or 1.  As MONAI multiplies
+        both p and y by m, the overlap sums m**2 p y, and squares have the factor m**2.
+        """
+        (x, target, m), spec = self.call(x, target)
+        if m is None or not m.is_floating_point() or spec.minimum:
+            return sums(Given(x, target, m), spec)
+        if spec.squared:
+            return sums(Given(x, target, m * m), spec)
+        part = target * m
+        found = sums(Given(x, part, m), spec)
+        of_target = part.flatten(2).sum(2, dtype=found.dtype)
+        return torch.cat([found[:TARGET], of_target.unsqueeze(0)])
+
     def parts(self, found: Tensor, batch: bool) -> tuple[Tensor, Tensor, Tensor]:
         """True positives, false positives and false negatives of each class."""
         of_classes = found[: TARGET + 1]
@@ -123,8 +140,9 @@ class DiceLoss(_Loss):
     dtype, which are never expanded; otherwise a tensor of the shape of the logits.
 
     Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
-    with channels has an ignore_index.  With 118 classes in half precision MONAI's loss keeps six times the bytes of the
-    logits.  With three classes the peak of a network is elsewhere, and this loss does not lower it.
+    with channels has an ignore_index; a copy of the target too if it is floating point and ignore_index is one of its
+    classes.  With 118 classes in half precision MONAI's loss keeps six times the bytes of the logits.  With three
+    classes the peak of a network is elsewhere, and this loss does not lower it.
 
     Raises:
         ValueError: other_act is given; sigmoid and softmax are both True; a shape, a reduction or a weight is wrong.
@@ -163,7 +181,7 @@ class DiceLoss(_Loss):
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        return self.value(sums(*self.form.call(input, target)), input.dim())
+        return self.value(self.form.overlaps(input, target), input.dim())
 
     def value(self, found: Tensor, dims: int) -> Tensor:
         """The loss from its sums, for logits of ``dims`` dimensions."""
@@ -220,7 +238,7 @@ class TverskyLoss(_Loss):
         self.smooth_nr, self.smooth_dr = float(smooth_nr), float(smooth_dr)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        tp, fp, fn = self.form.parts(sums(*self.form.call(input, target)), self.batch)
+        tp, fp, fn = self.form.parts(self.form.overlaps(input, target), self.batch)
         score = 1 - (tp + self.smooth_nr) / (tp + self.alpha * fp + self.beta * fn + self.smooth_dr)
         return _reduced(score, self.reduction)
 
@@ -238,7 +256,8 @@ class DiceCELoss(_Loss):
         batch, weight, lambda_dice, lambda_ce, label_smoothing: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
-        ignore_index: as in ``DiceLoss``, for both parts; MONAI's ``DiceCELoss`` has no such argument.
+        ignore_index: as in ``DiceLoss``, for both parts; MONAI's ``DiceCELoss`` has no such argument.  A target with
+            channels must be 0 or 1 in a class that is ignored; the host waits for the device to know.
 
     Target, errors and source are those of ``DiceLoss``.
 
@@ -287,6 +306,7 @@ class DiceCELoss(_Loss):
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
+        check_hard(self.dice.form.name, call.given.mask, self.dice.form.ignore_index)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood()
         probability = call.spec.probability if self.lambda_dice else "none"

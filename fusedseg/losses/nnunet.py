@@ -130,11 +130,10 @@ class DC_and_CE_loss(nn.Module):
         if self.ignore_label is None:
             return entropy.of_labels(found)
         # Where all positions are ignored, nnU-Net leaves the cross-entropy out.
-        total, weights = entropy.total(found), entropy.weights(found)
         if entropy.reduction == "sum":
-            return total
+            return entropy.total(found)
         some = found[TARGET].sum() > 0
-        return torch.where(some, total / torch.where(some, weights, 1.0), 0.0)
+        return torch.where(some, entropy.total(found, torch.where(some, entropy.weights(found), 1.0)), 0.0)
 
 
 class DC_and_BCE_loss(nn.Module):

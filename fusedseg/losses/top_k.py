@@ -51,7 +51,8 @@ class TopKLoss(nn.Module):
 
     def forward(self, inp: Logits, target: Tensor) -> Tensor:
         count = int(positions_of(inp) * self.k / 100)
-        if not count:
+        # The mean of an empty batch is NaN, as in nnU-Net.
+        if not count and positions_of(inp):
             raise ValueError(f"{self.name}: k must leave at least one of {positions_of(inp)} positions, got {self.k}")
         entropy = CrossEntropy(self.weight, self.label_smoothing, "sum")
         found = sums(
@@ -116,7 +117,8 @@ class DC_and_topk_loss(nn.Module):
 
     def forward(self, net_output: Logits, target: Tensor) -> Tensor:
         loss = torch.zeros((), device=net_output.device)
-        if self.weight_ce != 0:
+        # With an ignore label, nnU-Net leaves the cross-entropy out where no position counts.
+        if self.weight_ce != 0 and (self.ignore_label is None or positions_of(net_output)):
             loss = loss + self.weight_ce * self.top_k(net_output, target)
         if self.weight_dice != 0:
             found = sums(Given(net_output, target), Spec("softmax", "none", self.ignore_label))

@@ -17,6 +17,7 @@ from .search import EXAMPLE, batched
 from .strategy import Budgets, Ladder, NoBlocks, Rung, checkpoint_blocks
 from .tables import table, wrapped
 
+OP = "fusedseg.memory.curve"
 EAGER, CHECKPOINT, OURS, OURS_COMPILED, COMPILER = (
     "eager", "checkpoint", "fusedseg", "fusedseg, compiled", "torch.compile",
 )  # fmt: skip
@@ -134,6 +135,10 @@ def curve(
         dtype: the dtype of the model.
         compiled: whether models are compiled, which takes seconds for each of about ten compilations.
         progress: a function that is called with a short text before each step.
+
+    Raises:
+        ValueError: the model keeps nothing for backward, because no parameter requires a gradient for example.
+        ``estimate`` lists further errors.
     """
     say = progress or (lambda text: None)
     shapes = batched(input_shape, batch)
@@ -144,6 +149,8 @@ def curve(
         name = type(net).__name__
         say(EAGER)
         found = measure(net, *inputs)
+        if not found.saved:
+            raise ValueError(f"{OP}: {name} keeps nothing for backward, so there is nothing to save; is it frozen?")
         ways[EAGER] = (Point("", found.saved, found.peak, 0.0),)
         try:
             say(CHECKPOINT)

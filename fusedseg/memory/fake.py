@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from .._torch import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException, tree_map
+from .._backend import EstimateMode
+from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException, tree_map
 from .report import MemoryReport
 from .step import OptimizerFactory, profile
 
@@ -19,8 +21,11 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @contextmanager
 def fake_mode() -> Iterator[FakeTensorMode]:
-    """A context in which new tensors have no values.  A model may hold real tensors beside parameters and buffers."""
-    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    """A context in which new tensors have no values, and stand for tensors on a GPU.
+
+    A model may hold real tensors beside parameters and buffers.
+    """
+    with quiet(), EstimateMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
@@ -57,9 +62,10 @@ def estimate(
 ) -> MemoryReport:
     """Runs ``profile`` on tensors without values.
 
-    It finds true sizes within seconds, without a GPU and almost without memory.  It cannot know the workspaces of an op
-    (above all of a convolution), the allocator's rounding and fragmentation, and the memory of the CUDA context.
-    Autocast follows the rules of a CPU.
+    It finds true sizes within seconds, without a GPU and almost without memory.  The sizes are those of a step on a
+    GPU; on a CPU some convolutions need a copy of their input in backward, which ``profile`` counts.  It cannot know
+    the workspaces of an op (above all of a convolution; that of an ``nn.LSTM`` is the one of a CPU), the allocator's
+    rounding and fragmentation, and the memory of the CUDA context.  Autocast follows the rules of a CPU.
 
     Args:
         model: a function that builds the model, or a module.  The function is called on tensors without values, so that
@@ -103,6 +109,11 @@ def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     """The inputs for ``estimate``, without values; must be called inside the fake mode."""
+    if isinstance(input_shapes, Tensor):
+        raise TypeError(
+            f"{OP}: input_shapes must be a shape or a sequence of shapes, got a tensor of shape "
+            f"{tuple(input_shapes.shape)}; [tensor] stands for an input of its shape and dtype"
+        )
     if not isinstance(input_shapes, Sequence) or not input_shapes:
         raise TypeError(f"{OP}: input_shapes must be a shape or a sequence of shapes, got {input_shapes!r}")
     # A sequence of integers is a single shape.
@@ -121,7 +132,8 @@ def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]
 def _without_values(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+    bare = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return bare.requires_grad_(leaf.requires_grad)
 
 
 def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
@@ -135,7 +147,20 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         bare: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
         memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(model, memo)
+    with _PlainTensors():
+        return copy.deepcopy(model, memo)
+
+
+class _PlainTensors(TorchFunctionMode):
+    """Copies tensors without their values: those in attributes of a module that are no parameters or buffers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or args[0].layout != torch.strided:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        # A tensor that a constructor made without values may have some nevertheless, such as a list of sizes.
+        memo[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else _without_values(tensor)
+        return memo[id(tensor)]
 
 
 def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:

@@ -1,6 +1,6 @@
 """Counts the bytes that a training step keeps for backward, and the most bytes alive at once, on real or fake tensors.
 
-    with FakeTensorMode():                      # true sizes without memory and without computing
+    with fake_mode():                           # the sizes of a step on a GPU, without memory and without computing
         model, x = UNet(3, 4), torch.empty(8, 3, 512, 512)
         print(measure(model, x))
 
@@ -20,6 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import _torch
 from .._torch import TorchDispatchMode, tree_leaves
+from .workspaces import with_workspace
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class LiveBytes(TorchDispatchMode):
         """Called with the key of each freed storage; subclasses override it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = with_workspace(func, args, func(*args, **(kwargs or {})))
         # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
             return out

@@ -324,6 +324,11 @@ def largest(total: Callable[[int], int], usable: int) -> int:
 
 def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
     """The shapes of all inputs with their batch."""
+    if isinstance(input_shape, Tensor):
+        raise TypeError(
+            f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got a tensor of shape "
+            f"{tuple(input_shape.shape)}"
+        )
     if not isinstance(input_shape, Sequence) or not input_shape:
         raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
     shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape

@@ -53,7 +53,8 @@ def profile(
 
     Raises:
         TypeError: the model is no module; the optimizer is an instance; the loss returns no tensor.
-        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices.
+        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices;
+            there is an optimizer, and no parameter requires a gradient.
         Errors of the model pass through.
     """
     _check(model, loss, targets, optimizer)
@@ -189,6 +190,11 @@ def _add_resident(trace: Trace, modules: Sequence[nn.Module], steps: torch.optim
 def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer with the state that its first step creates."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{OP}: no parameter of {type(model).__name__} requires a gradient, so the optimizer has nothing to train; "
+            "leave it out (--optimizer none) to count the forward alone"
+        )
     steps = optimizer(parameters)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -107,3 +107,17 @@ def test_progress_of_a_short_command_or_into_a_file_is_silent(monkeypatch, is_te
         shown.update("eager, batch 8")
     assert terminal.getvalue() == ""
     assert not [thread for thread in threading.enumerate() if thread.daemon and "_redraw" in thread.name]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, monkeypatch, capsys):
+    """``fusedseg demo slices | tee log`` printed nothing for its whole run."""
+    now = 100.0
+    monkeypatch.setattr("fusedseg.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("sys.stderr", Terminal(is_terminal))
+    lines = progress.Lines()
+    for step in range(1, 26):
+        now += 1.0
+        lines.say(f"step {step}")
+    printed = [] if is_terminal else ["step 1 (1 s)", "step 11 (11 s)", "step 21 (21 s)"]
+    assert capsys.readouterr().out.splitlines() == printed

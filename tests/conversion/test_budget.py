@@ -7,12 +7,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.memory import measure
-from fusedseg.ops.recompute import guide
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.recompute.knapsack import SAME
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_small
 from tests.ops.test_recompute_networks import CASES, nnunet
@@ -30,7 +29,7 @@ NETWORKS = {
 
 def converted(name, **budget):
     make, shapes = NETWORKS[name]
-    with FakeTensorMode():
+    with fake_mode():
         net, images = make(), [torch.empty(shape) for shape in shapes]
     return fusedseg.convert(net, example_inputs=images, **budget), net, images
 
@@ -126,7 +125,7 @@ def test_a_sum_that_is_kept_in_the_place_of_an_output(act, pool):
     """
     least = None
     for budget in (0.5, 0.3, 0.15):
-        with FakeTensorMode():
+        with fake_mode():
             net, x = TwoHeads(act, pool), torch.empty(2, 3, 128, 128)
         report = fusedseg.convert(net, example_inputs=x, budget=budget)
         choice = report.twice.choice
@@ -197,16 +196,6 @@ def test_a_size_that_misses_the_bytes_gets_its_own_choice():
             results.append([p.grad for p in fn.parameters()])
         assert all(torch.equal(g, e) for g, e in zip(*results, strict=True))
     assert len(sizes.known) == 2
-
-
-def test_a_model_remembers_a_few_sizes(monkeypatch):
-    monkeypatch.setattr(guide, "REMEMBERED", 3)
-    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
-    fusedseg.convert(net, example_inputs=torch.randn(1, 1, 16, 16), budget=0.3)
-    sizes = net._fusedseg_wiring.make_guide.__self__
-    for size in range(10, 20):
-        net(torch.randn(1, 1, size, size)).mean().backward()
-    assert len(sizes.known) == 3
 
 
 def test_without_an_example_the_first_step_chooses():

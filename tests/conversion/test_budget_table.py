@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.conversion import Ladder
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.recompute.knapsack import SAME
 from fusedseg.unet import lidar_optical_unet, unet3d_small
 from tests.conversion.packages import nnunet
@@ -39,7 +39,7 @@ SHOWN = (0.4, 0.3, 0.2)
 def test_twenty_budgets(name):
     """Each budget keeps what it promises, and no smaller one has a higher peak than a larger one."""
     make, shapes = NETWORKS[name]
-    with FakeTensorMode():
+    with fake_mode():
         ladder = Ladder(make(), images := [torch.empty(shape) for shape in shapes])
         eager, rungs = ladder.before, list(ladder)
         found, cells, least, rise = {}, [], ladder.after.peak, 0.0

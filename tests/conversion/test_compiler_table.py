@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.conversion import Ladder
 from fusedseg.memory.compiled import partitions
 from fusedseg.memory.curve import COMPILER_BUDGETS
+from fusedseg.memory.fake import fake_mode
 from tests.conversion.test_budget_table import NETWORKS
 
 # Ours keeps the results of pools and the positions of max-pools, where the compiler runs the pools again; and in the
@@ -30,7 +30,7 @@ def test_beside_the_compiler(name):
     above that of the compiler by itself.
     """
     make, shapes = NETWORKS[name]
-    with FakeTensorMode():
+    with fake_mode():
         images = [torch.empty(shape) for shape in shapes]
         theirs = partitions(make(), images, COMPILER_BUDGETS)
         ladder = Ladder(make(), images)

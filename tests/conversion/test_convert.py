@@ -182,8 +182,23 @@ def test_a_forward_that_looks_at_values(image, counted):
 
     model, report = converted(Looks, image, example_inputs=image)
     assert len(report.replaced) == 8
-    assert report.before is None
+    assert report.before is report.after is None
+    assert "\nA training step on the example is not counted: without values, DataDependent" in str(report)
     assert model.inc[0][1].num_batches_tracked.item() == 1
+
+
+def test_the_own_step_of_the_converted_model_fails(image, monkeypatch, counted):
+    """The error was swallowed: ``report.after`` was None, and the model failed in its first step."""
+
+    def fails(self, *args):
+        raise ValueError("no such norm\nat all")
+
+    model = networks.UNet().double()
+    before = anatomy(model)
+    monkeypatch.setattr(fusedseg.BatchNormAct, "forward", fails)
+    with pytest.raises(RuntimeError, match=r"the stock model did not \(ValueError: no such norm\); the model is left"):
+        fusedseg.convert(model, example_inputs=image)
+    assert anatomy(model) == before
 
 
 def test_keywords(image):
@@ -349,3 +364,29 @@ def test_autocast(image):
         outs = [net(x).float() for net in (ours, stock)]
     assert outs[0].dtype == torch.float32
     assert (outs[0] - outs[1]).norm() < 2e-2 * outs[1].norm()
+
+
+def test_parameters_can_be_swapped(image):
+    """The fake mode of ``convert`` left weak references to them, with which PyTorch swaps no tensor."""
+    stock = networks.UNet(nn.LeakyReLU).double()
+    model = copy.deepcopy(stock)
+    # The garbage collector would drop the references at some time.
+    gc.disable()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fusedseg.convert(model, example_inputs=image)
+        parameters = [*model.parameters()]
+        for net in (model, stock):
+            net.half().float().to(torch.float64)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        assert_same(model, stock, image)
+        state = {name: value + 0.5 for name, value in stock.state_dict().items()}
+        for net in (model, stock):
+            net.zero_grad()
+            net.load_state_dict(state)
+            new = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+            torch.utils.swap_tensors(net.inc[0][1].weight, new)
+        assert_same(model, stock, image)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        gc.enable()

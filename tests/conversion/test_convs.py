@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.conv import sources
 from fusedseg.ops.recompute import joins
 from tests.conversion import networks
@@ -164,7 +165,7 @@ def test_concatenations_that_are_not_of_channels(image, apart, seen):
 
 def test_the_peak_goes_down():
     """On tensors without values, with a concatenation that is larger than the other tensors at the peak."""
-    with FakeTensorMode():
+    with fake_mode():
         model, x = Joins(ENLARGE["bilinear"]), torch.empty(2, 3, 512, 512)
         stock = measure(model, x)
         fusedseg.convert(model, example_inputs=x)

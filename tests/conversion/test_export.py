@@ -91,6 +91,29 @@ def test_export(model_and_output):
     assert close(model(image()), expected)
 
 
+NORMS = {
+    "batch": nn.BatchNorm2d,
+    "instance": functools.partial(nn.InstanceNorm2d, affine=True),
+    "tracked instance": functools.partial(nn.InstanceNorm2d, track_running_stats=True),
+    "group": functools.partial(nn.GroupNorm, 2),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("act", [nn.LeakyReLU, nn.SiLU], ids=["in place", "exact"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_export_of_any_size(norm, act, training):
+    """``torch.Size.numel()`` made constants of symbolic sizes, so that the program took the example's sizes alone."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), NORMS[norm](4), act())
+    fusedseg.convert(model, example_inputs=image())
+    model.train(training)
+    any_size = dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)
+    program = torch.export.export(model, (image(),), dynamic_shapes=(any_size,)).module()
+    other = torch.randn(3, 3, 20, 24)
+    expected = fusedseg.revert(model)(other)
+    assert close(program(other), expected)
+
+
 # The condition is a mark, because fixtures would convert a model for a test that is skipped.
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),

@@ -11,6 +11,7 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.conversion.verify import Difference, Verification, _largest
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from tests.conversion import networks
 
 
@@ -44,6 +45,21 @@ def test_bytes_are_those_of_a_real_step(image):
     real = measure(model, image)
     assert report.after.saved == real.saved
     assert report.after.peak == pytest.approx(real.peak, rel=0.01)
+
+
+def test_the_peak_is_that_of_the_device_of_the_model():
+    """On a CPU, backward of the last convolution holds its rebuilt input; on a GPU it needs the input's shape alone."""
+
+    def make():
+        return nn.Sequential(nn.Conv2d(4, 8, 1), nn.Upsample(scale_factor=2), nn.Conv2d(8, 2, 3, padding=1))
+
+    model, image = make(), torch.randn(1, 4, 256, 256)
+    report = fusedseg.convert(model, example_inputs=image)
+    assert report.after.peak == measure(model, image).peak
+    with fake_mode():
+        on_gpu = fusedseg.convert(make(), example_inputs=torch.empty(1, 4, 256, 256))
+    assert on_gpu.after.saved == report.after.saved
+    assert on_gpu.after.peak <= report.after.peak - 7 * 2**20
 
 
 def test_bytes_saved_by_a_row(image):

@@ -40,7 +40,14 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     assert main(["demo", name, "--out", str(out), "--seed", "5"]) == 0
     printed = capsys.readouterr().out
-    for text in ("IoU, white matter", "kept for backward", "peak of a step", "time of a step", "largest difference"):
+    for text in (
+        "step 1 of 2: eager loss ",
+        "IoU, white matter",
+        "kept for backward",
+        "peak of a step",
+        "time of a step",
+        "largest difference",
+    ):
         assert text in printed
     picture, figures = out / f"{name}.png", json.loads((out / f"{name}.json").read_text())
     assert picture.read_bytes().startswith(PNG)

@@ -102,9 +102,13 @@ class StandIn:
         # nnU-Net looks at this signature.
         assert "norm" in inspect.signature(self.build_network_architecture).parameters
         self.network = self.build_network_architecture(self.norm)
+        self.compiled = self._do_i_compile()
         if self.is_ddp:
             self.network = nn.SyncBatchNorm.convert_sync_batchnorm(self.network)
         self.loss = self._build_loss()
+
+    def _do_i_compile(self):
+        return self.device.type == "cuda"
 
     def _build_loss(self):
         return nn.L1Loss()

@@ -114,6 +114,23 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     assert 0.5 * whole < half < 0.6 * whole
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bits_switch_compiling_off(bits, monkeypatch):
+    """nnU-Net compiles on a GPU by default, and compiled code keeps activations as they are."""
+    for options, device, compiled in (
+        ({}, "cuda", True),
+        ({"bits": bits}, "cuda", False),
+        ({"bits": bits}, "cpu", False),
+    ):
+        monkeypatch.setattr(FusedStandIn, "convert_options", options)
+        trainer = FusedStandIn(nn.BatchNorm2d(8))
+        trainer.device = torch.device(device)
+        trainer.initialize()
+        assert trainer.compiled is compiled
+        said = f"fusedseg: torch.compile is off, because compiled code does not keep activations in {bits} bits"
+        assert (said in trainer.log) is (bool(options) and device == "cuda")
+
+
 def test_plans_with_relu_get_leaky_relu():
     """nnU-Net builds the network from the plans that lie beside a checkpoint, also for prediction."""
     relu = {"nonlin": "torch.nn.ReLU", "nonlin_kwargs": {"inplace": True}}

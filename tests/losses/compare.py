@@ -6,7 +6,7 @@ import torch
 def check_same(ours, expected, x, tolerance=1e-12):
     """``ours`` and ``expected`` are a function of the logits, and its arguments after the logits.
 
-    The tolerance is relative to the largest value of the gradient.
+    The tolerance is relative to the largest value of the gradient.  NaN and infinity must be at the same places.
     """
     values, grads = [], []
     for loss, *arguments in (ours, expected):
@@ -15,5 +15,14 @@ def check_same(ours, expected, x, tolerance=1e-12):
         grads.append(torch.autograd.grad(value.sum(), leaf)[0])
         values.append(value.detach())
     assert values[0].shape == values[1].shape
-    assert (values[0] - values[1]).abs().max() <= tolerance * max(1.0, values[1].abs().max().item())
-    assert (grads[0] - grads[1]).abs().max() <= tolerance * grads[1].abs().max()
+    assert same(*values, tolerance * max(1.0, largest(values[1])))
+    assert same(*grads, tolerance * largest(grads[1]))
+
+
+def same(ours, expected, difference):
+    return torch.allclose(ours, expected, rtol=0, atol=difference, equal_nan=True)
+
+
+def largest(t):
+    """The largest finite value."""
+    return max(t[t.isfinite()].abs().tolist(), default=0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedseg
-from fusedseg.losses import TverskyLoss
+from fusedseg.losses import FocalLoss, TverskyLoss
 from tests.losses.compare import check_same
 from tests.losses.formulas import monai_dice, monai_dice_ce, one_hot
 
@@ -101,6 +101,29 @@ def test_ignored_labels(ignore, data):
         return monai_dice(x, y, mask, "softmax", {}) + entropy
 
     check_same((both, labels), (expected,), x)
+
+
+@pytest.mark.parametrize("ignore", [0, 2])
+def test_soft_targets_ignored_in_part(ignore, data):
+    """MONAI multiplies probability and target by m, 1 minus the target of the ignored class; the overlap has m**2."""
+    x, y = data[0], torch.rand(N, K, 5, 6, dtype=torch.float64).softmax(1)
+    mask = 1 - y[:, ignore : ignore + 1]
+    for kind, options in (
+        ("softmax", {}),
+        ("sigmoid", {"batch": True, "include_background": False}),
+        ("softmax", {"squared_pred": True}),
+        ("softmax", {"soft_label": True, "jaccard": True}),
+    ):
+        loss = fusedseg.DiceLoss(**arguments(kind, options, ignore_index=ignore))
+        check_same((loss, y), (monai_dice, y, mask, kind, options), x)
+    options = {"alpha": 0.3, "beta": 0.7}
+    loss = TverskyLoss(softmax=True, ignore_index=ignore, **options)
+    check_same((loss, y), (monai_dice, y, mask, "softmax", options), x)
+    for refused in (fusedseg.DiceCELoss(softmax=True, ignore_index=ignore), FocalLoss(ignore_index=ignore)):
+        with pytest.raises(
+            ValueError, match=rf"Loss: target must be 0 or 1 in the class {ignore}, .* got 0\.\d+; a pos"
+        ):
+            refused(x, y)
 
 
 def test_tversky(data):

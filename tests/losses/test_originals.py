@@ -117,8 +117,12 @@ def test_monai_dice(monai, spatial):
         check_same((ours, t), (stock, t), x)
         y = torch.zeros_like(x).scatter_(1, labels, 1)
         y[1, :, :2] = 0
-        ours, stock = (of(softmax=True, ignore_index=ignore, **options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
+        given = {"softmax": True, "ignore_index": ignore} | options
+        ours, stock = (of(**given) for of in (fusedseg.DiceLoss, monai.DiceLoss))
         check_same((ours, y), (stock, y), x)
+        for name, more in (("DiceLoss", {}), ("DiceLoss", {"squared_pred": True}), ("TverskyLoss", {"alpha": 0.3})):
+            ours, stock = (of(**given, **more) for of in (getattr(losses, name), getattr(monai, name)))
+            check_same((ours, soft), (stock, soft), x)
 
 
 @SHAPES
@@ -263,6 +267,79 @@ def test_smp(smp, spatial):
             more = {"alpha": 0.3, "beta": 0.7, "gamma": 1.5}
             ours, stock = (of(mode, **given, **more) for of in (losses.SMPTverskyLoss, smp.TverskyLoss))
             check_same((ours, t), (stock, t), logits)
+
+
+def of_nothing(ignore):
+    """Labels: all ignored, those of one sample ignored, and all of one class; then labels of no sample."""
+    labels = torch.zeros(N, 1, 3, 5, dtype=torch.long)
+    one = torch.cat([torch.full_like(labels[:1], ignore), labels[1:]])
+    return torch.full_like(labels, ignore), one, labels, labels[:0]
+
+
+def logits_of(labels):
+    return torch.randn(len(labels), K, *labels.shape[2:], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("smooth", [1e-5, 0.0])
+@pytest.mark.parametrize("ignore", [255, 1])
+def test_monai_where_nothing_counts(monai, monkeypatch, ignore, smooth):
+    """With smooth=0, MONAI divides 0 by 0, also at positions that are ignored."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    options = {"to_onehot_y": True, "ignore_index": ignore}
+    dice = options | {"softmax": True, "smooth_nr": smooth, "smooth_dr": smooth}
+    for labels, reduction in itertools.product(of_nothing(ignore), ("mean", "sum")):
+        x = logits_of(labels)
+        for name, given in itertools.product(
+            ("DiceLoss", "TverskyLoss"), ({"batch": True}, {"include_background": False})
+        ):
+            ours, stock = (
+                of(**dice, **given, reduction=reduction) for of in (getattr(losses, name), getattr(monai, name))
+            )
+            check_same((ours, labels), (stock, labels), x)
+        for given in ({"weight": 0.0}, {"use_softmax": True}, {"alpha": 0.25}):
+            ours, stock = (of(**options, **given, reduction=reduction) for of in (losses.FocalLoss, monai.FocalLoss))
+            check_same((ours, labels), (stock, labels), x)
+        labels = labels.clamp(max=K - 1)
+        for weight, smoothing in itertools.product((None, WEIGHT * 0, torch.arange(4.0).double()), (0.0, 0.1)):
+            given = {"softmax": True, "to_onehot_y": True, "weight": weight, "label_smoothing": smoothing}
+            ours, stock = (of(**given, reduction=reduction) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
+            check_same((ours, labels), (stock, labels), x)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize("ignore", [255, 1])
+def test_nnunet_where_nothing_counts(nnunet, ignore):
+    compound, dice = nnunet
+    for labels, weight, smoothing in itertools.product(of_nothing(ignore), (None, WEIGHT * 0), (0.0, 0.1)):
+        x, ce = logits_of(labels), {"weight": weight, "label_smoothing": smoothing}
+        for smooth, label in itertools.product((1e-5, 0.0), (ignore, None)):
+            of_dice, of_ce = {"ddp": False, "smooth": smooth}, ce if label else ce | {"ignore_index": ignore}
+            t = labels if label else labels.clamp(max=1)
+            ours, stock = (
+                of(dict(of_dice), dict(of_ce), 1.2, 0.8, label, dice.MemoryEfficientSoftDiceLoss)
+                for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss)
+            )
+            check_same((ours, t), (stock, t), x)
+            ours, stock = (
+                of(dict(of_dice), dict(of_ce), 1.2, 0.8, label)
+                for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
+            )
+            check_same((ours, t), (stock, t), x)
+    for ignored in (0.0, 1.0):
+        x, regions = torch.randn(N, K, 6, dtype=torch.float64), torch.zeros(N, K + 1, 6)
+        regions[:, -1] = ignored
+        ours, stock = (of({}, {"ddp": False}, 1, 1, True) for of in (losses.DC_and_BCE_loss, compound.DC_and_BCE_loss))
+        check_same((ours, regions), (stock, regions), x)
+
+
+@pytest.mark.parametrize("ignore", [255, 1])
+def test_smp_where_nothing_counts(smp, ignore):
+    """The original cannot reshape labels of no sample."""
+    for labels, weights, smooth in itertools.product(of_nothing(ignore)[:3], (None, [0.0] * K), (0.0, 1.0)):
+        options = {"ignore_index": ignore, "class_weights": weights, "smooth": smooth}
+        for log_loss in (False, True):
+            ours, stock = (of("multiclass", log_loss=log_loss, **options) for of in (losses.SMPDiceLoss, smp.DiceLoss))
+            check_same((ours, labels), (stock, labels), logits_of(labels))
 
 
 def sentence(loss):

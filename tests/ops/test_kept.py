@@ -1,5 +1,7 @@
 """Which channels are kept, and when a module updates its list of kept channels."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,36 @@ def test_channels_of_a_range():
         assert found[1] == slots
 
 
+@pytest.mark.parametrize(
+    "norm", [fusedseg.InPlaceABN, fusedseg.InPlaceInstanceNormAct, partial(fusedseg.InPlaceGroupNormAct, 2)]
+)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_list_older_than_the_parameters_gives_finite_gradients(backend, norm, rows, dtype, monkeypatch):
+    """Weights that were set to 0 through ``.data``, as masks for pruning do, had NaN gradients on aten."""
+    monkeypatch.setattr(KeptChannels, "refresh", lambda *args: None)
+    torch.manual_seed(0)
+    for value in (0.0, 1e-38, 1e-20):
+        net = norm(4, affine=True)
+        net.weight.data[:3] = value
+        net.bias.data[:3] = torch.tensor([0.0, 0.3, -50.0])
+        x = torch.randn(2, 4, 5, 5, dtype=dtype).requires_grad_()
+        given = x.to(memory_format=torch.channels_last) if rows else x
+        net(given * 1).square().mean().backward()
+        for found in (x.grad, net.weight.grad, net.bias.grad):
+            assert found.isfinite().all()
+        assert net.weight.grad[3].abs() > 1e-3
+
+
+def test_on_a_cpu_a_change_through_data_is_seen_at_once():
+    net = fusedseg.InPlaceABN(3)
+    x = torch.randn(2, 3, 4, 4)
+    net(x.clone())
+    net.weight.data[1] = 0
+    net(x.clone())
+    assert net._kept.kept.index.tolist() == [1]
+
+
 class Arrival:
     """Replaces the event that marks the end of an asynchronous copy."""
 
@@ -139,6 +171,10 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
     tracker.forget()
     assert count() == 3
     assert len(arrivals) == 1
+    # Some optimizers step on ``.data``.
+    weight.data.fill_(1)
+    optimizer_step()
+    assert (count(), len(arrivals)) == (3, 2)
 
 
 def test_a_step_on_fake_tensors_refreshes_real_modules(monkeypatch):

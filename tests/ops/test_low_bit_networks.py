@@ -6,10 +6,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg import recompute
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.unet import lidar_optical_unet, unet3d_large, unet3d_small
 from tests.ops.test_recompute_networks import UNET2D, UNET3D
 from tests.resnet import ResNet50
@@ -55,7 +55,7 @@ def test_bytes(name, bits):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        with FakeTensorMode():
+        with fake_mode():
             net, images = make(), [torch.empty(shape) for shape in shapes]
             found = measure(recompute(bits=bits)(net), *images, owned=[*net.parameters(), *net.buffers()])
     finally:

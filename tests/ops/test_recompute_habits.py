@@ -317,3 +317,83 @@ def test_statistics_that_a_checkpointed_function_moves():
         checkpoint(fn, x, use_reentrant=False).sum().backward()
         moved.append(norm.running_mean.clone())
     assert torch.equal(*moved)
+
+
+class Skip(nn.Module):
+    """``first`` feeds both ends of a chain of norms, which is long enough that its output is rebuilt twice."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), first)
+        blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for _ in range(6)]
+        self.body = nn.Sequential(*[module for block in blocks for module in block])
+        self.last = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(torch.cat([y, self.body(y)], 1))
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [(nn.Dropout(0.3), {}), (nn.Dropout(0.3), {"bits": 8}), (nn.MaxPool2d(3, 1, 1), {"bits": 8})],
+    ids=["dropout", "dropout in 8 bits", "pool in 8 bits"],
+)
+def test_a_mask_before_a_skip_inside_of_a_checkpoint(first, options):
+    """The mask was unpacked once for each rebuild, and a checkpoint gives a saved tensor only once."""
+
+    found = []
+    for around in (lambda model: model, recompute(**options)):
+        torch.manual_seed(0)
+        model, x = Skip(first), torch.randn(2, 3, 32, 32)
+        checkpoint(around(model), x, use_reentrant=False).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    # Fewer bits make noise.
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=found[0].abs().max().item() * (0.1 if options else 0))
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, src_key_padding_mask=None):
+        return self.attention(x, x, x, key_padding_mask=src_key_padding_mask, need_weights=False)[0]
+
+
+ATTENTION = {
+    "attention": Attends,
+    "layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+}
+
+
+@pytest.mark.parametrize("make", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_fast_path_of_attention_in_eval_mode(make, padded, converted):
+    """PyTorch leaves it for any function mode, and the other path gave other last bits."""
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(2, 8, 16)
+    mask = torch.arange(8) > torch.tensor([[7], [4]]) if padded else None
+    stock, frozen = model, copy.deepcopy(model).requires_grad_(False)
+    if converted:
+        stock = copy.deepcopy(model)
+        fusedseg.convert(model, example_inputs=x)
+    with torch.no_grad():
+        expected = stock(x, src_key_padding_mask=mask)
+        with recompute():
+            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
+    with recompute():
+        assert torch.equal(frozen(x, src_key_padding_mask=mask), expected)
+        with torch.inference_mode():
+            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
+
+
+def test_attention_that_the_scope_has_met_is_scripted_and_compiled():
+    layer, x = ATTENTION["layer"]().eval().requires_grad_(False), torch.randn(2, 8, 16)
+    with recompute():
+        expected = layer(x)
+    assert torch.equal(torch.jit.script(layer)(x), expected)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg import recompute
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.resnet import ResNet18, ResNet50
 
@@ -82,7 +82,7 @@ def test_bytes(case, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode():
+        with fake_mode():
             net, images = case.make(), [torch.empty(shape) for shape in case.shapes]
             owned = [*net.parameters(), *net.buffers()]
             eager, ours = (measure(fn, *images, owned=owned) for fn in (net, recompute()(net)))

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from fusedseg import recompute
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops import reuse
 from fusedseg.ops.conv import cat, slabs, sources
 from fusedseg.ops.conv.sources import Interpolated
@@ -65,7 +65,7 @@ def test_a_convolution_of_a_rebuilt_tensor(options, dtype):
 
 def test_a_packed_input_is_freed_before_the_gradient_of_the_input():
     """``PackingRegistry.packs`` was deleted, so that the unpacked input lay beside its gradient."""
-    with FakeTensorMode():
+    with fake_mode():
         net = nn.Sequential(nn.Conv3d(1, 256, 3, padding=1), nn.Conv3d(256, 8, 3, padding=1))
         found = measure(recompute(bits=4)(net), torch.empty(1, 1, 64, 64, 128), owned=[*net.parameters()])
     # The codes, and either the input of the second convolution or its gradient: 512 MiB.  It was 1,108 MiB.
@@ -176,7 +176,7 @@ def peak_of(least, monkeypatch):
     """The peak of a U-Net of one level below the full size, in tensors of the largest size."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
     monkeypatch.setattr(parts, "LEAST_BYTES", least)
-    with FakeTensorMode():
+    with fake_mode():
         net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=norm_and_relu)
         x = torch.empty(2, 1, 256, 256)
         found = measure(recompute(bits=4)(net), x, owned=[*net.parameters(), *net.buffers()])

@@ -28,6 +28,7 @@ from tests.tools.traffic import Moved, extent
 
 from .machine import Grid, Launch, Options, Program
 from .memory import Segment
+from .parse import Unsupported
 from .wave import Finding
 
 POINTERS = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp64": torch.float64,
@@ -91,7 +92,7 @@ class Driver:
         parameters = [item for item in src.signature.items() if item[1] != "constexpr"]
         places = [k for k, kind in enumerate(src.signature.values()) if kind != "constexpr"]
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
-            raise NotImplementedError(f"{metadata.name}: scratch memory or clusters")
+            raise Unsupported(f"{metadata.name}: scratch memory or clusters")
 
         def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args) -> None:
             for hook in (enter, leave):

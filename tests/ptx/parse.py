@@ -97,7 +97,8 @@ def instruction(text: str, line: int, source: str) -> Instruction:
         guard_text, rest = rest.split(None, 1)
         guard = operand(guard_text[1:])
     name, _, arguments = rest.partition(" ")
-    op, *modifiers = name.split(".")
+    # Without a suffix, shared memory is that of the CTA; Triton 3.8 writes the suffix.
+    op, *modifiers = name.replace(".shared::cta", ".shared").split(".")
     # "%r1|%p1" is two results, a value and a predicate.
     operands = tuple(operand(one) for part in split(arguments) for one in part.split("|"))
     return Instruction(op, tuple(modifiers), operands, guard, text, line, source)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.ptx.option import BEHIND
 from tests.tools import warm
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +70,11 @@ def run(arch: str, *arguments: str) -> str:
     # The options of this run are removed, because they may divide the tests among processes.  The plugins that are left
     # out cost seconds.
     options = ["-o", "addopts=--import-mode=importlib", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
-    done = warm.run("pytest", *options, "-q", "--tb=short", "--ptx", arch, *arguments)
+    done = warm.run("pytest", *options, "-q", "-rs", "--tb=short", "--ptx", arch, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+    for line in done.stdout.splitlines():
+        if BEHIND in line:
+            pytest.skip(line[line.index(BEHIND) :])
     return done.stdout
 
 

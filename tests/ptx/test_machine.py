@@ -179,6 +179,12 @@ def test_races_in_shared_memory(barrier, other, kinds):
     assert [f.kind for f in found] == kinds
 
 
+def test_shared_memory_with_the_suffix_of_the_cta():
+    """Triton 3.8 writes ``st.shared::cta``, which the machine did not know."""
+    code = SHARE.format(barrier="", other=128).replace(".shared.", ".shared::cta.")
+    assert [f.kind for f in run(code, torch.zeros(64, **INTS), threads=64)] == ["shared-race"]
+
+
 @pytest.mark.parametrize(("barrier", "kinds"), [("bar.sync 0;", set()), ("", {"shared-race"})])
 def test_a_warp_that_writes_what_another_read(barrier, kinds):
     again = f"	{barrier}\n	add.s32 %r7, %r0, 1;\n	st.shared.b32 [%r3], %r7;\n"

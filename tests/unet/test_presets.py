@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.memory import estimate, measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
@@ -28,7 +28,7 @@ def footprint(build, shapes, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode():
+        with fake_mode():
             found = measure(build(), *[torch.empty(shape) for shape in shapes])
     finally:
         torch.set_default_dtype(before)
@@ -37,7 +37,7 @@ def footprint(build, shapes, dtype):
 
 @pytest.mark.parametrize(("make", "count"), [(unet3d_large, 40_158_853), (unet3d_small, 14_496_517)])
 def test_parameters(make, count):
-    with FakeTensorMode():
+    with fake_mode():
         assert sum(p.numel() for p in make().parameters()) == count
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg import InPlaceABN
 from fusedseg.memory import measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
 
@@ -78,7 +78,7 @@ def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(nor
     """The norms have parameters, as in nnU-Net; the bytes of a patch of 128 come from tensors without values."""
 
     def saved(plain):
-        with FakeTensorMode():
+        with fake_mode():
             net = UNet(1, 4, dims=3, widths=(32, 64, 128, 256), norm_act=norm, plain=plain)
             return measure(net, torch.empty(2, 1, 128, 128, 128)).saved
 

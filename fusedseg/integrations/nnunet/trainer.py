@@ -39,6 +39,8 @@ class Fused(_Trainer):
 
     * The network is converted when the trainer builds it for training, before ``torch.compile`` and before DDP.  With
       DDP its BatchNorms get the statistics of all processes first.  Networks that are built for prediction stay stock.
+    * With ``bits`` the network is not compiled, although nnU-Net compiles on a GPU by default: compiled code keeps
+      activations as they are.  The log says so.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
       without an equal stays, and the log says so.
     * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
@@ -84,6 +86,14 @@ class Fused(_Trainer):
         dtype = "torch.float16 autocast" if half else weight.dtype
         text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
         self.print_to_log_file(text, add_timestamp=False)
+        if self.convert_options.get("bits") and super()._do_i_compile():
+            self.print_to_log_file(
+                "fusedseg: torch.compile is off, because compiled code does not keep activations in "
+                f"{self.convert_options['bits']} bits"
+            )
+
+    def _do_i_compile(self) -> bool:
+        return not self.convert_options.get("bits") and super()._do_i_compile()
 
     def _build_loss(self) -> nn.Module:
         stock = super()._build_loss()

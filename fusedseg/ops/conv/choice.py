@@ -29,7 +29,6 @@ from ..check import HALF, check_choice
 from ..layout import Layout, layout_of
 from .convolution import Geometry
 
-NAMES = ("auto", "triton", "aten")
 # With more input channels, arithmetic limits a kernel of several taps, and then the vendors' libraries are faster.
 MOST_CHANNELS = 128
 # Fewer channels waste tensor cores, whose smallest step sums 16 products.
@@ -102,7 +101,7 @@ def takes_tf32(x: Tensor) -> bool:
 
 
 def check_conv_backend(op: str, name: str) -> None:
-    check_choice(op, "conv_backend", name, NAMES)
+    check_choice(op, "conv_backend", name, _backend.NAMES)
 
 
 def unfit(x: Tensor, positions: int) -> str:

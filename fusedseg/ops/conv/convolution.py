@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._torch import FakeTensor
+from ... import _backend, _torch
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
 
@@ -198,7 +197,7 @@ def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
         return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
     # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
     if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):
-        return x.new_empty(1).expand(x.shape) if x.is_cuda or isinstance(x, FakeTensor) else None
+        return x.new_empty(1).expand(x.shape) if _backend.on_gpu(x) else None
     return None
 
 

@@ -4,7 +4,7 @@ A group is 256 adjacent positions of one channel of one sample, or fewer at the 
 values that the codes of a group stand for.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ..layout import layout_of
 
 OP = "fusedseg.low_bit"
 BITS = (2, 4, 8)
+# Those that users may ask for.
+Bits = Literal[8, 4]
 GROUP = 256
 # A channel of a sample with fewer positions is no group of its own, unless it has a kink of its own: the two numbers of
 # each group would take as much memory as the codes.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch import FakeTensor
+from ..._backend import on_gpu
 from ..layout import Layout
 from . import aten_chunks
 
@@ -14,8 +14,8 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def serves(x: Tensor, layout: Layout) -> bool:
-    """Whether aten's group norm is used.  It is not used if its temporaries are large, nor for fake tensors."""
-    if layout.D == 1 or x.device.type != "cpu" or isinstance(x, FakeTensor):
+    """Whether aten's group norm is used.  It is not used on a GPU, nor if its temporaries are large."""
+    if layout.D == 1 or x.device.type != "cpu" or on_gpu(x):
         return False
     return not layout.rows or aten_chunks.small(x)
 

@@ -24,7 +24,7 @@ from ...activation import TABLE, Activation, Inverse
 from ..activation_aten import activate
 from ..layout import Layout, channel_view, per_channel, starts_at
 from . import aten_chunks, aten_groups
-from .kept import Kept
+from .kept import Kept, finite_inverse
 from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
 # A call of ``torch.ops`` is shortest if an overload is called by position.
@@ -147,8 +147,8 @@ class _Backward:
         self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)
         self.shift = torch.zeros_like(rstd) if saved.bias is None else cast(saved.bias, rstd.dtype)
         self.weight = torch.ones_like(rstd) if saved.weight is None else cast(saved.weight, rstd.dtype)
-        self.inverse = self.weight.reciprocal()
-        self.rescaled = self.weight.square().mul_(rstd)
+        self.inverse, square = finite_inverse(self.weight, self.shift, saved.source.dtype, self.residual is not None)
+        self.rescaled = square.mul_(rstd)
         if kept is not None:
             index = kept.index.to(rstd.device)
             self.rescaled.index_copy_(0, index, (self.weight * rstd)[index])

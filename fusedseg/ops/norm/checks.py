@@ -1,5 +1,7 @@
 """Checks of the arguments of the norm op, with the errors that users see."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,9 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
     if not spec.own and running_mean is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
     # The condition for a batch stands here, because this saves a call.  ``own`` comes first, because an exported
-    # program in eval mode must not depend on the number of samples that it was traced with.
-    if spec.process_group is None and (spec.kind != "batch" or (spec.own and C and shape.numel() == C)):
+    # program in eval mode must not depend on the number of samples that it was traced with.  ``shape.numel()`` would
+    # make constants of symbolic sizes.
+    if spec.process_group is None and (spec.kind != "batch" or (spec.own and C and math.prod(shape) == C)):
         _check_values(op, spec, shape)
 
 
@@ -59,14 +62,14 @@ def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
     if spec.kind == "batch":
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
     if spec.kind == "instance":
-        if spec.own and shape[2:].numel() == 1:
+        if spec.own and math.prod(shape[2:]) == 1:
             raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
         return
     groups = spec.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
     # As nn.GroupNorm does, this accepts several samples whose groups have one value each.
-    if shape.numel() == groups:
+    if math.prod(shape) == groups:
         raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
 
 

@@ -24,6 +24,8 @@ from ..recompute.saved import recomputing
 # A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
 # 2**-18 and 2**-41.
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
+# Smaller weights than this have no 1 / weight that leaves room for a sum.  kernels/norm_act_bwd.py has this number too.
+LEAST = 2.0**-112
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,7 @@ def kept_mask(
     inverse = TABLE[act.name].inverse
     assert inverse is not None, act
     slope = inverse.slope(act.param)
-    floor = 1.0 if residual else torch.finfo(dtype).tiny / slope
+    floor = 1.0 if residual else max(torch.finfo(dtype).tiny / slope, LEAST * KAPPA[dtype])
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
         # These are few values in every step, and numpy's calls cost a tenth of aten's.  DLPack is used because
         # Tensor.numpy() would forbid resizing the storage, which FSDP does.
@@ -76,6 +78,17 @@ def kept_mask(
         return torch.from_numpy(mask) if mask.any() else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return bias.detach().to(wide).abs().clamp(min=floor) > weight.detach().to(wide).abs() * KAPPA[dtype]
+
+
+def finite_inverse(weight: Tensor, bias: Tensor, dtype: torch.dtype, residual: bool) -> tuple[Tensor, Tensor]:
+    """1 / weight and weight ** 2; 1 and weight where rounding y takes all of xhat, so that xhat counts as about 0.
+
+    Such channels are kept.  Only a list that is older than the parameters may lack them: parameters may change through
+    ``.data``, which no version counts.
+    """
+    eps = torch.finfo(dtype).eps
+    lost = weight.abs() < bias.abs().clamp_(min=1.0 if residual else LEAST / eps).mul_(eps)
+    return weight.masked_fill(lost, 1.0).reciprocal_(), torch.where(lost, weight, weight.square())
 
 
 def slots_of(mask: Tensor) -> Tensor:
@@ -154,9 +167,10 @@ def serve_compiled_code() -> None:
 class KeptChannels:
     """The kept channels of one module, found without making the host wait for the device.
 
-    On a CPU, the list is found at once after every change of the parameters.  So it is on a GPU at the first call, and
-    after a change that is not an optimizer's step.  After an optimizer's step, a GPU's list is copied to the host
-    asynchronously, and used when it has arrived, so it may lag behind the parameters by one step.
+    On a CPU, every call finds the list.  On a GPU it is found at once at the first call, and after a change of the
+    parameters' versions that is not an optimizer's step.  After an optimizer's step, a GPU's list is copied to the host
+    asynchronously, and used when it has arrived, so it may lag behind the parameters by one step.  A change through
+    ``.data`` is seen after the next optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -184,10 +198,12 @@ class KeptChannels:
             return self.kept
         other = bias if bias is not None else first
         kind = (act, dtype, residual)
-        key = (kind, first.data_ptr(), first._version, other.data_ptr(), other._version)
-        if key != self._key:
+        # Some optimizers step on ``.data``, which no version counts.
+        key = (kind, first.data_ptr(), first._version, other.data_ptr(), other._version, _optimizer_steps)
+        lags = self._may_lag(weight, bias)
+        if key != self._key or (first.device.type == "cpu" and not lags):
             known = self._key is not None and self._key[0] == kind
-            if self._may_lag(weight, bias) and known and _optimizer_steps != self._steps:
+            if lags and known and _optimizer_steps != self._steps:
                 self._request(weight, bias, *kind)
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None

@@ -49,8 +49,6 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
     with _torch.DisableTorchFunction():
         at, signs = Place.of(x), pack_signs(x.detach())
         kept = registry.keep(signs)
-        # Hooks around the scope may return it only once.
-        kept.in_recipe = True
         source = kept, Place.of(signs)
         rebuild = partial(_side, at=at, below=0.0 if func in RELU else -1.0)
         side = Recipe(at, x.device, rebuild, None, OFF, [source])

@@ -162,8 +162,6 @@ class Offer:
             source = link.source(registry)
             if source is None:
                 return None
-            if isinstance(source, Data):
-                source.in_recipe = True
             if source.bits < bits:
                 bits = source.bits
             inputs.append((source, at))

@@ -13,22 +13,22 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import _torch
+from ..._module_hooks import looking_on
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Packed, lines_of, mixed
+from ..low_bit.spec import Bits, Packed, lines_of, mixed
 from .memory import Memory
 from .offers import Offer
 from .plain import Place, plain
 from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
 
-CHOICES = (8, 4)  # the bits that users may ask for
+CHOICES = get_args(Bits)
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
 FEWEST_VALUES = 4096  # smaller tensors are kept as they are
@@ -333,14 +333,8 @@ class PackingRegistry(Registry):
             if module in modules and threading.get_ident() == thread:
                 self._inside += step
 
-        # Hooks of a module itself would change how converted convolutions run.
-        before = register_module_forward_pre_hook(lambda module, args: count(1, module))
-        after = register_module_forward_hook(lambda module, *call: count(-1, module), always_call=True)
-        try:
+        with looking_on(lambda module, args: count(1, module), lambda module, *call: count(-1, module)):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def linear(self, spared: Tensor | None = None) -> Any:
         """A context for a call whose saved tensors enter the gradient linearly."""

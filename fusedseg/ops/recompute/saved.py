@@ -209,6 +209,10 @@ class Recipe:
     ) -> None:
         self.at, self.device, self.inputs = at, device, inputs
         self.rebuild, self.overwrite, self.autocast = rebuild, overwrite, autocast
+        for source, _ in inputs:
+            if isinstance(source, Data):
+                # Each rebuild reads it, and hooks around the scope, such as a checkpoint's, may return it only once.
+                source.in_recipe = True
         # The order in which inputs are rebuilt, and the tensors that live at once then.
         self.turns, self.needs = turns(inputs, overwrite is not None)
         self.orders: list[int] = []  # the numbers of the recipe's handles, in ascending order

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ... import _torch
 from .. import unfused
+from ..low_bit.spec import Bits
 from . import compiled
 from .budgeted import BUDGET_RULES, BudgetRegistry
 from .choice import Budget
@@ -96,7 +97,7 @@ class recompute(ContextDecorator):
         budget: float | str | None = None,
         *,
         extra_flops: float | None = None,
-        bits: int | None = None,
+        bits: Bits | None = None,
         seed: int | None = None,
         unrounded: Sequence[torch.nn.Module] = (),
     ) -> None:

@@ -172,6 +172,6 @@ def _laid_anew(registry: Registry, x: Tensor, t: Tensor) -> Handle | None:
     if not registry.certain(x):
         return None
     size, kept = t.size(), registry.keep(x)
-    kept.in_recipe, kept.in_graph = True, False
+    kept.in_graph = False
     source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])
     return Handle(source, source.at)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import _torch
@@ -122,6 +122,42 @@ def _watch_scripted() -> None:
         cls.__call__ = functools.wraps(cls.__call__)(call)
 
 
+# In eval mode the forward of these classes takes a fast path, unless a function mode is active.
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+@functools.cache
+def _keep_fast_paths() -> None:
+    """Hides the mode of a scope from the modules of ``ATTENTION`` where they save nothing, until the process ends.
+
+    The other path gives other last bits.
+    """
+    for cls in ATTENTION if _torch.pop_mode_temporarily is not None else ():
+
+        def call(self: Any, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
+            # ``torch.fx`` replaces ``nn.Module.__call__`` while it traces, so it is looked up in each call.
+            run = super(_cls, self).__call__
+            if _is_compiling() or self.training or not _torch.len_torch_function_stack():
+                return run(*args, **kwargs)
+            mode = _torch.get_current_function_mode_stack()[-1]
+            if type(mode) is not Watch or (_is_grad_enabled() and _any_requires_grad(self, args, kwargs)):
+                return run(*args, **kwargs)
+            mode.registry.seen = None
+            with _torch.pop_mode_temporarily():
+                return run(*args, **kwargs)
+
+        cls.__call__ = call  # type: ignore[method-assign]
+
+
+def _any_requires_grad(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    with _torch.DisableTorchFunction():
+        return any(
+            t.requires_grad
+            for t in (*module.parameters(), *_torch.tree_leaves((args, kwargs)))
+            if isinstance(t, Tensor)
+        )
+
+
 class Watch(recipes.Watching):
     """The function mode that sees the calls of stock functions; ``pack`` is the hook of the registry's scope."""
 
@@ -129,6 +165,7 @@ class Watch(recipes.Watching):
         super().__init__(registry)
         self.pack, self.rules = pack, rules
         _watch_scripted()
+        _keep_fast_paths()
 
     @compiled.as_python
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,9 @@
 """Checks of the arguments of the op."""
 
+import torch
 from torch import Tensor
 
+from ..._torch import FakeTensor
 from ..check import check_choice, check_input, check_tensor
 from .conv_logits import ConvLogits, Logits
 from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, Spec
@@ -29,6 +31,23 @@ def check(given: Given, spec: Spec) -> None:
             raise TypeError(f"{OP}: mask must be bool, integer or floating point, got {given.mask.dtype}")
     if spec.ignore is not None and (not isinstance(spec.ignore, int) or isinstance(spec.ignore, bool)):
         raise TypeError(f"{OP}: ignore_index must be an integer or None, got {spec.ignore!r}")
+
+
+def check_hard(op: str, mask: Tensor | None, ignored: int | None) -> None:
+    """Raises ValueError if a position counts in part, because the target is soft in the ignored class.
+
+    ``mask`` is 1 minus the target of the class ``ignored``.  The host waits for the device.
+    """
+    if mask is None or not mask.is_floating_point():
+        return
+    if isinstance(mask, FakeTensor) or mask.is_meta or torch.compiler.is_compiling():
+        return
+    wrong = torch.ne(mask, 0) & torch.ne(mask, 1)
+    if wrong.any():
+        raise ValueError(
+            f"{op}: target must be 0 or 1 in the class {ignored}, which ignore_index names, "
+            f"got {1 - mask[wrong][0].item():.4g}; a position cannot be ignored in part"
+        )
 
 
 def _check_target(logits: Logits, target: Tensor, dense: bool) -> None:

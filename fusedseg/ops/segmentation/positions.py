@@ -13,7 +13,7 @@ from .checks import check
 from .conv_logits import ConvLogits, Logits
 from .conv_op import no_autocast
 from .op import dense
-from .spec import Given, Spec
+from .spec import Given, Spec, wide_dtype
 
 
 @torch.no_grad()
@@ -36,6 +36,8 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
 @recipes.unwatched
 def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
     logits = given.logits
+    if not logits.numel():
+        return given.target.new_empty(logits.shape[0], 0, dtype=wide_dtype(logits))
     with no_autocast(given.target):
         if isinstance(logits, ConvLogits):
             return conv_aten.cross_entropy(logits.conv, logits.form, given.target, options)

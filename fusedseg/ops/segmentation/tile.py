@@ -161,6 +161,15 @@ def _times(t: Tensor, m: Tensor | None) -> Tensor:
     return t if m is None else t * m
 
 
+def _where_counted(t: Tensor, m: Tensor | None) -> Tensor:
+    """t, and 0 where m is 0, even if t is infinite or NaN there.
+
+    PyTorch leaves ignored positions out of a likelihood: their logits may be infinite, and where all are ignored, their
+    gradient is 0 although the mean is NaN.
+    """
+    return t if m is None else torch.where(m == 0, 0.0, t)
+
+
 def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     """Adds the sums of a tile to ``sums``, (ROWS, samples, K) in float64."""
     if _is_looked_up(tile, spec, axes):
@@ -174,24 +183,25 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
     flat = index.squeeze(axes.classes)
 
     def add_by_class(row: int, values: Tensor, classes: Tensor = flat) -> None:
-        sums[row].scatter_add_(1, classes, _times(values, m).squeeze(axes.classes).double())
+        sums[row].scatter_add_(1, classes, values.squeeze(axes.classes).double())
 
     p = log_p = None
     if spec.nll == "softmax":
         log_p = torch.log_softmax(x, axes.classes)
         at_label = log_p.gather(axes.classes, index)
-        add_by_class(NLL, -at_label * _one_minus(at_label.exp()) ** spec.gamma if spec.gamma else -at_label)
+        nll = -at_label * _one_minus(at_label.exp()) ** spec.gamma if spec.gamma else -at_label
+        add_by_class(NLL, _times(_where_counted(nll, m), m))
         if spec.other:
-            sums[OTHER_NLL] -= _times(log_p, m).sum(axes.positions)
+            sums[OTHER_NLL] -= _times(_where_counted(log_p, m), m).sum(axes.positions)
     if spec.probability == "softmax":
         p = _softmax(x, axes) if log_p is None else _softmax_of(log_p)
-        add_by_class(OVERLAP, p.gather(axes.classes, index))
+        add_by_class(OVERLAP, _times(p.gather(axes.classes, index), m))
         sums[PREDICTION] += _times(p, m).sum(axes.positions)
-    ones = torch.ones_like(index, dtype=x.dtype)
+    ones = torch.ones_like(index, dtype=x.dtype) if m is None else m
     add_by_class(TARGET, ones)
     if spec.probability == "argmax":
         predicted = x.argmax(axes.classes, keepdim=True)
-        add_by_class(OVERLAP, (predicted == index).to(x.dtype))
+        add_by_class(OVERLAP, _times((predicted == index).to(x.dtype), m))
         add_by_class(PREDICTION, ones, predicted.squeeze(axes.classes))
 
 
@@ -210,10 +220,10 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         nll = total(focal * ym) if spec.dense or _has_cheap_values(x) else None
         # A class with a logit of -inf has no part in the sum of labels of other classes.
         if nll is None or (not spec.dense and bool(nll.isnan().any())):
-            nll = total(torch.where(y > 0, focal, 0.0) * ym)
+            nll = total(torch.where(ym > 0, focal, 0.0) * ym)
         sums[NLL] -= nll
         if spec.other:
-            sums[OTHER_NLL] -= total(_times(log_p, m))
+            sums[OTHER_NLL] -= total(_times(_where_counted(log_p, m), m))
     elif spec.nll == "sigmoid":
         factor = _sigmoid_factor(x, y, spec.gamma) if spec.gamma else None
         sums[NLL] -= total(_times(F.logsigmoid(x) * ym, factor))
@@ -253,12 +263,12 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         of_prediction = p * dsums[PREDICTION]
         factor, extra = -(of_prediction.sum(axes.classes, keepdim=True) + overlap), overlap
     if spec.nll == "softmax":
-        nll = of_label(NLL)
+        nll = _where_counted(of_label(NLL), m)
         if spec.gamma:
             nll = nll * _focal_slope(p.gather(axes.classes, index), spec.gamma)
         extra = -nll if extra is None else extra - nll
         if spec.other:
-            nll = nll + dsums[OTHER_NLL].sum(axes.classes, keepdim=True)
+            nll = nll + _where_counted(dsums[OTHER_NLL].sum(axes.classes, keepdim=True), m)
         factor = nll if factor is None else factor + nll
     if factor is None or extra is None:
         dx.zero_()
@@ -271,7 +281,7 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         torch.addcmul(of_prediction, p, factor, out=out)
     out.scatter_add_(axes.classes, index, extra)
     if spec.other:
-        out -= dsums[OTHER_NLL]
+        out -= _where_counted(dsums[OTHER_NLL], m)
     if m is not None:
         out *= m
     if out is not dx:
@@ -287,7 +297,7 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         if spec.probability == "sigmoid":
             found = found * p * (1 - p)
     if spec.nll == "sigmoid":
-        of_nll = _times(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m)
+        of_nll = _times(_where_counted(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m), m)
         found = of_nll if found is None else found + of_nll
     if "softmax" not in (spec.probability, spec.nll):
         dx.zero_() if found is None else dx.copy_(found)
@@ -307,6 +317,9 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         w -= dsums[OTHER_NLL]
     if m is not None:
         w *= m
+        if spec.nll == "softmax":
+            # As in ``_where_counted``, in place.
+            w.masked_fill_(m == 0, 0)
     total = w.sum(axes.classes, keepdim=True)
     if spec.probability != "softmax":
         total /= sum_of_e
