@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .._module_hooks import looking_on
-from .._sizes import text_of
 from ..memory import Footprint, LiveBytes
 from ..memory.meter import mean_of
 from ..ops.recompute.choice import Budget, Choice
@@ -31,18 +30,19 @@ class Twice(NamedTuple):
         wanted: its bytes; None if only arithmetic was asked for.
         choice: the calls that run twice; None if the first step chooses them.
         paths: the paths of the modules that make these calls, and the names of the functions.
+        reached: what to tell the user if the bytes are not reached; otherwise "".
     """
 
     budget: Budget
     wanted: int | None = None
     choice: Choice | None = None
     paths: tuple[tuple[str, str], ...] = ()
+    reached: str = ""
 
     @property
     def missed(self) -> bool:
         """Whether the bytes are not reached."""
-        kept = None if self.choice is None else self.choice.kept
-        return kept is not None and self.wanted is not None and kept > self.wanted
+        return bool(self.reached)
 
     def __str__(self) -> str:
         if self.choice is None:
@@ -50,16 +50,7 @@ class Twice(NamedTuple):
         share = f"{self.choice.repeated:.1%} of the forward's convolution and matrix arithmetic"
         lines = [f"For {self.budget}, {len(self.paths)} of {len(self.choice.calls)} calls run twice: {share}"]
         lines += [f"  {path or '(the model)'}  {function}" for path, function in self.paths]
-        return "\n".join([*lines, *([f"  {self.reached()}"] if self.missed else [])])
-
-    def reached(self) -> str:
-        assert self.choice is not None
-        assert self.choice.kept is not None
-        assert self.wanted is not None
-        return (
-            f"{text_of(self.wanted)} cannot be reached without a higher peak or more arithmetic: "
-            f"{text_of(self.choice.kept)} are kept"
-        )
+        return "\n".join([*lines, *([f"  {self.reached}"] if self.missed else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -119,9 +110,9 @@ def apply_budget(
     choice = wiring.choice = choose(seen.graph, budget, before.saved, after.saved)
     wiring.make_guide = Sizes(budget, choice, before.saved, seen.graph.eager).guide
     paths = tuple((seen.paths[i], choice.calls[i].function) for i in sorted(choice.again))
-    twice = Twice(budget, budget.bytes_of(before.saved), choice, paths)
+    twice = Twice(budget, budget.bytes_of(before.saved), choice, paths, budget.missed(choice, before.saved) or "")
     if twice.missed:
-        warnings.warn(f"{OP}: {twice.reached()}", stacklevel=3)
+        warnings.warn(f"{OP}: {twice.reached}", stacklevel=3)
     return twice
 
 

@@ -100,7 +100,7 @@ def convert(
             bytes grow with the size.  None lets no call run twice.
         extra_flops: the arithmetic that may run twice, as a share of the forward's convolution and matrix arithmetic
             (0.02).  Without ``budget``, it buys as few bytes as it can.  With ``budget``, the peak may be higher than
-            that of a larger budget where both limits cannot be met otherwise.  The default with ``budget`` is 1.0.
+            that of a larger budget where both limits cannot be met otherwise.  The default with ``budget`` is 0.35.
         bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
             the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
             With a budget too, only convolutions that read exact values run twice, such as the first one.
@@ -118,7 +118,8 @@ def convert(
             of the stock model does not.
 
     Warns:
-        UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept.
+        UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept, and the
+            nearest budget that can be met.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
     and ``nn.ReLU``, so that code that looks for these classes by ``isinstance`` finds them.

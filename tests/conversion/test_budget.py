@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -65,7 +66,21 @@ def test_a_budget_that_cannot_be_reached():
     with pytest.warns(UserWarning, match="cannot be reached without a higher peak or more arithmetic: .* are kept"):
         report, *_ = converted("two levels", budget=1000, extra_flops=0.05)
     assert report.twice.missed
+    assert "extra_flops, which is 0.05, limits the arithmetic" in str(report)
     assert report.after.saved < 0.3 * report.before.saved
+
+
+def test_without_a_limit_a_third_of_the_arithmetic_is_repeated():
+    """SwinUNETR repeated 0.89 of its forward's arithmetic to keep 0.41 of the bytes for a budget of 0.3."""
+    with pytest.warns(UserWarning, match=r"The nearest budget that can be met is 0\.\d+") as found:
+        report, *_ = converted("instance norm", budget=0.05)
+    assert 0.1 < report.twice.choice.repeated <= 0.35
+    nearest = float(re.search(r"can be met is (0\.\d+)", str(found[0].message)).group(1))
+    met, *_ = converted("instance norm", budget=nearest)
+    assert not met.twice.missed
+    assert met.after.saved <= nearest * met.before.saved
+    more, *_ = converted("instance norm", budget=nearest - 0.03, extra_flops=1.0)
+    assert more.twice.choice.repeated > 0.35
 
 
 def peaks(name, count):
@@ -156,6 +171,7 @@ def test_the_same_bits_as_without_a_budget(name):
             assert torch.equal(g, e)
 
 
+@pytest.mark.filterwarnings("ignore:fusedseg.recompute")
 def test_another_size_and_another_precision_keep_the_choice():
     case = CASES["U-Net"]
     net, x = case.make(**case.small), torch.randn(2, 3, 32, 32)
@@ -198,6 +214,7 @@ def test_a_size_that_misses_the_bytes_gets_its_own_choice():
     assert len(sizes.known) == 2
 
 
+@pytest.mark.filterwarnings("ignore:fusedseg.recompute")
 def test_without_an_example_the_first_step_chooses():
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     report = fusedseg.convert(net, budget=0.3)

@@ -170,7 +170,7 @@ def compared(seed, monkeypatch, choose):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore:fusedseg.convert")
+@pytest.mark.filterwarnings("ignore:fusedseg.convert", "ignore:fusedseg.recompute")
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_the_same_bits(seeds, monkeypatch):
     # The vectors of these small networks weigh as much as activations, so the peak is no condition here.

@@ -15,7 +15,8 @@ from fusedseg.memory import measure
 from fusedseg.ops.recompute import guide, knapsack
 from tests.ops.test_budget import assert_bits, network
 
-pytestmark = pytest.mark.usefixtures("no_choices")
+# Budgets of such small networks are often missed.
+pytestmark = [pytest.mark.usefixtures("no_choices"), pytest.mark.filterwarnings("ignore:fusedseg.recompute")]
 
 
 def test_a_bare_scope_learns_in_its_first_step():
@@ -29,6 +30,18 @@ def test_a_bare_scope_learns_in_its_first_step():
     small = torch.randn(2, 1, 16, 16)
     measure(recompute(0.25)(net), small, owned=owned)
     assert measure(recompute(0.25)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
+
+
+def test_a_scope_that_misses_its_budget_says_so_once():
+    net, x = network(), torch.randn(2, 1, 32, 32)
+    step = recompute(0.01)(net)
+    with pytest.warns(
+        UserWarning, match="fusedseg.recompute: .* cannot be reached .* nearest budget that can be met is"
+    ):
+        step(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x).sum().backward()
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["scope", "converted"])

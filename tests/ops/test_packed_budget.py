@@ -122,6 +122,7 @@ def test_a_budget_that_is_met_and_one_that_is_not():
         fusedseg.convert(unet(), example_inputs=IMAGES, bits=4, budget=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:fusedseg.recompute")
 def test_a_bare_scope_learns_for_its_bits():
     """A choice that was made with other bits is not followed."""
     model, found = network(), []

@@ -5,6 +5,7 @@ is known by its place in the order of the calls.
 """
 
 import functools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ class Budget:
         fraction: the share of the bytes that the step keeps without fusedseg, above 0 and at most 1; or None.
         nbytes: the bytes that may be kept; or None.
         extra_flops: the arithmetic that may run twice, as a share of the arithmetic of all calls that may run twice,
-            in forward; or None for no limit but ``MOST``.
+            in forward; or None for ``MOST``.
 
     One of ``fraction`` and ``nbytes`` asks for as little repeated arithmetic as the bytes allow.  With ``extra_flops``
     alone, as few bytes are kept as that arithmetic buys.  With both, the peak counts less than the two limits.
@@ -30,8 +31,8 @@ class Budget:
     nbytes: int | None = None
     extra_flops: float | None = None
 
-    # Without ``extra_flops``, at most the arithmetic of one forward runs again, as with a checkpoint of every block.
-    MOST = 1.0
+    # The default of ``extra_flops``.  The last bytes cost most: without a limit, SwinUNETR repeats 0.89 of its forward.
+    MOST = 0.35
 
     @classmethod
     def parse(cls, op: str, budget: float | str | None, extra_flops: float | None) -> "Budget | None":
@@ -75,6 +76,21 @@ class Budget:
     def most_flops(self) -> float:
         """The largest share of the arithmetic that may run twice."""
         return self.MOST if self.extra_flops is None else self.extra_flops
+
+    def missed(self, choice: "Choice", eager: int) -> str | None:
+        """What to tell the user if ``choice`` keeps more than the budget allows; None if it does not.
+
+        eager: as in ``bytes_of``.
+        """
+        wanted, kept = self.bytes_of(eager), choice.kept
+        if wanted is None or kept is None or kept <= wanted:
+            return None
+        nearest = text_of(kept) if self.fraction is None else f"{math.ceil(kept / eager * 1000) / 1000:g}"
+        return (
+            f"{text_of(wanted)} cannot be reached without a higher peak or more arithmetic: {text_of(kept)} are kept, "
+            f"and {choice.repeated:.1%} of the forward's arithmetic runs again.  The nearest budget that can be met is "
+            f"{nearest}; extra_flops, which is {self.most_flops:g}, limits the arithmetic"
+        )
 
     def __str__(self) -> str:
         parts = [] if self.fraction is None else [f"budget {self.fraction:g}"]

@@ -212,6 +212,7 @@ class Sizes:
         fits = (most is None or cost.kept <= most * (1 + CLOSE)) and cost.flops <= self.budget.most_flops * total
         if not fits:
             choice = choose(graph, self.budget, eager)
+            warn_if_missed(self.budget, choice, eager)
         # One assignment, because other threads may read it.
         self.known = (*self.known, choice)
         if len(self.known) == REMEMBERED:
@@ -274,11 +275,18 @@ class Learn(_Quiet):
         if len(_remembered) >= REMEMBERED:
             return
         choice = choose(graph, self.budget, graph.eager)
+        warn_if_missed(self.budget, choice, graph.eager)
         with _lock:
             _remembered.append((self._of, choice))
             is_full = len(_remembered) == REMEMBERED
         if is_full:
             warn_of_sizes()
+
+
+def warn_if_missed(budget: Budget, choice: Choice, eager: int) -> None:
+    text = budget.missed(choice, eager)
+    if text is not None:
+        warnings.warn(f"fusedseg.recompute: {text}", UserWarning, stacklevel=2)
 
 
 def warn_of_sizes() -> None:

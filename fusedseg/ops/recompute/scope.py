@@ -56,7 +56,7 @@ class recompute(ContextDecorator):
         budget: a share of the bytes that autograd is about to save (0.3), or bytes as an int or a text ("6GiB"); None
             lets no call run twice unless ``extra_flops`` is given.
         extra_flops: the arithmetic that may run twice, as a share of the forward arithmetic of these calls (0.02).
-            Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 1.0.
+            Without ``budget``, it buys as few bytes as it can.  The default with ``budget`` is 0.35.
         bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
             but stays right on average (``docs/low_bits.md``).  None keeps them as they are.  With a budget too, only
             calls that read exact values run twice, such as the first convolution.
@@ -73,6 +73,10 @@ class recompute(ContextDecorator):
     Under ``torch.compile`` the compiler keeps and rebuilds what the scope would keep and rebuild, whether the scope is
     inside the compiled function or around its call.  A backend that does not use AOTAutograd cannot follow a scope
     inside the compiled function, and the scope warns.
+
+    Warns:
+        UserWarning: the first step with new shapes cannot reach the budget; the warning names the bytes that later
+            steps keep, and the nearest budget that can be met.
 
     Raises:
         TypeError, ValueError: ``budget`` or ``extra_flops`` cannot be read or is out of range.
