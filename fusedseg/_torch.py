@@ -131,6 +131,11 @@ script_classes = [
 # Hides the innermost function mode.  Without it, attention modules in eval mode take another path in a scope, with
 # other last bits.
 pop_mode_temporarily = _or("torch.overrides._pop_mode_temporarily", None)
+# PyTorch's hooks of all modules.  Without a name, such a hook sees the tensors of fused modules.
+global_module_hooks: tuple[dict[int, Any], ...] = tuple(
+    _or(f"torch.nn.modules.module._global_{name}_hooks", {})
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
 # Whether autocast is enabled for any type of device.  True makes the caller ask for the type of its device.
 is_any_autocast_enabled = _or("torch._C._is_any_autocast_enabled", lambda: True)
 

@@ -26,6 +26,11 @@ LONG = {
     ("memory/search.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")
+# Files that may have more than LINES -> why.
+LONGER = {
+    "_torch.py": "all private names of PyTorch stand in one file",
+    "ops/recompute/saved.py": "the objects that a graph holds refer to each other",
+}
 
 
 def files() -> Iterator[tuple[str, ast.Module, int]]:
@@ -73,7 +78,9 @@ def test_calls_pass_few_arguments_by_position():
 
 def test_files_are_neither_long_nor_tiny():
     sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
-    assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
+    assert not {
+        path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES and path not in LONGER
+    }
 
 
 def test_files_of_tests_are_not_long():

@@ -13,13 +13,11 @@ from torch.fx import Proxy
 from ..activation import OF_MODULE
 from ..nn.leaf import as_leaf
 from ..ops.unfused import assume_constant_result
+from .aside import Aside
 
 
-def mark_applied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """The forward hook of a fused norm whose activation module is also called elsewhere.
-
-    It marks the output tensor, so that the activation module sees that its work is done.
-    """
+def mark_applied(out: Tensor) -> Tensor:
+    """Marks the output of a fused norm whose activation module is also called elsewhere: its work is done."""
     if torch.compiler.is_compiling():
         # The compiler follows attributes only of tensors that an op with a single output has made.
         out = out.view_as(out)
@@ -39,6 +37,8 @@ class _DoneByNorm(nn.Module):
     # The value of the parameter that the norm applies, and the path at which the activation was found.
     _fusedseg_value: Any
     _fusedseg_path: str
+    # Shared with the norms that do the work.
+    _fusedseg_aside: Aside
 
     def _check_parameter(self) -> None:
         if self._parameter is not None and getattr(self, self._parameter) != self._fusedseg_value:
@@ -69,7 +69,7 @@ class Applied(_DoneByNorm):
         if isinstance(input, Proxy):
             return as_leaf(self, input)
         self._check_parameter()
-        return input
+        return super().forward(input) if self._fusedseg_aside.now else input
 
     def extra_repr(self) -> str:
         return f"{self._stock.__name__}, done by the norm before it"
@@ -112,11 +112,11 @@ def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
 APPLIED, APPLIED_ONCE = _subclasses(Applied), _subclasses(AppliedOnce)
 
 
-def applied(act: nn.Module, path: str, once: bool) -> nn.Module:
+def applied(act: nn.Module, path: str, aside: Aside, once: bool) -> nn.Module:
     """The module that ``act`` becomes: an ``AppliedOnce`` if ``once``, otherwise an ``Applied``."""
     cls = (APPLIED_ONCE if once else APPLIED)[type(act)]
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
     twin._fusedseg_value = None if cls._parameter is None else getattr(act, cls._parameter)
-    twin._fusedseg_path = path
+    twin._fusedseg_path, twin._fusedseg_aside = path, aside
     return twin

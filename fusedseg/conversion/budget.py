@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .._module_hooks import looking_on
 from .._sizes import text_of
 from ..memory import Footprint, LiveBytes
 from ..memory.meter import mean_of
@@ -88,14 +88,8 @@ class _Named(Observe):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        # Hooks of a module itself would change how converted convolutions run.
-        before = register_module_forward_pre_hook(lambda module, args: self._running.append(self._name(module)))
-        after = register_module_forward_hook(lambda *call: self._left(), always_call=True)
-        try:
+        with looking_on(lambda module, args: self._running.append(self._name(module)), lambda *call: self._left()):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def _left(self) -> None:
         self._running.pop()

@@ -12,7 +12,8 @@ from ..memory import Footprint, measure
 from ..ops.recompute.choice import Budget
 from ..ops.recompute.packed import Rounding
 from . import scope
-from .applied import applied, mark_applied
+from .applied import applied
+from .aside import Aside, share
 from .budget import apply_budget
 from .flow import Flow, listed
 from .inputs import named, parse_inputs
@@ -167,8 +168,12 @@ def convert(
         if mode == "leaky":
             _make_leaky(flows, float(slope))
         plan = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).plan()
-        _apply(plan)
-        fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over) for fusion in plan.fusions]
+        asides = share([(fusion.norm, *fusion.acts) for fusion in plan.fusions])
+        _apply(plan, asides)
+        fused = [
+            Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
+            for fusion in plan.fusions
+        ]
         wiring = Wiring(model, fused, plan.paths)
         wiring.rounding = rounding
         scope.install(model, wiring)
@@ -228,13 +233,12 @@ def _make_leaky(flows: list[Flow], slope: float) -> None:
                 call.module.__dict__["negative_slope"] = slope
 
 
-def _apply(plan: Plan) -> None:
+def _apply(plan: Plan, asides: dict[nn.Module, Aside]) -> None:
     for fusion in plan.fusions:
+        fusion.twin.__dict__.update(_fusedseg_aside=asides[fusion.norm], _fusedseg_marks=fusion.marks)
         become(fusion.norm, fusion.twin)
-        if fusion.marks:
-            fusion.norm.register_forward_hook(mark_applied)
     for act in (*plan.applied, *plan.shared):
-        become(act, applied(act, plan.paths[act], once=act in plan.shared))
+        become(act, applied(act, plan.paths[act], asides[act], once=act in plan.shared))
     for module, twin in (*plan.pools, *plan.convs):
         become(module, twin)
 

@@ -10,8 +10,8 @@ They keep their paths and parameters, and differ from the stock class in three c
 * A BatchNorm and an invertible activation follow, and one op for all three is faster (``pays``).  The convolution then
   computes all three and marks the tensor.  The norm sees the mark and returns its input, as the activation does.
 
-In all other cases they run the stock convolution.  They also run it under ``torch.compile``, and if the convolution has
-hooks, which must see its output.
+In all other cases they run the stock convolution.  They also run it under ``torch.compile``, and where anybody looks at
+the call, who must see its output.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..nn import InPlaceABN
-from ..nn.conv_abn import convolved_and_normalised, has_hooks
+from .._module_hooks import is_called_unseen
+from ..nn.conv_abn import convolved_and_normalised
 from ..nn.join_conv import geometry_of
 from ..nn.leaf import as_leaf
 from ..ops.conv import join_conv
@@ -46,12 +46,13 @@ def pays(x: Tensor) -> bool:
 
 class _LeanConv(nn.Module):
     # The norm is an attribute but no child module, because it has a path of its own in the model.
-    norm: InPlaceABN | None
+    norm: Any
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if isinstance(input, Proxy):
             return as_leaf(self, input)
-        if not torch.compiler.is_compiling():
+        # Code that replaces ``_conv_forward``, such as for another padding, is called by the stock forward.
+        if not torch.compiler.is_compiling() and "_conv_forward" not in self.__dict__:
             sources = sources_of(input)
             if sources is not None and not is_tensor(sources) and _is_linear_in_channels(self):
                 return self._joined(sources, input)
@@ -62,13 +63,15 @@ class _LeanConv(nn.Module):
                 return z
         return super().forward(input)
 
-    def _unobserved(self, norm: InPlaceABN) -> bool:
-        """Whether no hook sees the tensor between the convolution and the norm, and the norm looks for the mark.
+    def _unobserved(self, norm: Any) -> bool:
+        """Whether nobody sees the tensor between the convolution and the norm, and the norm looks for the mark.
 
-        A norm that was converted to a synchronised norm does not look for the mark.
+        A norm that was converted to a synchronised norm does not look for the mark.  The wiring looks at the modules
+        between both; this also finds hooks where code calls the convolution without the model's own forward.
         """
-        hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-        return type(norm) in NORM_OF_CONV.values() and not (hooks or has_hooks(self))
+        if type(norm) not in NORM_OF_CONV.values() or type(self).forward is not _LeanConv.forward:
+            return False
+        return not norm._fusedseg_aside.now and is_called_unseen(self, norm)
 
     def _joined(self, sources: tuple[Source, ...], formed: Tensor) -> Tensor:
         conv: Any = self

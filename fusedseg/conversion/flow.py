@@ -87,12 +87,14 @@ class Flow:
     how: "traced by torch.fx" or "observed on the example", with the mode.
     returned: values that leave the model, or that something outside this forward still holds.
     passed: values that went through a call that changes nothing, such as dropout in eval mode.
+    seen_by: for each value, the modules that get or return it, containers too: their hooks see it.
     """
 
     how: str
     calls: list[Call] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
+    seen_by: dict[int, dict[nn.Module, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._readers: dict[int, list[Call]] = {}
@@ -109,6 +111,9 @@ class Flow:
             self._readers.setdefault(value, []).append(call)
         for value in call.makes:
             self._maker[value] = call
+
+    def sees(self, module: nn.Module, value: int) -> None:
+        self.seen_by.setdefault(value, {})[module] = None
 
     def maker(self, value: int) -> Call | None:
         """The call that made a value; None for an input, a parameter or a constant."""

@@ -109,7 +109,17 @@ class Observer:
         reads = tuple(dict.fromkeys(value for _, value in read))
         self.flow.add(Call(name, module, self._where[-1], reads, makes, *size))
 
+    def _sees(self, module: nn.Module, tree: Any) -> None:
+        if self._inside:
+            return
+        # Reading the version of a tensor is no call of the model.
+        self._inside += 1
+        for tensor in tensors_in(tree):
+            self.flow.sees(module, self._value(tensor))
+        self._inside -= 1
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._sees(module, (args, kwargs))
         if self._inside and not is_leaf(module):
             return
         if not is_leaf(module):
@@ -120,13 +130,13 @@ class Observer:
             self._begun.append(self._begin((args, kwargs)))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if not is_leaf(module):
+        if is_leaf(module):
+            self._inside -= 1
             if not self._inside:
-                self._where.pop()
-            return
-        self._inside -= 1
-        if not self._inside:
-            self._end(type(module).__name__, module, self._begun.pop(), out)
+                self._end(type(module).__name__, module, self._begun.pop(), out)
+        elif not self._inside:
+            self._where.pop()
+        self._sees(module, out)
 
 
 class _Functions(TorchFunctionMode):

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .._module_hooks import has_hooks, is_observed
 from ..activation import TABLE
 from .branches import Branch, Branches
 from .convs import LEAN, joins, lean, shrinks
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, UPSAMPLINGS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import POOLS, Refused, Spec, check_hooks, spec_of, twin_of
+from .twins import POOLS, Refused, Spec, check_forward, check_hooks, spec_of, twin_of
 
 T = TypeVar("T")
 CATS = ("cat", "concat")
@@ -33,6 +34,8 @@ class Fusion:
     conv: nn.Module | None = None
     # The convolutions whose output the norm writes over.
     over: tuple[nn.Module, ...] = ()
+    # The modules whose hooks would see another tensor than in the stock model.
+    seen_by: tuple[nn.Module, ...] = ()
     # Whether the norm must mark its output, because an activation is also called elsewhere.
     marks: bool = False
 
@@ -114,8 +117,10 @@ class Planner:
         specs = list(dict.fromkeys(spec_of(act) for act in acts))
         if len(specs) > 1:
             raise Refused(f"it is called several times, followed by {listed(map(str, specs))}")
-        for act in acts:
-            check_hooks(act)
+        for module in _seen_by(calls, inplace=False):
+            check_hooks(module)
+        for module in (norm, *acts):
+            check_forward(module)
         if isinstance(norm, INSTANCE_NORMS) and any(
             call.shape is not None and len(call.shape) == norm._get_no_batch_dim() for _, call in calls
         ):
@@ -124,7 +129,8 @@ class Planner:
         conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
         makers = [flow.maker(call.reads[0]) for flow, call in calls] if inplace else []
         over = tuple(dict.fromkeys(maker.module for maker in makers if maker and maker.module))
-        return Fusion(norm, acts, specs[0], inplace, twin_of(norm, specs[0], inplace, conv is not None), conv, over)
+        twin = twin_of(norm, specs[0], inplace, conv is not None)
+        return Fusion(norm, acts, specs[0], inplace, twin, conv, over, _seen_by(calls, inplace))
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
         value = call.makes[0]
@@ -144,12 +150,9 @@ class Planner:
         maker = flow.maker(call.reads[0])
         if maker is None or maker.kind != "conv" or flow.only_reader(call.reads[0]) is not call:
             return False
-        try:
-            if maker.module is not None:
-                check_hooks(maker.module)
-        except Refused:
+        if maker.module is not None and is_observed(maker.module):
             return False
-        return True
+        return not any(map(has_hooks, flow.seen_by[call.reads[0]]))
 
     def _conv_before(self, calls: list[tuple[Flow, Call]]) -> nn.Module | None:
         """The convolution that the norm always follows, and that only this norm reads; None if there is none."""
@@ -284,6 +287,14 @@ class Planner:
         what = call.title if call.module is not None or len(calls) == 1 else f"{call.title}, {len(calls)} calls"
         nbytes = _total(call.nbytes for call in calls) if call.kind in ("activation", "join") else None
         return Row(paths, what, "", why, nbytes)
+
+
+def _seen_by(calls: list[tuple[Flow, Call]], inplace: bool) -> tuple[nn.Module, ...]:
+    """The modules that see a tensor which these calls of a norm, when fused, would not return or would overwrite."""
+    values = [(flow, call.makes[0]) for flow, call in calls]
+    if inplace:
+        values += [(flow, call.reads[0]) for flow, call in calls]
+    return tuple(dict.fromkeys(module for flow, value in values for module in flow.seen_by[value]))
 
 
 def _enlarges(call: Call | None) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .._torch import tree_leaves
 from .flow import Call, Flow, is_leaf
 from .observe import METADATA, set_training
 from .unchanged import unchanged
@@ -16,6 +17,16 @@ DROPOUT_FUNCTIONS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dr
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__()
+        # Each module that was called, with each value that it got or returned.
+        self.seen: list[tuple[nn.Module, fx.Node]] = []
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        out = super().call_module(m, forward, args, kwargs)
+        self.seen += [(m, leaf.node) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, fx.Proxy)]
+        return out
+
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return is_leaf(module) or isinstance(module, torch.jit.ScriptModule)
 
@@ -29,11 +40,12 @@ def trace(model: nn.Module, training: bool) -> Flow:
         set_training(model, training)
         parameters = inspect.signature(model.forward).parameters.values()
         left_out = {p.name: p.default for p in parameters if p.default is not p.empty}
-        graph = _Tracer().trace(model, left_out or None)
-        return _flow(model, graph, f"traced by torch.fx in {'training' if training else 'eval'} mode")
+        tracer = _Tracer()
+        graph = tracer.trace(model, left_out or None)
+        return _flow(model, graph, tracer.seen, f"traced by torch.fx in {'training' if training else 'eval'} mode")
 
 
-def _flow(model: nn.Module, graph: fx.Graph, how: str) -> Flow:
+def _flow(model: nn.Module, graph: fx.Graph, seen: list[tuple[nn.Module, fx.Node]], how: str) -> Flow:
     flow = Flow(how)
     values: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -53,6 +65,8 @@ def _flow(model: nn.Module, graph: fx.Graph, how: str) -> Flow:
         where = list((node.meta.get("nn_module_stack") or {"": None}).keys())
         path = where[-2] if module is not None and len(where) > 1 else where[-1] if module is None else ""
         flow.add(Call(name, module, path, read, (values[node],)))
+    for seer, node in seen:
+        flow.sees(seer, values[node])
     return flow
 
 

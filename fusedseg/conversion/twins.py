@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .._module_hooks import has_hooks, is_observed
 from ..activation import OF_MODULE, is_invertible
 from ..nn import MaxPool2d, MaxPool3d
-from .applied import mark_applied
 from .norms import NORM_OF_CONV, STORE_INPUT, STORE_OUTPUT
 
 POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STOCK = "_fusedseg_stock"
 
 
@@ -66,9 +65,12 @@ def _number(what: str, value: Any) -> float:
 
 
 def check_hooks(module: nn.Module) -> None:
-    if any(getattr(module, hooks) for hooks in HOOKS):
+    if has_hooks(module):
         raise Refused(f"{type(module).__name__} has hooks, which would see other tensors")
-    if "forward" in module.__dict__:
+
+
+def check_forward(module: nn.Module) -> None:
+    if is_observed(module):
         raise Refused(f"the forward of its {type(module).__name__} was replaced")
 
 
@@ -120,6 +122,3 @@ def become_stock(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
     for holder, name in stock.slots:
         module.__dict__[holder].pop(name, None)
-    for key, hook in list(module._forward_hooks.items()):
-        if hook is mark_applied:
-            del module._forward_hooks[key]

@@ -6,27 +6,36 @@ The check raises an error at the next forward instead.
 """
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
+from .._module_hooks import has_global_hooks
 from ..ops.recompute.choice import Choice
 from ..ops.recompute.guide import Guide
 from ..ops.recompute.packed import Rounding
 from ..ops.recompute.scope import recompute
 from .applied import Applied
+from .aside import Aside, is_watched_now
 from .flow import CONVS
 from .twins import STOCK
 
 
 class Fused(NamedTuple):
-    """A fused norm, the activation modules whose work it does, and the convolutions whose output it writes over."""
+    """A fused norm, the activation modules whose work it does, and the convolutions whose output it writes over.
+
+    seen_by: the modules whose hooks would see another tensor than in the stock model.
+    aside: what norm and activations ask whether they run as stock modules.
+    """
 
     norm: nn.Module
     acts: tuple[nn.Module, ...]
     convs: tuple[nn.Module, ...]
+    seen_by: tuple[nn.Module, ...]
+    aside: Aside
 
 
 class Wiring:
@@ -43,6 +52,11 @@ class Wiring:
         # For each module in `fused`: (parent, name) of every place where it is registered.
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._find_places()
+        # The modules that were in the model at the conversion, and those that had another forward than their class.
+        self._known = weakref.WeakSet(root.modules())
+        self._forwards = {m: m.__dict__["forward"] for f in fused for m in f.seen_by if "forward" in m.__dict__}
+        # The modules whose hooks are looked for before every forward, each with its own forward or None.
+        self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
         # The calls that run twice, if a budget was given and the model has run on the example.
@@ -60,7 +74,7 @@ class Wiring:
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""
-        self._places = {module: [] for norm, acts, convs in self._fused for module in (norm, *acts, *convs)}
+        self._places = {module: [] for norm, acts, convs, *_ in self._fused for module in (norm, *acts, *convs)}
         self._paths = {module: self._paths[module] for module in self._places}
         for parent in self.root.modules():
             for name, child in parent._modules.items():
@@ -68,8 +82,11 @@ class Wiring:
                     self._places[child].append((parent, name))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has other dictionaries of children.
-        return self.__dict__ | {"_children": None}
+        # A copy of the model has other dictionaries of children, and a set of weak references cannot be pickled.
+        return self.__dict__ | {"_children": None, "_known": list(self._known)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _known=weakref.WeakSet(state["_known"]))
 
     def of(self, root: nn.Module) -> "Wiring":
         """The wiring of another root with the same children."""
@@ -80,9 +97,15 @@ class Wiring:
     def check(self) -> None:
         """Raises RuntimeError if a module of a fused norm was moved, replaced or removed since the conversion.
 
-        It runs before every forward.  It compares the children of each module with the last examination, and examines
-        the fused norms only if a child differs.
+        It runs before every forward.  It also decides which fused norms step aside in this forward (``aside.py``).
         """
+        self._check_places()
+        everywhere = has_global_hooks()
+        for aside, watched in self._watched:
+            aside.now = everywhere or is_watched_now(watched)
+
+    def _check_places(self) -> None:
+        """Compares the children of each module with the last examination; examines fused norms only if one differs."""
         if self._children is not None:
             for modules, children in self._children:
                 if tuple(modules.values()) != children:
@@ -100,7 +123,7 @@ class Wiring:
         present = set(self.root.modules())
         left = []
         for fused in self._fused:
-            norm, acts, convs = fused
+            norm, acts, convs, _, _ = fused
             if STOCK not in norm.__dict__:
                 # The norm was reverted, together with its activations.
                 continue
@@ -120,9 +143,31 @@ class Wiring:
                     _refuse(
                         f"{self._path(conv)} was moved, replaced or removed, but {name} still writes over its input"
                     )
-            left.append(Fused(norm, acts, tuple(self._now(conv, present) for conv in convs)))
+            now = tuple(self._now(conv, present) for conv in convs)
+            left.append(fused._replace(convs=now, seen_by=tuple(m for m in fused.seen_by if m in present)))
         self._fused = left
         self._find_places()
+        self._find_watched(present)
+
+    def _find_watched(self, present: set[nn.Module]) -> None:
+        """Finds the modules to look at.
+
+        The observed flow tells them at the conversion.  Of modules that came later, those count that hold a part of a
+        fused norm, its activations and its convolutions, but not all of it: they see what goes from part to part.
+        """
+        parents: dict[nn.Module, list[nn.Module]] = {}
+        for parent in self.root.modules():
+            for child in parent.children():
+                parents.setdefault(child, []).append(parent)
+        new = present.difference(self._known)
+        self._forwards = {module: forward for module, forward in self._forwards.items() if module in present}
+        watched: dict[Aside, dict[nn.Module, Any]] = {}
+        for norm, acts, convs, seen_by, aside in self._fused:
+            above = [_above(module, parents) for module in (norm, *acts, *convs)]
+            later = [m for m in new if len({m in modules for modules in above}) == 2]
+            found = watched.setdefault(aside, {})
+            found.update((module, self._forwards.get(module)) for module in (*seen_by, *convs, *later))
+        self._watched = [(aside, [*found.items()]) for aside, found in watched.items()]
 
     def _in_place(self, module: nn.Module, present: set[nn.Module], or_one_of: tuple[type, ...] = ()) -> bool:
         """Whether the module is still at all its places, or inside a wrapper there."""
@@ -144,6 +189,17 @@ class Wiring:
 
     def _path(self, module: nn.Module) -> str:
         return self._paths[module] or "(the model)"
+
+
+def _above(module: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
+    """The module, and all modules that hold it."""
+    found: set[nn.Module] = set()
+    left = [module]
+    while left:
+        if (one := left.pop()) not in found:
+            found.add(one)
+            left += parents.get(one, [])
+    return found
 
 
 def _refuse(what: str) -> NoReturn:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .._module_hooks import looking_on
 from .._torch import get_sequence_nr
 from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 
@@ -249,8 +249,7 @@ class Trace(LiveBytes):
     def watch(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
         """Hooks the calls of each module until ``close``.
 
-        The hooks are PyTorch's global module hooks, because a module with hooks of its own may run in another way, as
-        ``ConvABN2d`` does.
+        A module with hooks of its own may run in another way, as ``ConvABN2d`` does, so it gets none.
         """
         named = [(name or ROOT, module) for name, module in model.named_modules()]
         known = {module for _, module in named}
@@ -259,11 +258,7 @@ class Trace(LiveBytes):
             named += [(name, module) for name, module in more if module not in known]
         for index, (name, module) in enumerate(named):
             self._layers[module] = (index, name)
-        before = register_module_forward_pre_hook(self._pre)
-        self._exits.callback(before.remove)
-        # The hook also runs if a forward raises, so that the stack of calls stays right.
-        after = register_module_forward_hook(self._fwd, always_call=True)
-        self._exits.callback(after.remove)
+        self._exits.enter_context(looking_on(self._pre, self._fwd))
 
     def saved(self, owned: Iterable[torch.Tensor]) -> SavedBytes:
         return _Saved(owned, self)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._module_hooks import has_hooks, is_called_unseen
 from ..activation import TABLE, Activation
 from ..ops.conv import conv_abn as op
 from ..ops.conv.choice import check_conv_backend
@@ -14,12 +15,6 @@ from ..ops.norm.spec import Passed, Spec
 from .inplace_abn import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, geometry_of, sources_of_input
 from .leaf import Unscriptable, as_leaf, proxy_in
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def activation_module(act: Activation) -> nn.Module:
@@ -98,18 +93,12 @@ class _ConvABN(Unscriptable, nn.Module):
             return as_leaf(self, x)
         name, conv, norm = self._name(), self.conv, self.norm
         sources = sources_of_input(name, x, self.dims)
-        if not self._is_fused():
-            y = conv(concatenated(sources))
-            # Backward hooks return a view, which must not be overwritten in place.
-            return norm(y.clone() if conv._backward_hooks or conv._backward_pre_hooks else y)
-        return convolved_and_normalised(name, conv, norm, sources, self.conv_backend)
-
-    def _is_fused(self) -> bool:
-        """Whether one op may stand for both children: neither was replaced, and neither has hooks."""
-        conv, norm = self.conv, self.norm
+        if not is_called_unseen(conv, norm):
+            # A hook may keep the output of the convolution, and backward hooks make it a view.
+            return norm(conv(concatenated(sources)).clone())
         if type(conv) not in (self.conv_class, self.join_class) or type(norm) is not InPlaceABN:
-            return False
-        return not (has_hooks(conv) or has_hooks(norm))
+            return norm(conv(concatenated(sources)))
+        return convolved_and_normalised(name, conv, norm, sources, self.conv_backend)
 
     def extra_repr(self) -> str:
         return "" if self.conv_backend == "auto" else f"conv_backend={self.conv_backend}"

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional as F
 
+from .._module_hooks import is_called_unseen
 from .._torch import suggest_memory_format
 from ..ops.check import check_choice, check_positive, check_tensor
 from ..ops.conv.convolution import RawGeometry, parse_geometry, per_dimension
 from .branch_sum import running_sum
-from .conv_abn import has_hooks
 from .leaf import Unscriptable, as_leaf
 from .merged_kernels import in_order, stacked, summed
 
@@ -126,14 +126,12 @@ class _ConvBank(Unscriptable, nn.Module):
         return y
 
     def _is_merged(self) -> bool:
-        """Whether one convolution may stand for all branches: none was replaced, and none has hooks."""
+        """Whether one convolution may stand for all branches: none was replaced, and nobody looks at their calls."""
         for branch in self.branches:
             # A parametrization gives a branch a class of its own, so that type(branch) does not tell.
             if not isinstance(branch, self.conv_class) or type(branch).forward is not self.conv_class.forward:
                 return False
-            if has_hooks(branch):
-                return False
-        return True
+        return is_called_unseen(*self.branches)
 
     def _each(self, x: Tensor) -> Tensor:
         """Calls every branch by itself, and combines their outputs."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import _torch
+from ..._module_hooks import looking_on
 from ..low_bit.op import pack, unpack
 from ..low_bit.spec import Packed, lines_of, mixed
 from .memory import Memory
@@ -325,14 +325,8 @@ class PackingRegistry(Registry):
             if module in modules and threading.get_ident() == thread:
                 self._inside += step
 
-        # Hooks of a module itself would change how converted convolutions run.
-        before = register_module_forward_pre_hook(lambda module, args: count(1, module))
-        after = register_module_forward_hook(lambda module, *call: count(-1, module), always_call=True)
-        try:
+        with looking_on(lambda module, args: count(1, module), lambda module, *call: count(-1, module)):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def linear(self, spared: Tensor | None = None) -> Any:
         """A context for a call whose saved tensors enter the gradient linearly."""

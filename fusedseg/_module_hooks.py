@@ -1,0 +1,70 @@
+"""Whether code looks at the calls of a module: hooks of the module, PyTorch's global hooks, or a replaced forward.
+
+A module of this package that does the work of others does not call them, or gives them other tensors, so it asks here
+whether anybody would notice.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from . import _torch
+
+# The numbers of this package's own global hooks, which only look at modules.
+_ours: set[int] = set()
+
+
+@contextmanager
+def looking_on(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """A context in which ``before(module, args)`` and ``after(module, args, out)`` run at each call of a module.
+
+    ``after`` also runs if a forward raises.  Modules run as they do without hooks.
+    """
+    handles = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
+    _ours.update(handle.id for handle in handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+            _ours.discard(handle.id)
+
+
+def has_global_hooks() -> bool:
+    """Whether other code has registered hooks of all modules."""
+    forward, forward_pre, backward, backward_pre = _torch.global_module_hooks
+    if not (forward or forward_pre or backward or backward_pre):
+        return False
+    return any(not _ours.issuperset(hooks) for hooks in _torch.global_module_hooks)
+
+
+# The compiler runs this once, while it traces (``unfused.assume_constant_result`` in ops).
+has_global_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether the module has hooks, or a forward of its own in place of its class's."""
+    if has_hooks(module):
+        return True
+    own = module.__dict__
+    # The compiler traces the forward that it finds, and cannot follow this question.
+    return not torch.compiler.is_compiling() and ("forward" in own or "_conv_forward" in own)
+
+
+def is_called_unseen(*modules: Any) -> bool:
+    """Whether other code may do the work of these modules, because nobody looks at their calls."""
+    # The compiler of early versions follows no generator here.
+    for module in modules:
+        if is_observed(module):
+            return False
+    return not has_global_hooks()
