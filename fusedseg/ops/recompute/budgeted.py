@@ -143,49 +143,68 @@ class BudgetRegistry(Registry):
     def _record(self, output: Tensor, at: Place, memory: Any, before: Offer | None, *rest: Any) -> Offer | None:
         # The call overwrites its output if that is its own first input.
         alias = before is not None
+        instead = () if alias else self._unkept(output, rest[1])
         offer = super()._record(output, at, memory, before, *rest)
-        if offer is None and before is None:
-            self._foresee(output, memory, *rest)
+        if offer is None and instead:
+            self._foresee(output, memory, instead, *rest)
         if offer is not None:
             inputs = tuple(node for source, _ in offer.inputs if (node := self._node_of(source)) >= 0)
-            if before is not None and before.steps == 0:
-                # If the call is not chosen, the overwritten tensor is kept; see ``called``.
+            if instead or (before is not None and before.steps == 0):
+                # If the call is not chosen, this tensor is kept; see ``called``.
                 offer.steps = 0
             # The value of a call that forward overwrites is held in the place of the output.
             offer.is_held = before is not None and before.is_held
             overwrites, nbytes = offer.overwrite is not None, output.untyped_storage().nbytes()
             parts = in_parts(offer.rebuild, at) and bool(inputs)
             offer.node = self.graph.add(
-                Node(nbytes, inputs, overwrites=overwrites, alias=alias and bool(inputs), in_parts=parts)
+                Node(nbytes, inputs, -1, overwrites, alias and bool(inputs), in_parts=parts, instead=instead)
             )
+            if instead:
+                self._replaces(output, memory, offer.node)
         return offer
 
-    def _foresee(self, output: Tensor, memory: Any, rebuild: Any, inputs: Sequence[Any], overwrite: Any) -> None:
-        """Writes the node of a recipe that is refused now, but not if the call that made one of its inputs runs twice.
+    def _unkept(self, output: Tensor, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The inputs that calls have made and nobody has saved, by their nodes, if ``output`` is kept in their place.
 
-        An example is ReLU, which saves its result, of the output of a convolution, which nobody saves.  The result is
-        kept in the place of that output, as if it had overwritten it.
+        An example is ReLU, which saves its result, of the output of a convolution, which nobody saves.  If the
+        convolution runs once, a recipe would keep its output, and none is recorded (``Registry._record``).
         """
-        nbytes, call, others = output.untyped_storage().nbytes(), -1, []
+        nodes, found = self.graph.nodes, set()
         for t in inputs:
+            memory = self._find(t.untyped_storage()) if isinstance(t, Tensor) and plain(t) else None
+            if memory is None or memory.node < 0 or memory.counted:
+                continue
+            if nodes[memory.node].call >= 0 or nodes[memory.node].instead:
+                found.add(memory.node)
+        return tuple(sorted(found)) if sum(nodes[i].nbytes for i in found) >= output.untyped_storage().nbytes() else ()
+
+    def _replaces(self, output: Tensor, memory: Any, node: int) -> None:
+        memory.node = node
+        self.guide.replaces(node, output)
+
+    def _foresee(
+        self, output: Tensor, memory: Any, instead: tuple[int, ...], rebuild: Any, inputs: Sequence[Any], overwrite: Any
+    ) -> None:
+        """Writes the node of a recipe that is refused now, but not if the calls of some of its inputs run twice."""
+        nodes: list[int] = []
+        for t in inputs:
+            source = self._find(t.untyped_storage()) if isinstance(t, Tensor) else None
+            if source is not None and source.node in instead:
+                nodes.append(source.node)
+                continue
             link = self._link(t, output)[0] if isinstance(t, Tensor) else Linked(t)
-            if isinstance(link, Held) and link.extra:
-                source = self._find(t.untyped_storage())
-                if call >= 0 or source is None or source.node < 0 or self.graph.nodes[source.node].nbytes != nbytes:
-                    return
-                call = source.node
-            elif link is None:
+            if link is None or (isinstance(link, Held) and link.extra):
                 return
-            elif (node := self._node_of(link)) >= 0:
-                others.append(node)
-        if call >= 0 and self.graph.nodes[call].inputs:
-            overwrites = overwrite is not None
-            memory.node = self.graph.add(Node(nbytes, (call, *others), overwrites=overwrites, alias=True))
+            if (node := self._node_of(link)) >= 0:
+                nodes.append(node)
+        nbytes = output.untyped_storage().nbytes()
+        node = self.graph.add(Node(nbytes, tuple(nodes), overwrites=overwrite is not None, instead=instead))
+        self._replaces(output, memory, node)
 
     def before_change(self, x: Tensor) -> Any:
         memory = self._find(x.untyped_storage()) if plain(x) else None
-        if memory is not None and memory.node >= 0 and self.graph.nodes[memory.node].alias:
-            # What was foreseen is overwritten.
+        if memory is not None and memory.node >= 0 and self.graph.nodes[memory.node].instead:
+            # What might be kept in the place of the outputs of calls is overwritten.
             memory.node = -1
         return super().before_change(x)
 

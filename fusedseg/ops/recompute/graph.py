@@ -5,7 +5,8 @@ anyway, the result of a cheap recipe, or the output of a call that may run twice
 through backward.  So bytes, arithmetic and peak of a choice are known without another step.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ class Graph:
         others: for each saved tensor, the other bytes that live beside it; empty if they were not observed.
         tops: the most bytes before the first call, between each two calls, and after the last one, if the output of
             every call is freed as soon as forward no longer needs it; empty if they were not observed.
-        dies: for each call, the number of calls that had begun when its output was freed.
+        dies: for each output of a call, and each tensor that is kept in its place, by its node: the number of calls
+            that had begun when forward freed it.
     """
 
     def __init__(self) -> None:
@@ -112,17 +114,37 @@ class Graph:
 
     def moments(self) -> list[Moment]:
         """Moments at which the peak of a choice may lie: it needs the bytes of each, less the outputs not kept then."""
-        replay = Replay(self, ())
-        sizes = {i: (node, self.nodes[node].nbytes) for i, node in enumerate(self.of_call) if node is not None}
+        replay, of_calls = Replay(self, ()), self._of_calls()
+
+        def alive(lives: Callable[[int], bool]) -> dict[int, int]:
+            outputs: dict[int, int] = {}
+            for i, calls in of_calls.items():
+                if lives(i):
+                    for call in calls:
+                        outputs[call] = outputs.get(call, 0) + self.nodes[i].nbytes
+            return outputs
+
         found = []
         for at, nbytes in enumerate(replay.tops()):
-            alive = {i: size for i, (_, size) in sizes.items() if self.dies.get(i, inf) < at}
-            found.append(Moment(nbytes, alive))
+            found.append(Moment(nbytes, alive(partial(self._freed_before, at))))
         live, released = 0, replay.released
         for number, node in enumerate(self.packs):
-            alive = {i: size for i, (own, size) in sizes.items() if 0 <= replay.first_use(own) < number}
             live += sum(released.get(number, ()))
             rebuilt = self.nodes[node].nbytes if not replay.is_data(node) else 0
             others = self.others[number] if self.others else Others(0, 0)
-            found.append(Moment(live + max(others.before, rebuilt + others.after), alive))
+            outputs = alive(partial(replay.is_used_before, number))
+            found.append(Moment(live + max(others.before, rebuilt + others.after), outputs))
+        return found
+
+    def _freed_before(self, at: int, node: int) -> bool:
+        return self.dies.get(node, inf) < at
+
+    def _of_calls(self) -> dict[int, frozenset[int]]:
+        """The outputs of calls and what is kept in their place, by their nodes, each with these calls."""
+        found: dict[int, frozenset[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if node.call >= 0:
+                found[i] = frozenset((node.call,))
+            elif node.instead:
+                found[i] = frozenset().union(*(found[j] for j in node.instead))
         return found

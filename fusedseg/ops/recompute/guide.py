@@ -36,6 +36,9 @@ class Guide(Protocol):
     def made(self, index: int, out: Tensor) -> None:
         """Called with the output of each call."""
 
+    def replaces(self, node: int, out: Tensor) -> None:
+        """Called with each tensor that may be kept in the place of outputs of calls, and its node."""
+
     def saved(self, number: int, packed: Data | Handle) -> None:
         """Called with each saved tensor and its number in ``Graph.packs``."""
 
@@ -53,6 +56,9 @@ class _Quiet:
         return False
 
     def made(self, index: int, out: Tensor) -> None:
+        pass
+
+    def replaces(self, node: int, out: Tensor) -> None:
         pass
 
     def saved(self, number: int, packed: Data | Handle) -> None:
@@ -73,7 +79,9 @@ class Observe(_Quiet):
     def __init__(self, live: "Live | None" = None) -> None:
         self._live = live
         self._tops: list[int] = []
-        self._dies: dict[int, int] = {}
+        # Calls by their numbers, and tensors that replace their outputs by their nodes.
+        self._calls: dict[int, int] = {}
+        self._others: dict[int, int] = {}
 
     def wants(self, index: int, call: Call) -> bool:
         return True
@@ -82,17 +90,26 @@ class Observe(_Quiet):
         if self._live is not None:
             self._tops.append(self._live.peak)
             self._live.peak = self._live.current
-            weakref.finalize(out.untyped_storage(), self._freed, index).atexit = False
+            self._notice(out, self._calls, index)
 
-    def _freed(self, index: int) -> None:
-        self._dies[index] = len(self._tops)
+    def replaces(self, node: int, out: Tensor) -> None:
+        if self._live is not None:
+            self._notice(out, self._others, node)
+
+    def _notice(self, out: Tensor, dies: dict[int, int], key: int) -> None:
+        def freed() -> None:
+            dies[key] = len(self._tops)
+
+        weakref.finalize(out.untyped_storage(), freed).atexit = False
 
     def ends(self, graph: Graph) -> None:
         self.graph = graph
         if self._live is not None:
             self._tops.append(self._live.peak)
             # What is freed after forward has no part in its peak.
-            graph.tops, graph.dies = self._tops, dict(self._dies)
+            of_call = graph.of_call
+            calls = {node: at for i, at in self._calls.items() if (node := of_call[i]) is not None}
+            graph.tops, graph.dies = self._tops, calls | self._others
 
 
 class Live(Protocol):

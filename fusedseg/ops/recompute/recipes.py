@@ -184,7 +184,8 @@ def offer(
     if registry is not None:
         with _torch.DisableTorchFunction():
             offer = registry.offer(output, rebuild, inputs, overwrite)
-            if offer is not None:
+            # The plan of a budget does not know that a reader holds a value.
+            if offer is not None and not registry.budgeted:
                 offer.reader = reader
 
 

@@ -27,6 +27,8 @@ class Node(NamedTuple):
     alias: whether it lies in the memory of its first input, which forward has overwritten.  If that input is kept, so
         is this tensor, in its place.
     in_parts: whether its inputs are made and freed one after the other (``parts.py``).
+    instead: the inputs that nobody else keeps.  If those of them that are data have as many bytes as this tensor, then
+        it has no recipe and is kept in their place.
     """
 
     nbytes: int
@@ -35,6 +37,7 @@ class Node(NamedTuple):
     overwrites: bool = False
     alias: bool = False
     in_parts: bool = False
+    instead: tuple[int, ...] = ()
 
 
 class Cost(NamedTuple):
@@ -90,6 +93,8 @@ class Replay:
         self._data: list[bool] = []
         for node in graph.nodes:
             kept = not node.inputs or (node.call >= 0 and node.call not in again)
+            others = [graph.nodes[i].nbytes for i in node.instead if self._data[i]]
+            kept = kept or (bool(others) and sum(others) >= node.nbytes)
             self._data.append(kept or (node.alias and self._data[node.inputs[0]]))
         # For each rebuilt node, the order of its inputs, and the most tensors that live at once (``parts.turns_of``).
         self._turns: list[tuple[Sequence[int], int]] = []
@@ -144,9 +149,9 @@ class Replay:
         """Whether a node is kept and not rebuilt."""
         return self._data[i]
 
-    def first_use(self, i: int) -> int:
-        """The number of the first saved tensor that needs this data; -1 for none."""
-        return self._last[i]
+    def is_used_before(self, number: int, i: int) -> bool:
+        """Whether a saved tensor before this one needs this data."""
+        return 0 <= self._last[i] < number
 
     def _is_held(self, i: int) -> bool:
         """Whether a node is the value of a call that is held, perhaps overwritten in forward."""
@@ -211,9 +216,8 @@ class Replay:
         """``Graph.tops``, where an output that is kept stays alive when forward no longer needs it."""
         graph = self._graph
         stays = [0] * (len(graph.tops) + 1)
-        for call, at in graph.dies.items():
-            i = graph.of_call[call]
-            if i is not None and self._data[i] and self._last[i] >= 0:
+        for i, at in graph.dies.items():
+            if self._data[i] and self._last[i] >= 0:
                 stays[at + 1] += self._nodes[i].nbytes
         return list(map(sum, zip(graph.tops, accumulate(stays), strict=False)))
 
