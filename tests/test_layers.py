@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "compiler": ({"_torch", "ops"}, {"torch"}),
     "conversion": ({"_sizes", "_torch", "activation", "memory", "nn", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
