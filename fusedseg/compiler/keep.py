@@ -6,7 +6,7 @@ end of a long chain of cheap calls, and what forward returns, because it lives a
 
 ``plan`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
 does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
-from a norm (``norms.py``).
+from such a form (``forms.py``).
 """
 
 import operator
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
-from . import norms
-from .joint import Joint, copied, is_op, items_of
+from . import forms
+from .joint import Joint, copied, is_op
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -62,7 +62,9 @@ def is_view(node: fx.Node) -> bool:
 
 def _may_run_again(node: fx.Node) -> bool:
     call = _call_node(node)
-    return is_cheap(call) or (is_op(call) and not call.all_input_nodes and not _is_random(call))
+    if is_cheap(call) or forms.form_of(node) is not None:
+        return True
+    return is_op(call) and not call.all_input_nodes and not _is_random(call)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -71,22 +73,19 @@ def _is_random(node: fx.Node) -> bool:
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward computes a node again."""
-    norm = norms.norm_of(node)
-    if norm is None:
-        return list(_call_node(node).all_input_nodes)
-    items = items_of(_call_node(node))
-    small = [items[place] for place in (1, 2) if place in items] if norms.by_statistics(node, norm) else []
-    return [source for source in (*norm[:3], *small) if isinstance(source, fx.Node)]
+    form = forms.form_of(node)
+    return list(_call_node(node).all_input_nodes) if form is None else form.sources()
 
 
 def readers_of_forward(joint: Joint) -> list[fx.Node]:
-    """The nodes that only backward needs and that are no cheap values of forward, in their order."""
-    return [
-        node
-        for node in joint.graph.nodes
-        if node in joint.backward
-        or (node.op == "call_function" and node not in joint.forward and not _may_run_again(node))
-    ]
+    """The nodes that follow from a gradient, and others that only backward needs and that are not cheap."""
+
+    def is_of_backward(node: fx.Node) -> bool:
+        if node in joint.backward:
+            return True
+        return node.op == "call_function" and _call_node(node) not in joint.forward and not _may_run_again(node)
+
+    return [node for node in joint.graph.nodes if is_of_backward(node)]
 
 
 def plan(joint: Joint) -> Plan:
@@ -232,10 +231,10 @@ class _Writer:
         return self.made[node]
 
     def _again(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        norm = norms.norm_of(node)
-        if norm is not None:
+        form = forms.form_of(node)
+        if form is not None:
             last = before.prev
-            made = norms.rebuilt(self.graph, node, norm, lambda n: self.read(n, before), before)
+            made = form.write(self.graph, lambda n: self.read(n, before), before)
             _label_new(last, before)
             return made
         call = _call_node(node)

@@ -6,12 +6,12 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import joint, keep, norms, simplify, split
+from . import forms, joint, keep, simplify, split
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-FILES = (*(str(module.__file__) for module in (joint, keep, norms, simplify, split)), __file__)
+FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split)), __file__)
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[misc, name-defined]
@@ -39,7 +39,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, rounds: bool) -> keep.
     graph = module.graph
     graph.eliminate_dead_code()
     simplify.rewrite(graph)
-    norms.forget_running(graph)
+    forms.forget_running(graph)
     if rounds:
         split.rewrite(graph)
     graph.eliminate_dead_code()

@@ -11,6 +11,9 @@ from torch import Tensor, fx
 
 from .joint import name_of, value_of
 
+# Ops that return their input.
+NOTHING = ("detach", "alias")
+
 
 def rewrite(graph: fx.Graph) -> int:
     """Replaces each such copy by what it copies, and returns their number."""
@@ -19,9 +22,7 @@ def rewrite(graph: fx.Graph) -> int:
         source: Any = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif name_of(node) == "clone":
-            source = node.args[0]
-        elif name_of(node) in ("detach", "alias") and graph_end not in node.users:
+        elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and graph_end in node.users):
             source = node.args[0]
         if isinstance(source, fx.Node) and _is_inner(source, node) and _is_same(value_of(source), value_of(node)):
             node.replace_all_uses_with(source)
@@ -32,7 +33,7 @@ def rewrite(graph: fx.Graph) -> int:
 
 def _is_inner(source: fx.Node, node: fx.Node) -> bool:
     """Whether nobody outside of the graph has the memory of a source; a view of it is a view in any case."""
-    return source.op == "call_function" or name_of(node) in ("detach", "alias")
+    return source.op == "call_function" or name_of(node) in NOTHING
 
 
 def _is_same(old: Any, new: Any) -> bool:
