@@ -97,7 +97,7 @@ def form_of(node: fx.Node) -> BatchNorm | Dropout | None:
     training, eps = WITHOUT_RUNNING if made.target._overloadname == "no_stats" else NORMS[name]
     if made.args[training] is not True:
         return None
-    norm = BatchNorm(*made.args[:3], made.args[eps], items.get(1), items.get(2))
+    norm = BatchNorm(made.args[0], made.args[1], made.args[2], made.args[eps], items.get(1), items.get(2))
     return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
 
 

@@ -9,6 +9,7 @@ does, so that the compiler's own partitioner cuts along the labels, and gives ba
 from such a form (``forms.py``).
 """
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,9 +206,8 @@ def apply(joint: Joint, decided: Plan) -> None:
             one.meta.setdefault(LABEL, KEEP)
     writer = _Writer(joint.graph, decided)
     for reader in readers_of_forward(joint):
-        reader.args, reader.kwargs = fx.map_arg(
-            (reader.args, reader.kwargs), lambda source, reader=reader: writer.read(source, reader)
-        )
+        read = functools.partial(writer.read, before=reader)
+        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
     (returned,) = joint.end.args
     gradients = set(joint.gradients)
     joint.end.args = (

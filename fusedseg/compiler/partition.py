@@ -14,7 +14,7 @@ _parts = _torch.compiler_parts()
 FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split)), __file__)
 
 
-class Partition(_parts.CustomPartitionerFn):  # type: ignore[misc, name-defined]
+class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     """Divides a joint graph into forward and backward.  It can be pickled, so that Inductor's caches work."""
 
     def __init__(self, settings: Settings) -> None:

@@ -50,7 +50,7 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         elif node.op == "call_function" and not is_op(node) and node.all_input_nodes:
             # One of several results; they may be views, as those of split.
             source = node.all_input_nodes[0]
-            of_view = is_op(source) and source.target.is_view  # type: ignore[union-attr]
+            of_view = is_op(source) and source.target.is_view
             root = roots[source] if of_view else node
         roots[node] = root
     return roots

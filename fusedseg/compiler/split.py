@@ -22,7 +22,8 @@ def rewrite(graph: fx.Graph) -> int:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> bool:
-    dy, x, weight, *geometry = node.args
+    given: Any = node.args
+    dy, x, weight, *geometry = given
     transposed, groups, mask = geometry[4], geometry[6], geometry[7]
     if name_of(x) != "cat" or transposed or groups != 1 or not all(mask[:2]):
         return False
@@ -61,11 +62,12 @@ def _give_slices(graph: fx.Graph, dx: fx.Node, parts: list[fx.Node], sources: An
         bounds[begin, begin + value_of(source).shape[1]] = part
         begin += value_of(source).shape[1]
     for user in list(dx.users):
-        if name_of(user) != "slice" or user.args[1] != 1 or len(user.args) > 4:
+        given: Any = user.args
+        if name_of(user) != "slice" or given[1] != 1 or len(given) > 4:
             continue
-        part = bounds.get((user.args[2], min(user.args[3], begin)))
-        if part is not None:
-            user.replace_all_uses_with(part)
+        own = bounds.get((given[2], min(given[3], begin)))
+        if own is not None:
+            user.replace_all_uses_with(own)
             graph.erase_node(user)
     if dx.users:
         dx.replace_all_uses_with(call(graph, aten.cat.default, parts, 1, before=before))
