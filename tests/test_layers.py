@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
     "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops"}, {"torch"}),
+    "compiler": ({"_torch", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
         {"_torch", "activation", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
