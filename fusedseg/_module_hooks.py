@@ -52,6 +52,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether backward hooks give the module views in place of its inputs."""
+    _, _, backward, backward_pre = _torch.global_module_hooks
+    return bool(module._backward_hooks or module._backward_pre_hooks or backward or backward_pre)
+
+
 def is_observed(module: nn.Module) -> bool:
     """Whether the module has hooks, or a forward of its own in place of its class's."""
     if has_hooks(module):

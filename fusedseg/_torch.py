@@ -356,3 +356,55 @@ def is_optimized_module(module: Any) -> bool:
     """Whether ``torch.compile`` has made a module of another one."""
     compiled = _find("torch._dynamo.OptimizedModule")
     return compiled is not _ABSENT and isinstance(module, compiled)
+
+
+# What the compiler backend needs (``fusedseg/compiler/``).  Importing some of them takes seconds.
+_BACKEND = {
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "list_mode_options": "torch._inductor.list_mode_options",
+    "config": "torch._functorch.config",
+    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+}
+_FOR_INDUCTOR = ("CustomPartitionerFn", "get_hash_for_files", "compile_fx", "list_mode_options")
+
+
+def compiler_parts() -> SimpleNamespace:
+    """The parts of PyTorch's compiler that the backend uses.
+
+    Without those of Inductor, which exist since PyTorch 2.9, the backend runs PyTorch's own kernels.
+    """
+    feature = 'torch.compile(backend="fusedseg")'
+    found = {name: _find(path) for name, path in _BACKEND.items()}
+    for name, path in _BACKEND.items():
+        if found[name] is _ABSENT and name not in _FOR_INDUCTOR:
+            _raise(path, feature)
+    if found["CustomPartitionerFn"] is _ABSENT:
+        found["CustomPartitionerFn"] = object
+    return SimpleNamespace(**found)
+
+
+def inductor_problem() -> str:
+    """The reason why the backend cannot hand graphs to Inductor, or ""."""
+    missing = [_BACKEND[name] for name in _FOR_INDUCTOR if _find(_BACKEND[name]) is _ABSENT]
+    if missing or not hasattr(_find("torch._inductor.config"), "custom_partitioner_fn"):
+        return f"PyTorch {torch.__version__} does not let others divide its graphs"
+    check = _find("torch._inductor.cpp_builder.get_cpp_compiler")
+    try:
+        check()
+    # A version may raise another error for a compiler that is missing.
+    except Exception as error:
+        return f"there is no C++ compiler ({type(error).__name__})"
+    return ""
+
+
+def python_dispatcher() -> Any:
+    """The context in which ops compute shapes from symbolic sizes."""
+    return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()
+
+
+def bare_op(op: Any) -> Any:
+    """The binding that an op of ``torch.ops`` calls; the op itself if it has none."""
+    return getattr(op, "_op", op)

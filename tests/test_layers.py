@@ -10,13 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Small modules that every layer may import: they choose the implementation, describe the activations, read sizes, and
-# have the private names of PyTorch.
-BASE = {"_backend", "_sizes", "_torch", "activation"}
+# Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
+# activations, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "_backend": ({"_torch"}, {"torch"}),
+    "_module_hooks": ({"_torch"}, {"torch"}),
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),
@@ -28,8 +29,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"_backend", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
-    "conversion": ({"_sizes", "_torch", "activation", "memory", "nn", "ops"}, {"torch"}),
+    "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops"}, {"torch"}),
+    "compiler": ({"_torch", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
         {"_torch", "activation", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},

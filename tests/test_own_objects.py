@@ -24,12 +24,13 @@ GRAPH = "a target in a graph of PyTorch"
 ALLOWED = {
     "fusedseg/_torch.py": {
         "found": VERSIONS, "torch.autograd.forward_ad": VERSIONS, "torch.compiler": VERSIONS,
-        "torch.ops.aten": VERSIONS,
+        "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
     },
     "fusedseg/cli/convert.py": {"args": ARGUMENTS},
     "fusedseg/cli/models.py": {"found": USERS},
     "fusedseg/cli/nnunet.py": {"args": ARGUMENTS},
     "fusedseg/cli/profile.py": {"args": ARGUMENTS},
+    "fusedseg/compiler/emit.py": {"module": "a graph's parameters, by their names"},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},
     "fusedseg/conversion/branches.py": {"method": CALLED, "module.forward": CALLED},
     "fusedseg/conversion/norms.py": {"x": MARK},

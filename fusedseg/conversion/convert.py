@@ -130,13 +130,17 @@ def convert(
     again after it.  A convolution may be exchanged for another convolution.  A module that has no part in a fused norm
     may be changed freely.
 
+    Hooks of a converted model: a fused norm steps aside in each forward in which a hook would see another tensor than
+    in the stock model, and the stock norm and activation run.  This holds for hooks of the norm, its activation, the
+    convolution before a norm in place and the modules between them, for global module hooks, and for a ``forward`` that
+    was replaced.  Statistics move once, in a checkpoint too.
+
     Known limits: an activation module whose work a norm does returns its input.  Called by itself it does nothing, and
     a slice of a model that ends between a norm and its activation returns the activated tensor.  Where the convolution
-    does the work of all three, a call of the convolution alone returns the activated tensor too.  Hooks that are added
-    to a fused norm later see the activated tensor; hooks of a convolution see the convolution's output.  Code that
-    calls submodules without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself, and
-    such calls are not checked for changes.  ``torch.jit.script`` needs ``revert`` first.  ``torch.export``,
-    ``torch.jit.trace`` and ``torch.onnx.export`` write a converted model in stock operations.
+    does the work of all three, a call of the convolution alone returns the activated tensor too.  Code that calls
+    submodules without the model's own forward has no scope, unless it enters ``fusedseg.recompute()`` itself, and such
+    calls are checked neither for changes nor for hooks.  ``torch.jit.script`` needs ``revert`` first.
+    ``torch.export``, ``torch.jit.trace`` and ``torch.onnx.export`` write a converted model in stock operations.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")

@@ -52,7 +52,11 @@ class StepsAside(StockNorm):
         """The norm without the activation, by the stock function if there is one."""
         self._check_shape(x)
         passed, spec = self._call(x, None, attributes)
-        spec = Spec("input", IDENTITY, spec.eps, spec.momentum, spec.own, spec.kind, spec.groups, spec.process_group)
+        momentum, running_mean = spec.momentum, self._buffers.get("running_mean")
+        if passed.running_mean is None and running_mean is not None:
+            # In a forward that is computed again nothing moves, but autograd must save as many tensors as before.
+            passed, momentum = passed._replace(running_mean=running_mean, running_var=self._buffers["running_var"]), 0.0
+        spec = Spec("input", IDENTITY, spec.eps, momentum, spec.own, spec.kind, spec.groups, spec.process_group)
         if spec.process_group is not None:
             return normalise(passed, spec)
         if passed.batches is not None:

@@ -112,6 +112,7 @@ class Planner:
         calls = self._calls(norm)
         if not calls:
             raise Refused("it is not called")
+        check_hooks(norm)
         acts = list(dict.fromkeys(self._activation_after(flow, call) for flow, call in calls))
         specs = list(dict.fromkeys(spec_of(act) for act in acts))
         if len(specs) > 1:

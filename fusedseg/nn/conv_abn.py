@@ -197,9 +197,10 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
     with a tiny weight the tensors that ``InPlaceABN`` keeps.  Under autocast the weight itself is kept, and backward
     casts it again.
 
-    It falls back to ``norm(conv(x))``, which keeps the same bytes, if a child was replaced by a module of another
-    class, or has hooks.  With a padding mode other than zeros, and with "same" and an even kernel, the input is padded
-    in a separate step, as in the stock module; then a concatenation is formed, and the padded tensor is kept.
+    It falls back to ``norm(conv(x))`` if a child was replaced by a module of another class, or has hooks or another
+    ``forward``, and if there are global module hooks.  With a padding mode other than zeros, and with "same" and an
+    even kernel, the input is padded in a separate step, as in the stock module; then a concatenation is formed, and the
+    padded tensor is kept.
 
     Raises:
         ValueError: the input has another number of channels or dimensions, or is too small for the kernel; the groups

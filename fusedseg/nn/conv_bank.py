@@ -290,7 +290,8 @@ DOC = """Parallel convolutions of one input, summed or concatenated, at the pric
     many zeros, and separate convolutions in a ``torch.cat`` may be faster.  These zeros turn an infinity in x into NaN
     around it.  A "cat" with groups needs one more copy to sort its channels.
 
-    It falls back to calling every branch if a branch was replaced by another module, or has hooks.  Parametrizations
+    It falls back to calling every branch if a branch was replaced by another module, has hooks or another ``forward``,
+    or if there are global module hooks.  Parametrizations
     (``torch.nn.utils.parametrize``) need no fallback.
 
     Raises:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .. import _torch
+from .._module_hooks import has_backward_hooks
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
@@ -66,6 +67,9 @@ class StockNorm(Unscriptable, nn.Module):
             if isinstance(x, Proxy) or isinstance(residual, Proxy):
                 return as_leaf(self, x, residual)
             self._check_shape(x)
+            if self.KEEP == "output" and x._is_view() and has_backward_hooks(self):
+                # Nobody may write over a view that a backward hook has made.
+                x = x.clone()
             # An export counts as a compilation, so only TorchScript's tracer is left to ask for.
             if torch.jit.is_tracing():
                 return self._in_program(x, residual)

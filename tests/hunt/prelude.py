@@ -353,7 +353,8 @@ ROUNDINGS, BIASED = 24, 0.25
 def rounded_difference(make, shape, bits):
     """How a network that is converted with ``bits`` differs from the same one without; None if it is right on average.
 
-    All gradients count together, since some are 0 but for rounding.  Errors of less than a millionth are those of exact tensors.
+    All gradients count together, since some are 0 but for rounding.  Errors of less than a millionth are those of exact
+    tensors.
     """
     few = packed.FEWEST_VALUES
     try:

@@ -236,7 +236,7 @@ def test_sync_batchnorm_of_lightning(late, lightning):
     plugin = trainer.strategy._layer_sync
     assert plugin.apply(module) is module
     callback.on_fit_start(trainer, module)
-    assert sum(type(norm) is fusedseg.InPlaceABNSync for norm in module.modules()) == 6
+    assert sum(isinstance(norm, fusedseg.InPlaceABNSync) for norm in module.modules()) == 6
     assert plugin.revert(module) is module
     assert not any(type(norm).__name__.endswith("Sync") for norm in module.modules())
     assert sum(isinstance(norm, nn.BatchNorm2d) for norm in module.modules()) == 6

@@ -31,6 +31,10 @@ def backward_hook_on_conv(ours, seen):
     ours.conv.register_full_backward_hook(lambda *args: seen.append("conv"))
 
 
+def backward_hook_on_norm(ours, seen):
+    ours.norm.register_full_backward_hook(lambda *args: seen.append("norm"))
+
+
 def backward_pre_hook_on_conv(ours, seen):
     ours.conv.register_full_backward_pre_hook(lambda *args: seen.append("conv"))
 
@@ -42,6 +46,21 @@ def replaced_conv(ours, seen):
     ours.conv = other
 
 
+def replaced_forward_of_conv(ours, seen):
+    forward = ours.conv.forward
+    ours.conv.forward = lambda x: seen.append("conv") or forward(x)
+
+
+def replaced_convolution_of_conv(ours, seen):
+    run = ours.conv._conv_forward
+    ours.conv._conv_forward = lambda *args: seen.append("conv") or run(*args)
+
+
+def replaced_forward_of_norm(ours, seen):
+    forward = ours.norm.forward
+    ours.norm.forward = lambda x: seen.append("norm") or forward(x)
+
+
 def replaced_norm(ours, seen):
     bn = ours.norm.to_batchnorm()
     ours.norm = nn.Sequential(bn, nn.LeakyReLU(0.01))
@@ -50,7 +69,18 @@ def replaced_norm(ours, seen):
 
 @pytest.mark.parametrize(
     "change",
-    [hook_on_conv, pre_hook_on_norm, backward_hook_on_conv, backward_pre_hook_on_conv, replaced_conv, replaced_norm],
+    [
+        hook_on_conv,
+        pre_hook_on_norm,
+        backward_hook_on_conv,
+        backward_hook_on_norm,
+        backward_pre_hook_on_conv,
+        replaced_forward_of_conv,
+        replaced_convolution_of_conv,
+        replaced_forward_of_norm,
+        replaced_conv,
+        replaced_norm,
+    ],
 )
 def test_falls_back_where_children_want_to_be_called(change):
     """Backward hooks of the convolution once raised an error: they make its output a view, which the norm refuses."""
@@ -60,6 +90,25 @@ def test_falls_back_where_children_want_to_be_called(change):
     x = data()
     torch.testing.assert_close(step(ours, x), step(stock, x))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_global_hooks_see_the_children(backward):
+    """What a hook keeps of the convolution is not overwritten, and a view of it raises no error."""
+    stock, ours = pair()
+    kept, x = [], data()
+
+    def keep(module, args, out):
+        if isinstance(module, nn.Conv2d):
+            kept.append(out[0] if backward else out)
+
+    register = "register_module_full_backward_hook" if backward else "register_module_forward_hook"
+    handle = getattr(nn.modules.module, register)(keep)
+    try:
+        torch.testing.assert_close(step(ours, x), step(stock, x))
+    finally:
+        handle.remove()
+    torch.testing.assert_close(*kept)
 
 
 def test_falls_back_for_a_parametrized_convolution():
@@ -74,8 +123,8 @@ def test_falls_back_for_a_parametrized_convolution():
 
 def test_without_hooks_the_children_are_not_called(monkeypatch):
     _, ours = pair()
-    for child in (ours.conv, ours.norm):
-        monkeypatch.setattr(child, "forward", None)
+    for cls in (nn.Conv2d, fusedseg.InPlaceABN):
+        monkeypatch.setattr(cls, "forward", None)
     assert ours(data()).shape == (2, 6, 6, 7)
 
 

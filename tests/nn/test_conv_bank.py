@@ -309,6 +309,11 @@ def test_hooks_replaced_and_parametrized_branches():
     torch.testing.assert_close(bank(x), expected)
     assert seen == [1]
     handle.remove()
+    forward = bank.branches[1].forward
+    bank.branches[1].forward = lambda x: seen.append(2) or forward(x)
+    torch.testing.assert_close(bank(x), expected)
+    assert seen == [1, 2]
+    del bank.branches[1].forward
     nn.utils.parametrizations.weight_norm(bank.branches[0])
     with Convolutions() as convolutions:
         torch.testing.assert_close(bank(x), expected)

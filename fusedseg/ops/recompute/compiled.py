@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import _torch
 from ..unfused import assume_constant_result
+from .cheap import call_of, has_flops, is_cheap, is_product, size_of, tensors_of
 from .registry import LARGER, MAX_STEPS, SMALL
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,24 +36,6 @@ LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 # The calls that compute a value again which is kept.
 KEPT: frozenset[str] = frozenset()
-# Cheap ops of aten and prims that are neither elementwise nor views.
-CHEAP = {
-    # norms and their statistics
-    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm",
-    "native_group_norm", "native_layer_norm", "mean", "sum", "var", "var_mean", "rsqrt",
-    # copies, casts, concatenation, padding and broadcasting
-    "_to_copy", "_unsafe_view", "broadcast_in_dim", "cat", "clone", "constant_pad_nd", "convert_element_type", "div",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d", "replication_pad2d",
-    "replication_pad3d", "stack",
-    # pools and interpolation
-    "_low_memory_max_pool_with_offsets", "_unsafe_index", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "avg_pool2d", "avg_pool3d", "index", "max_pool2d_with_indices",
-    "max_pool3d_with_indices", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-    # softmax and gated activations
-    "_log_softmax", "_prelu_kernel", "_softmax", "glu", "log_sigmoid_forward",
-}  # fmt: skip
 
 
 def as_python(function: Function) -> Function:
@@ -152,69 +135,6 @@ def _warn_of_backend() -> None:
     )
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    """The results of a node, which are tensors without values."""
-    value = node.meta.get("val")
-    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
-
-
-def _size(node: fx.Node) -> int:
-    """The number of elements of the largest result."""
-    largest = 0
-    for t in _tensors(node):
-        count = 1
-        for size in t.shape:
-            # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
-            count *= size if isinstance(size, int) else size.node.hint or 1
-        largest = max(largest, count)
-    return largest
-
-
-def _call(node: fx.Node) -> str:
-    """The call of a function to which the node belongs; the compiler may write one call as many nodes."""
-    stack = node.meta.get("source_fn_stack")
-    return stack[-1][0] if stack else node.name
-
-
-def _has_flops(node: fx.Node) -> bool:
-    """Whether the node is a convolution, a matrix product or attention."""
-    from torch.utils.flop_counter import flop_registry
-
-    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
-    if not isinstance(node.target, _torch.OpOverload):
-        return False
-    return _has_flops(node) or (node.target.namespace not in ("aten", "prims") and not _is_cheap(node))
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
-    op = node.target
-    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
-        return False
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
-        # The compiler cannot keep such a number for backward.
-        return False
-    name = op._schema.name.partition("::")[2]
-    if op.namespace == "fusedseg":
-        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
-        return name in OURS and OURS[name](given)
-    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
-
-
-# The ops of this package that may run again, and for which arguments.  A norm that keeps its output has nothing to
-# rebuild, and a synchronised norm must not communicate again.
-OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "norm": lambda given: given["keep"] == "input" and given.get("process_group") is None,
-    "max_pool": lambda given: True,
-}
-
-
 class Labels:
     """The scopes in one graph, and the values that follow from the products in them.
 
@@ -259,8 +179,8 @@ class Labels:
             # A checkpoint has labelled it already.
             return
         inputs = [source for source in node.all_input_nodes if source in self.calls]
-        cheap = _is_cheap(node) or self._is_norm_of_again(node, inputs)
-        if not cheap and _is_product(node):
+        cheap = is_cheap(node) or self._is_norm_of_again(node, inputs)
+        if not cheap and is_product(node):
             self.calls[node] = KEPT
             if self._runs_again(node):
                 self._twice.add(node)
@@ -268,7 +188,7 @@ class Labels:
             elif self.again:
                 node.meta[LABEL] = KEEP
             return
-        if not inputs or _size(node) * SMALL <= max(map(_size, inputs)):
+        if not inputs or size_of(node) * SMALL <= max(map(size_of, inputs)):
             # The compiler keeps small results, such as one value per channel, unless they cost nothing.
             return
         if node.target is getitem:
@@ -276,16 +196,16 @@ class Labels:
         elif not cheap:
             self.calls[node] = KEPT
         else:
-            calls = frozenset({_call(node)}).union(*(self.calls[source] for source in inputs))
+            calls = frozenset({call_of(node)}).union(*(self.calls[source] for source in inputs))
             again = len(calls) <= MAX_STEPS and not self._has_larger_source(node, inputs)
             self.calls[node] = calls if again else KEPT
             node.meta[LABEL] = AGAIN if again else KEEP
 
     def _runs_again(self, node: fx.Node) -> bool:
         """Whether a product was chosen to run again.  Ops of other packages are no products that can be chosen."""
-        if not self.again or not _has_flops(node):
+        if not self.again or not has_flops(node):
             return False
-        return self._products.setdefault(_call(node), len(self._products)) in self.again
+        return self._products.setdefault(call_of(node), len(self._products)) in self.again
 
     def _is_norm_of_again(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether the node is a norm that keeps its output, of a product that runs again: then the norm runs again."""
@@ -301,9 +221,9 @@ class Labels:
 
         The positions of a stock max-pool are int64, which would weigh more than the input.
         """
-        if node.target.is_view or any(t.dtype == torch.int64 for t in _tensors(node)):  # type: ignore[union-attr]
+        if node.target.is_view or any(t.dtype == torch.int64 for t in tensors_of(node)):  # type: ignore[union-attr]
             return False
-        return any(self.calls[source] and _size(source) >= LARGER * _size(node) for source in inputs)
+        return any(self.calls[source] and size_of(source) >= LARGER * size_of(node) for source in inputs)
 
 
 # The labels of the graphs that are traced now.

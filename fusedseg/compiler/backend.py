@@ -1,0 +1,74 @@
+"""The backend: ``torch.compile(model, backend="fusedseg", options={...})``.
+
+The entry point group ``torch_dynamo_backends`` names ``backend``, so that no import is needed.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from .. import _torch
+from .settings import OP, Settings, parse
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
+    settings = chosen(parse(options))
+    compiler = _inductor if settings.codegen == "inductor" else _aten
+    return compiler(module, example_inputs, settings, mode)
+
+
+def chosen(settings: Settings) -> Settings:
+    """The settings with a codegen: what was asked for, or the one that works here."""
+    if settings.codegen == "aten":
+        return settings
+    problem = _torch.inductor_problem()
+    if not problem:
+        return replace(settings, codegen="inductor")
+    if settings.codegen == "inductor":
+        raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
+    _say_once(problem)
+    return replace(settings, codegen="aten", inductor={})
+
+
+@functools.cache
+def _say_once(problem: str) -> None:
+    warnings.warn(
+        f"{OP} runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}", stacklevel=2
+    )
+
+
+def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+    if mode not in (None, "default"):
+        raise ValueError(f"{OP}: mode={mode!r} is Inductor's, and codegen='aten' has no modes")
+    from . import captured
+    from .emit import emit
+    from .partition import Partition
+
+    parts = _torch.compiler_parts()
+    compiler = parts.aot_autograd(
+        fw_compiler=emit, bw_compiler=emit, partition_fn=Partition(settings), keep_inference_input_mutations=True
+    )
+    return compiler(captured.rewrite(module), example_inputs)
+
+
+def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+    from .partition import Partition
+
+    parts = _torch.compiler_parts()
+    patches = dict(settings.inductor)
+    if mode not in (None, "default"):
+        patches = {**parts.list_mode_options(mode), **patches}
+    return parts.compile_fx(
+        module, example_inputs, config_patches={**patches, "custom_partitioner_fn": Partition(settings)}
+    )

@@ -1,0 +1,66 @@
+"""Changes of the graph that Dynamo captures, before AOTAutograd traces it into aten ops; for the codegen "aten" alone.
+
+Here a call of a function is one node still.  An interpolation becomes an op that the tracer does not take apart
+(``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each result in place of
+int64 positions and of its input.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ..ops.interpolate import interpolate
+from ..ops.layout import layout_of, suggests_channels_last
+from ..ops.max_pool import op as pools
+
+NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+
+
+def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
+
+    def max_pool(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        named = dict(zip(NAMES, args, strict=False)) | kwargs
+        x = input
+        trained = torch.is_grad_enabled() and x.requires_grad
+        if not trained or named.pop("return_indices", False) or x.dim() != dims + 2 or layout_of(x) is None:
+            return stock(input, *args, **kwargs)
+        try:
+            pool = pools.parse_pool(
+                "max_pool", dims, **{"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False} | named
+            )
+            pools.check("max_pool", x, pool)
+        except (TypeError, ValueError):
+            # A byte cannot number the positions of this window, or the stock function must raise its own error.
+            return stock(input, *args, **kwargs)
+        if not x.is_contiguous() and not suggests_channels_last(x):
+            x = x.contiguous()
+        if x.is_cpu and dims == 3 and x.dtype in pools.HALF and torch.is_autocast_enabled("cpu"):
+            # Autocast does the same for the stock function on a CPU.
+            x = x.float()
+        return pools.max_pool_op(x, *pool, True)[0]
+
+    return max_pool
+
+
+_pools = {stock: _max_pool(dims, stock) for dims, stock in ((2, F.max_pool2d), (3, F.max_pool3d))}
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.interpolate: interpolate,
+    **_pools,
+    torch.max_pool2d: _max_pool(2, torch.max_pool2d),
+    torch.max_pool3d: _max_pool(3, torch.max_pool3d),
+}
+
+
+def rewrite(module: fx.GraphModule) -> fx.GraphModule:
+    """The captured graph with these functions in place of the stock ones; Dynamo's own graph stays as it is."""
+    found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in FUNCTIONS]
+    if not found:
+        return module
+    for node in found:
+        node.target = FUNCTIONS[node.target]
+    module.recompile()
+    return module

@@ -1,0 +1,163 @@
+"""The codegen "aten": Python code that calls PyTorch's own kernels, one line for each node of a graph.
+
+The function takes its arguments in a list, which it empties, so that each value is let go after its last reader.
+Bindings of ops are called where there are some, because a call through ``torch.ops`` takes microseconds longer.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..ops import interpolate
+from ..ops.max_pool import op as pools
+from . import reinplace
+from .joint import is_op
+
+aten = torch.ops.aten
+# The functions that do the same as an op, with the same arguments.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: torch.convolution,
+    aten._native_batch_norm_legit.default: torch.native_batch_norm,
+    aten.native_batch_norm.default: torch.native_batch_norm,
+    aten.native_group_norm.default: torch.native_group_norm,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.relu.default: torch.relu,
+    aten.relu_.default: torch.relu_,
+    aten.mm.default: torch.mm,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.tanh.default: torch.tanh,
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.sub_.Tensor: torch.Tensor.sub_,
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.div_.Tensor: torch.Tensor.div_,
+    aten.t.default: torch.t,
+    aten.view.default: torch.Tensor.view,
+    aten.detach.default: torch.detach,
+    interpolate.interpolate_op._opoverload: interpolate._forward,
+    interpolate.interpolate_backward_op._opoverload: interpolate._backward,
+    pools.max_pool_op._opoverload: pools._op,
+    pools.max_pool_backward_op._opoverload: pools._backward_op,
+}
+
+
+class Source:
+    """The lines of a function, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, thing: Any, hint: str) -> str:
+        """The name of an object; equal objects get one name."""
+        if id(thing) not in self._names:
+            name = f"{hint}_{len(self.objects)}"
+            self._names[id(thing)] = name
+            self.objects[name] = thing
+        return self._names[id(thing)]
+
+    def text(self, value: Any) -> str:
+        """An argument as code."""
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(self.text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and value == value and abs(value) != float("inf"):
+            return repr(value)
+        return self.name(value, "value")
+
+    def call(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        given = [self.text(arg) for arg in node.args]
+        given += [f"{name}={self.text(arg)}" for name, arg in node.kwargs.items()]
+        target: Any = node.target
+        if target in DIRECT:
+            target = DIRECT[target]
+        elif is_op(node):
+            target = _torch.bare_op(target)
+        hint = str(node.target).replace(".", "_").replace("::", "_") if is_op(node) else "function"
+        return f"{self.name(target, hint if hint.isidentifier() else 'function')}({', '.join(given)})"
+
+
+def last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node those that it is the last to read."""
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            reader = max(node.users, key=lambda user: _place(user), default=node)
+            ends.setdefault(reader, []).append(node)
+    return ends
+
+
+def _place(node: fx.Node) -> int:
+    return node.meta["fusedseg_place"]
+
+
+def source_of(module: fx.GraphModule) -> Source:
+    """The code of a graph.  Its function is ``run(arguments)``."""
+    graph = module.graph
+    for place, node in enumerate(graph.nodes):
+        node.meta["fusedseg_place"] = place
+    ends = last_readers(graph)
+    out = Source()
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    out.lines.append("def run(arguments):")
+    if places:
+        out.lines.append(f"    {', '.join(node.name for node in places)}, = arguments")
+    out.lines.append("    arguments.clear()")
+    unread = [node.name for node in places if not node.users]
+    if unread:
+        out.lines.append(f"    del {', '.join(unread)}")
+    for node in graph.nodes:
+        if node.op == "output":
+            out.lines.append(f"    return {out.text(_as_list(node.args[0]))}")
+        elif node.op == "get_attr":
+            out.lines.append(f"    {node.name} = {out.name(_attribute(module, node.target), 'constant')}")
+        elif node.op == "call_function":
+            out.lines.append(f"    {node.name} = {out.call(node)}")
+        gone = [one.name for one in ends.get(node, ()) if node.op == "call_function"]
+        if gone:
+            out.lines.append(f"    del {', '.join(gone)}")
+    return out
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _attribute(module: Any, path: Any) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """The function that runs a graph."""
+    reinplace.rewrite(module.graph)
+    source = source_of(module)
+    text = "\n".join(source.lines)
+    names = dict(source.objects)
+    exec(compile(text, "<fusedseg compiler>", "exec"), names)
+    run = names["run"]
+    run._boxed_call = True
+    run.source = text
+    return run

@@ -1,0 +1,125 @@
+"""Calls that backward computes again in another form, because the same call would do more than compute its result.
+
+Batch norm would move its running statistics again.  On a CPU its output is rebuilt in one pass, from the mean and
+1 / sqrt(var + eps) that backward reads anyway: aten rounds weight / sqrt(var + eps) once in both calls, so the bits are
+the same.  Elsewhere it runs again with the statistics of the batch.  Instance norm is traced as the batch norm of one
+sample that has the channels of all samples.  Norms in eval mode, group norms and layer norms run again as they are.
+
+Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .joint import call, is_tensor, items_of, name_of, value_of
+
+aten = torch.ops.aten
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+# What gives the node that backward reads in place of a node of forward.
+Read = Callable[[Any], Any]
+
+
+class BatchNorm(NamedTuple):
+    """The output of a batch norm that uses the statistics of its input.
+
+    mean, rstd: the nodes of its statistics if the output is rebuilt from them.
+    """
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+    mean: fx.Node | None
+    rstd: fx.Node | None
+
+    def sources(self) -> list[fx.Node]:
+        given = (self.x, self.weight, self.bias, self.mean, self.rstd)
+        return [source for source in given if source is not None]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        x, weight, bias, mean, rstd = map(read, (self.x, self.weight, self.bias, self.mean, self.rstd))
+        if mean is None or rstd is None:
+            op = aten._native_batch_norm_legit.no_stats
+            again = call(graph, op, x, weight, bias, True, 0.0, self.eps, before=before)
+        else:
+            value, full = value_of(mean), aten.full.default
+            like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            one = call(graph, full, list(value.shape), 1, before=before, **like)
+            scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
+            given = (x, scale, bias, mean, one, False, 0.0, 0.0)
+            again = call(graph, aten.native_batch_norm.default, *given, before=before)
+        return call(graph, operator.getitem, again, 0, before=before)
+
+
+class Dropout(NamedTuple):
+    """The output of a dropout that has drawn a mask."""
+
+    x: fx.Node
+    mask: fx.Node
+    p: float
+
+    def sources(self) -> list[fx.Node]:
+        return [self.x, self.mask]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        op = aten.native_dropout_backward.default
+        return call(graph, op, read(self.x), read(self.mask), scale, before=before)
+
+
+# The batch norms, by name: the places of ``training`` and ``eps`` among their arguments.
+NORMS = {
+    "_native_batch_norm_legit_functional": (5, 7),
+    "_native_batch_norm_legit": (5, 7),
+    "native_batch_norm": (5, 7),
+    "cudnn_batch_norm": (5, 7),
+    "miopen_batch_norm": (5, 7),
+}
+WITHOUT_RUNNING = (3, 5)
+
+
+def form_of(node: fx.Node) -> BatchNorm | Dropout | None:
+    """The form in which backward computes ``node`` again, if it is not the call itself."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    made: Any = node.args[0]
+    name, items = name_of(made), items_of(made)
+    if name == "native_dropout" and 1 in items and made.args[2] is not False:
+        return Dropout(made.args[0], items[1], made.args[1])
+    if name not in NORMS:
+        return None
+    training, eps = WITHOUT_RUNNING if made.target._overloadname == "no_stats" else NORMS[name]
+    if made.args[training] is not True:
+        return None
+    norm = BatchNorm(made.args[0], made.args[1], made.args[2], made.args[eps], items.get(1), items.get(2))
+    return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
+
+
+def _is_certain(norm: BatchNorm) -> bool:
+    """Whether rebuilding from statistics gives the same bits.
+
+    With parameters in half precision aten rounds the statistics; in memory with gaps or with another order of
+    dimensions it multiplies in another order.
+    """
+    x = value_of(norm.x)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if norm.mean is None or norm.rstd is None or x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
+        return False
+    dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
+    return dense and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))
+
+
+def forget_running(graph: fx.Graph) -> None:
+    """Backward of a batch norm in training mode gets no running statistics, which it does not read.
+
+    Otherwise forward would keep copies of them.
+    """
+    for node in graph.nodes:
+        if name_of(node) == "native_batch_norm_backward" and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])

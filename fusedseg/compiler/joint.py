@@ -1,0 +1,98 @@
+"""A joint graph of forward and backward, as AOTAutograd traces it, and new nodes in it."""
+
+import operator
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, fx
+
+from .. import _torch
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one after the other."""
+    (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def is_op(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the aten op of a node, without its overload; "" for other nodes."""
+    if not is_op(node) or node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
+        return ""
+    return node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+
+
+def value_of(node: Any) -> Any:
+    """The result of a node: tensors without values."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
+
+
+def items_of(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that pick one of the results of a node, by the place of the result."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
+    """A new node before another one; its result is computed on tensors without values."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    sources = [value_of(source) for source in node.all_input_nodes]
+    mode = next((t.fake_mode for t in sources if isinstance(t, _torch.FakeTensor)), None)
+    given, named = fx.map_arg((node.args, node.kwargs), value_of)
+    with mode or nullcontext(), _torch.python_dispatcher():
+        node.meta["val"] = target(*given, **named)
+    return node
+
+
+def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+    """A second node of the same call that reads other inputs."""
+    with graph.inserting_before(before):
+        return graph.node_copy(node, lambda source: swapped.get(source, source))
+
+
+class Joint:
+    """Which part of a joint graph a node belongs to.
+
+    Attributes:
+        graph: the graph; its first ``forward_outputs`` outputs are those of forward.
+        backward: the nodes that follow from a gradient.
+        returned: what forward returns, and with it lives at least until forward ends.
+    """
+
+    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+        self.graph = module.graph
+        outputs = outputs_of(self.graph)
+        self.returned = {node for node in outputs[:forward_outputs] if isinstance(node, fx.Node)}
+        self.gradients = [node for node in outputs[forward_outputs:] if isinstance(node, fx.Node)]
+        self.end = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        self.backward: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            gradient = node.op == "placeholder" and "tangents" in str(node.target)
+            if gradient or any(source in self.backward for source in node.all_input_nodes):
+                self.backward.add(node)
+        self.backward.discard(self.end)
+        self.forward = set(self._before([*self.returned, *(n for n in self.graph.nodes if _writes(n))]))
+
+    def _before(self, ends: list[fx.Node]) -> Iterator[fx.Node]:
+        """The nodes from which others follow, with them."""
+        seen: set[fx.Node] = set()
+        stack = [node for node in ends if node not in self.backward]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += node.all_input_nodes
+                yield node
+
+
+def _writes(node: fx.Node) -> bool:
+    return is_op(node) and node.target._schema.is_mutable  # type: ignore[union-attr]

@@ -1,0 +1,263 @@
+"""What forward keeps for backward, decided once for a joint graph, by the rules of the recompute scope.
+
+Results of products and of random ops are kept.  Everything cheap is computed again from them, with these exceptions:
+a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
+end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
+
+``plan`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
+does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
+from such a form (``forms.py``).
+"""
+
+import functools
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
+from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
+from . import forms
+from .joint import Joint, copied, is_op
+
+LABEL = "recompute"
+AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+@dataclass
+class Plan:
+    """What backward reads of forward.
+
+    Attributes:
+        kept: the nodes that forward keeps.
+        again: the nodes that backward computes again, with the nodes from which it does.
+        readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
+    """
+
+    kept: set[fx.Node] = field(default_factory=set)
+    again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether backward has the value anyway: arguments and numbers; and values that a checkpoint in the model rules."""
+    return node.op in ("placeholder", "get_attr") or not tensors_of(node) or _has_foreign_label(node)
+
+
+def _has_foreign_label(node: fx.Node) -> bool:
+    return LABEL in node.meta
+
+
+def _call_node(node: fx.Node) -> fx.Node:
+    """The call of which a node picks one of several results, or the node itself."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def is_view(node: fx.Node) -> bool:
+    call = _call_node(node)
+    return is_op(call) and call.target.is_view  # type: ignore[union-attr]
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    call = _call_node(node)
+    if is_cheap(call) or forms.form_of(node) is not None:
+        return True
+    return is_op(call) and not call.all_input_nodes and not _is_random(call)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes from which backward computes a node again."""
+    form = forms.form_of(node)
+    return list(_call_node(node).all_input_nodes) if form is None else form.sources()
+
+
+def readers_of_forward(joint: Joint) -> list[fx.Node]:
+    """The nodes that follow from a gradient, and others that only backward needs and that are not cheap."""
+
+    def is_of_backward(node: fx.Node) -> bool:
+        if node in joint.backward:
+            return True
+        return node.op == "call_function" and _call_node(node) not in joint.forward and not _may_run_again(node)
+
+    return [node for node in joint.graph.nodes if is_of_backward(node)]
+
+
+def plan(joint: Joint) -> Plan:
+    found = Plan()
+    calls: dict[fx.Node, frozenset[str]] = {}
+    reading = readers_of_forward(joint)
+    entries = [(reader, source) for reader in reading for source in reader.all_input_nodes]
+    entries += [(joint.end, node) for node in joint.gradients]
+    own = set(reading)
+    for reader, node in entries:
+        if node not in own and not is_free(node):
+            found.readers.setdefault(node, set()).add(reader)
+            _decide(node, joint, found, calls)
+    _keep_later(found, joint)
+    return found
+
+
+def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]]) -> None:
+    """Decides about a node, and about those from which it is computed again."""
+    stack = [entry]
+    while stack:
+        node = stack[-1]
+        if node in calls:
+            stack.pop()
+            continue
+        sources = [] if node in joint.returned or not _may_run_again(node) else _sources(node)
+        open_ones = [source for source in sources if source not in calls and not is_free(source)]
+        if open_ones:
+            stack += open_ones
+            continue
+        stack.pop()
+        needed = frozenset({call_of(_call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
+        if node in joint.returned or not _may_run_again(node) or _is_worth_keeping(node, sources, calls, needed):
+            calls[node] = frozenset()
+            found.kept.add(node)
+        else:
+            calls[node] = frozenset().union(*(calls.get(s, frozenset()) for s in sources)) if is_view(node) else needed
+            found.again[node] = sources
+    # Only what the entry needs is read.
+    _read(entry, found)
+
+
+def _is_worth_keeping(
+    node: fx.Node, sources: list[fx.Node], calls: dict[fx.Node, frozenset[str]], needed: frozenset[str]
+) -> bool:
+    if is_view(node):
+        # Keeping a view would keep all of its memory.
+        return False
+    size = size_of(node)
+    rebuilt = [source for source in sources if calls.get(source)]
+    if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
+        return True
+    positions = any(t.dtype == torch.int64 for t in tensors_of(node))
+    return len(needed) > MAX_STEPS or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
+
+
+def _read(node: fx.Node, found: Plan) -> None:
+    """Notes who reads the nodes from which a node is computed again."""
+    stack = [node]
+    while stack:
+        reader = stack.pop()
+        for source in found.again.get(reader, ()):
+            if is_free(source):
+                continue
+            readers = found.readers.setdefault(source, set())
+            if reader not in readers:
+                readers.add(reader)
+                stack.append(source)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
+
+
+def _keep_later(found: Plan, joint: Joint) -> None:
+    """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
+    waiting = [node for node in found.kept if node not in joint.returned]
+    while waiting:
+        node = waiting.pop()
+        if node not in found.kept:
+            continue
+        reader = _only_reader(node, found)
+        while reader is not None and is_view(reader):
+            reader = _only_reader(reader, found)
+        if reader is None or _nbytes(reader) > _nbytes(node):
+            continue
+        sources = found.again.pop(reader)
+        found.kept.add(reader)
+        waiting.append(reader)
+        _leave(reader, sources, found)
+
+
+def _only_reader(node: fx.Node, found: Plan) -> fx.Node | None:
+    readers = found.readers.get(node, set())
+    reader = next(iter(readers), None)
+    return reader if len(readers) == 1 and reader in found.again else None
+
+
+def _leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
+    """``reader`` reads these sources no longer; what nobody reads is neither kept nor computed again."""
+    for source in sources:
+        readers = found.readers.get(source)
+        if readers is None:
+            continue
+        readers.discard(reader)
+        if not readers:
+            del found.readers[source]
+            found.kept.discard(source)
+            if source in found.again:
+                _leave(source, found.again.pop(source), found)
+
+
+def apply(joint: Joint, decided: Plan) -> None:
+    """Labels the graph, and lets backward read what it computes again."""
+    for node in decided.kept:
+        for one in {node, _call_node(node)}:
+            one.meta.setdefault(LABEL, KEEP)
+    writer = _Writer(joint.graph, decided)
+    for reader in readers_of_forward(joint):
+        read = functools.partial(writer.read, before=reader)
+        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
+    (returned,) = joint.end.args
+    gradients = set(joint.gradients)
+    joint.end.args = (
+        fx.map_arg(returned, lambda n: writer.read(n, joint.end) if n in gradients and n not in joint.returned else n),
+    )
+
+
+class _Writer:
+    """Gives backward the nodes that it reads."""
+
+    def __init__(self, graph: fx.Graph, decided: Plan) -> None:
+        self.graph, self.decided = graph, decided
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def read(self, node: Any, before: fx.Node) -> Any:
+        """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
+        if node not in self.decided.again:
+            return node
+        if node not in self.made:
+            self.made[node] = self._again(node, before)
+        return self.made[node]
+
+    def _again(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        form = forms.form_of(node)
+        if form is not None:
+            last = before.prev
+            made = form.write(self.graph, lambda n: self.read(n, before), before)
+            _label_new(last, before)
+            return made
+        call = _call_node(node)
+        swapped = {source: self.read(source, before) for source in call.all_input_nodes}
+        if all(source is other for source, other in swapped.items()):
+            return _labelled(node, call)
+        if node is call:
+            made = copied(self.graph, node, swapped, before)
+            return _labelled(made)
+        if call not in self.made:
+            self.made[call] = _labelled(copied(self.graph, call, swapped, before))
+        return _labelled(copied(self.graph, node, {call: self.made[call]}, before))
+
+
+def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
+    for one in (node, *others):
+        one.meta[LABEL] = AGAIN
+    return node
+
+
+def _label_new(last: fx.Node, before: fx.Node) -> None:
+    """Labels the nodes that were made between two nodes."""
+    node = last.next
+    while node is not before:
+        node.meta[LABEL] = AGAIN
+        node = node.next

@@ -1,0 +1,152 @@
+"""Writing results over inputs that nobody reads again, for the codegen "aten".
+
+A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
+becomes its in-place form if its first argument is dead after it, is no argument of the graph, and has the dtype, shape
+and strides of the result.  Running statistics are written where they are, in place of a copy that is copied back.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .joint import is_op, items_of, name_of, outputs_of, value_of
+
+aten = torch.ops.aten
+# Ops whose result may begin at the memory of an argument although their schema does not say so.
+UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
+# The op -> its form that writes the result over the first argument.
+OVERWRITING: dict[Any, Any] = {
+    aten.relu.default: aten.relu_.default,
+    aten.leaky_relu.default: aten.leaky_relu_.default,
+    aten.elu.default: aten.elu_.default,
+    aten.hardtanh.default: aten.hardtanh_.default,
+    aten.silu.default: aten.silu_.default,
+    aten.gelu.default: aten.gelu_.default,
+    aten.mish.default: aten.mish_.default,
+    aten.hardswish.default: aten.hardswish_.default,
+    aten.hardsigmoid.default: aten.hardsigmoid_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+}
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Makes the ops of a forward or backward graph write in place, and returns how many do."""
+    return _statistics(graph) + _activations(graph)
+
+
+def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory its result lies in."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        root = node
+        if is_op(node) and (node.target.is_view or name_of(node) in UNSAFE_VIEWS):
+            root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
+        elif node.op == "call_function" and not is_op(node) and node.all_input_nodes:
+            # One of several results; they may be views, as those of split.
+            source = node.all_input_nodes[0]
+            of_view = is_op(source) and source.target.is_view
+            root = roots[source] if of_view else node
+        roots[node] = root
+    return roots
+
+
+def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """For each memory the place of the last node that reads it."""
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for source in node.all_input_nodes:
+            last[roots[source]] = place
+    return last
+
+
+def _activations(graph: fx.Graph) -> int:
+    roots = _roots(graph)
+    last = _last_reads(graph, roots)
+    count = 0
+    for place, node in enumerate(graph.nodes):
+        if node.op != "call_function" or node.target not in OVERWRITING:
+            continue
+        x = node.args[0]
+        if not isinstance(x, fx.Node) or not _is_alike(value_of(x), value_of(node)):
+            continue
+        root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
+        if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
+            continue
+        if not _is_whole(value_of(root), value_of(x)):
+            continue
+        node.target = OVERWRITING[node.target]
+        # The result lies in the memory of x, so that memory is read as long as the result is.
+        for other, of in roots.items():
+            if of is node:
+                roots[other] = root
+        last[root] = max(place, last.get(node, place))
+        count += 1
+    return count
+
+
+def _is_alike(x: Any, result: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
+        return False
+    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
+        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
+        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
+            return False
+        return all(not isinstance(s, int) or s > 0 for s in x.stride())
+    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_whole(root: Any, x: Any) -> bool:
+    """Whether a view covers the memory that it lies in; ``root`` may have several results."""
+    return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
+
+
+def _statistics(graph: fx.Graph) -> int:
+    """Norms move their running statistics where they are, and counters are increased there."""
+    outputs = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is aten._native_batch_norm_legit_functional.default:
+            count += _norm(graph, node, copies, outputs)
+        elif node.target is aten.add.Tensor and node.args[0] in copies:
+            buffer = node.args[0]
+            copy = copies[buffer]
+            alone = set(node.users) == {copy} and not node.kwargs and node not in outputs
+            if alone and buffer.op == "placeholder" and all(order[u] <= order[node] or u is copy for u in buffer.users):
+                graph.erase_node(copy)
+                node.target = aten.add_.Tensor
+                count += 1
+    return count
+
+
+def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
+    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
+    items = items_of(node)
+    for buffer, place in ((node.args[3], 3), (node.args[4], 4)):
+        new, copy = items.get(place), copies.get(buffer)
+        if new is None or copy is None or copy.args[1] is not new or set(new.users) != {copy} or new in outputs:
+            return False
+        if buffer.op != "placeholder" or set(buffer.users) != {node, copy}:  # type: ignore[union-attr]
+            return False
+    for buffer, place in ((node.args[3], 3), (node.args[4], 4)):
+        graph.erase_node(copies[buffer])
+        graph.erase_node(items[place])
+    node.target = aten._native_batch_norm_legit.default
+    return True

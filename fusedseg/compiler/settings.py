@@ -1,0 +1,44 @@
+"""The options of the backend: ``torch.compile(model, backend="fusedseg", options={...})``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+OP = 'torch.compile(backend="fusedseg")'
+CODEGENS = ("inductor", "aten")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the options say.
+
+    Attributes:
+        codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
+        inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
+    """
+
+    codegen: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.codegen is not None and self.codegen not in CODEGENS:
+            raise ValueError(f"{OP}: option codegen must be one of {', '.join(CODEGENS)}, got {self.codegen!r}")
+        if not isinstance(self.inductor, Mapping):
+            raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
+        if self.inductor and self.codegen == "aten":
+            raise ValueError(f"{OP}: option inductor has no effect with codegen='aten', got {dict(self.inductor)}")
+
+
+NAMES = tuple(f.name for f in fields(Settings))
+
+
+def parse(options: Mapping[str, Any] | None) -> Settings:
+    """The options as ``Settings``; raises ValueError for an option that does not exist."""
+    given = dict(options or {})
+    unknown = [name for name in given if name not in NAMES]
+    if unknown:
+        raise ValueError(
+            f"{OP}: options must be among {', '.join(NAMES)}, got {', '.join(map(repr, unknown))}; "
+            "Inductor's own options go into options={'inductor': {...}}"
+        )
+    return Settings(**given)

@@ -1,0 +1,118 @@
+"""``F.interpolate`` as one op, for graphs that are run by aten kernels.
+
+PyTorch's tracer writes an interpolation as index and product ops, which round in another order than the kernel.  This
+op stays one node, and both directions run the kernels of eager mode.  A backend that generates code of its own leaves
+``F.interpolate`` as it is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+Sizes = int | Sequence[int] | None
+Factors = float | Sequence[float] | None
+# (mode, spatial dimensions) -> the kernel of backward, and whether it takes ``align_corners``.
+BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
+    ("nearest", 1): (aten.upsample_nearest1d_backward.default, False),
+    ("nearest", 2): (aten.upsample_nearest2d_backward.default, False),
+    ("nearest", 3): (aten.upsample_nearest3d_backward.default, False),
+    ("nearest-exact", 1): (aten._upsample_nearest_exact1d_backward.default, False),
+    ("nearest-exact", 2): (aten._upsample_nearest_exact2d_backward.default, False),
+    ("nearest-exact", 3): (aten._upsample_nearest_exact3d_backward.default, False),
+    ("linear", 1): (aten.upsample_linear1d_backward.default, True),
+    ("bilinear", 2): (aten.upsample_bilinear2d_backward.default, True),
+    ("bicubic", 2): (aten.upsample_bicubic2d_backward.default, True),
+    ("trilinear", 3): (aten.upsample_trilinear3d_backward.default, True),
+}
+
+
+def _forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
+    return F.interpolate(x, size, factors, mode, corners)
+
+
+def _backward(
+    dy: Tensor, size: list[int], small: list[int], factors: list[float] | None, mode: str, corners: bool | None
+) -> Tensor:
+    kernel, takes_corners = BACKWARD[mode, len(size)]
+    flags = (bool(corners),) if takes_corners else ()
+    return kernel(dy, size, small, *flags, *([None] * len(size) if factors is None else factors))
+
+
+def _like(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor without values in the memory format that the kernels choose for ``t``."""
+    from .._torch import suggest_memory_format
+
+    return torch.empty(shape, dtype=t.dtype, device=t.device, memory_format=suggest_memory_format(t))
+
+
+def _enlarged(x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None) -> list[Any]:
+    """The spatial size of the result, as aten computes it."""
+    if size is not None:
+        return list(size)
+    assert factors is not None
+    return [torch.sym_int(n * s) for n, s in zip(x.shape[2:], factors, strict=True)]
+
+
+_ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
+interpolate_op = torch.library.custom_op(
+    "fusedseg::interpolate", _forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
+)
+interpolate_backward_op = torch.library.custom_op(
+    "fusedseg::interpolate_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners) -> Tensor",
+)
+
+
+@interpolate_op.register_fake
+def _(x, size, factors, mode, corners):
+    return _like(x, [*x.shape[:2], *_enlarged(x, size, factors)])
+
+
+@interpolate_backward_op.register_fake
+def _(dy, size, small, factors, mode, corners):
+    return _like(dy, small)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, _, ctx.factors, ctx.mode, ctx.corners = inputs
+    ctx.small, ctx.size = x.shape, output.shape[2:]
+
+
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx = interpolate_backward_op(dy, ctx.size, ctx.small, ctx.factors, ctx.mode, ctx.corners)
+    return dx, None, None, None, None
+
+
+interpolate_op.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def interpolate(
+    input: Tensor,  # noqa: A002
+    size: Sizes = None,
+    scale_factor: Factors = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """``F.interpolate`` as the op where its kernels have a backward that this file knows, otherwise as it is."""
+    x, dims = input, input.dim() - 2
+    if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
+        return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
+        # The stock function chooses another form then.
+        return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor)
+    if x.is_cpu and torch.is_autocast_enabled("cpu"):
+        # Autocast does the same for the stock function on a CPU.
+        x = x.float()
+    sizes = [size] * dims if isinstance(size, int | torch.SymInt) else size
+    factors = [scale_factor] * dims if isinstance(scale_factor, int | float) else scale_factor
+    if factors is not None and recompute_scale_factor:
+        sizes, factors = _enlarged(x, None, factors), None
+    return interpolate_op(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)

@@ -1,0 +1,96 @@
+"""Which nodes of a graph of aten ops are cheap: one table for the compiled scope and for the compiler backend.
+
+A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
+matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ... import _torch
+
+# Cheap ops of aten and prims that are neither elementwise nor views.
+CHEAP = {
+    # norms and their statistics
+    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm",
+    "native_group_norm", "native_layer_norm", "mean", "sum", "var", "var_mean", "rsqrt",
+    # copies, casts, concatenation, padding and broadcasting
+    "_to_copy", "_unsafe_view", "broadcast_in_dim", "cat", "clone", "constant_pad_nd", "convert_element_type", "div",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "stack",
+    # pools and interpolation
+    "_low_memory_max_pool_with_offsets", "_unsafe_index", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "avg_pool2d", "avg_pool3d", "index", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+    # softmax and gated activations
+    "_log_softmax", "_prelu_kernel", "_softmax", "glu", "log_sigmoid_forward",
+}  # fmt: skip
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The results of a node, which are tensors without values."""
+    value = node.meta.get("val")
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+
+
+def size_of(node: fx.Node) -> int:
+    """The number of elements of the largest result."""
+    largest = 0
+    for t in tensors_of(node):
+        count = 1
+        for size in t.shape:
+            # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
+            count *= size if isinstance(size, int) else size.node.hint or 1
+        largest = max(largest, count)
+    return largest
+
+
+def call_of(node: fx.Node) -> str:
+    """The call of a function to which the node belongs; the compiler may write one call as many nodes."""
+    stack = node.meta.get("source_fn_stack")
+    return stack[-1][0] if stack else node.name
+
+
+def has_flops(node: fx.Node) -> bool:
+    """Whether the node is a convolution, a matrix product or attention."""
+    from torch.utils.flop_counter import flop_registry
+
+    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    return has_flops(node) or (node.target.namespace not in ("aten", "prims") and not is_cheap(node))
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
+    op = node.target
+    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
+        # The compiler cannot keep such a number for backward.
+        return False
+    name = op._schema.name.partition("::")[2]
+    if op.namespace == "fusedseg":
+        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
+        return name in OURS and OURS[name](given)
+    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
+
+
+# The ops of this package that may run again, and for which arguments.  A norm that keeps its output has nothing to
+# rebuild, and a synchronised norm must not communicate again.
+OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "norm": lambda given: given["keep"] == "input" and given.get("process_group") is None,
+    "max_pool": lambda given: True,
+    "interpolate": lambda given: True,
+}

@@ -1,0 +1,96 @@
+"""Small networks of each kind, and what a few training steps of them give."""
+
+import torch
+from torch import nn
+
+from fusedseg.memory import SavedBytes
+from fusedseg.unet import MultiEncoderUNet, UNet
+from tests.resnet import ResNet18
+
+
+def relu(channels):
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+
+
+def relu3d(channels):
+    return nn.Sequential(nn.BatchNorm3d(channels), nn.ReLU(inplace=True))
+
+
+def instance(channels):
+    return nn.Sequential(nn.InstanceNorm3d(channels, affine=True), nn.LeakyReLU(0.01, inplace=True))
+
+
+class Attention(nn.Module):
+    """Group norm, SiLU, layer norm and attention over positions, as in a diffusion network."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
+        self.group, self.layer = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        h = self.group(self.first(x))
+        t = h.flatten(2).transpose(1, 2)
+        u = self.layer(t)
+        t = t + self.attention(u, u, u, need_weights=False)[0]
+        return self.last(t.transpose(1, 2).reshape(h.shape))
+
+
+def mixed():
+    """Norms, activations, a pool, dropout and interpolation."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), *relu(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Dropout(0.1), nn.Conv2d(8, 4, 3),
+    )  # fmt: skip
+
+
+# The first four have the structure of the networks of the README.
+NETWORKS = {
+    "U-Net": (lambda: UNet(3, 4, widths=(8, 16), plain=True, norm_act=relu), [(2, 3, 16, 16)]),
+    "two encoders": (
+        lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8), plain=True, norm_act=relu),
+        [(2, 2, 8, 8), (2, 1, 8, 8)],
+    ),
+    "3D U-Net": (lambda: UNet(1, 2, dims=3, widths=(4, 8), plain=True, norm_act=relu3d), [(2, 1, 8, 8, 4)]),
+    "nnU-Net": (
+        lambda: UNet(1, 3, dims=3, widths=(4, 8), mode="transposed", plain=True, norm_act=instance),
+        [(2, 1, 8, 8, 8)],
+    ),
+    "ResNet": (lambda: ResNet18(10, width=4), [(2, 3, 32, 32)]),
+    "attention": (Attention, [(2, 3, 8, 8)]),
+    "mixed": (mixed, [(2, 3, 16, 16)]),
+}
+
+
+def make(name):
+    build, shapes = NETWORKS[name]
+    torch.manual_seed(0)
+    return build(), [torch.randn(shape) for shape in shapes]
+
+
+def compiled(model, codegen="aten", **options):
+    return torch.compile(model, backend="fusedseg", options={"codegen": codegen}, **options)
+
+
+def results(net, run, inputs, steps=2):
+    """Outputs, gradients and buffers of a few training steps, with the same random numbers in each run."""
+    found = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        out = run(*inputs)
+        found += [out.detach().clone(), *torch.autograd.grad(out.square().mean(), [*net.parameters()])]
+    return [*found, *(buffer.clone() for buffer in net.buffers())]
+
+
+def same(left, right):
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def kept(net, run, inputs):
+    """Bytes that autograd keeps; the second call is counted, because a first call of compiled code compiles."""
+    run(*inputs)
+    with SavedBytes([*net.parameters(), *net.buffers(), *inputs]) as saved:
+        out = run(*inputs)
+    assert out.requires_grad
+    return saved.nbytes

@@ -1,0 +1,93 @@
+"""The codegen "aten": eager mode's bits and no more bytes than the recompute scope, for stock networks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg import recompute
+from tests.compiler.networks import NETWORKS, compiled, kept, make, results, same
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_bits_and_bytes(name):
+    """Outputs, gradients and running statistics of two steps are eager mode's, and statistics move once a step."""
+    net, inputs = make(name)
+    twin, scoped = copy.deepcopy(net), copy.deepcopy(net)
+    run = compiled(net)
+    assert same(results(net, run, inputs), results(twin, twin, inputs))
+    ours, plain = kept(net, run, inputs), kept(twin, twin, inputs)
+    assert ours <= kept(scoped, recompute()(scoped), inputs)
+    assert ours < 0.75 * plain
+
+
+@pytest.mark.parametrize("name", ["nnU-Net", "ResNet", "attention"])
+def test_bits_of_aot_eager(name):
+    """Without interpolation, aot_eager has eager mode's bits, and so have we."""
+    net, inputs = make(name)
+    twin = copy.deepcopy(net)
+    other = torch.compile(twin, backend="aot_eager")
+    assert same(results(net, compiled(net), inputs), results(twin, other, inputs))
+
+
+MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("bilinear", 2), ("bicubic", 2),
+         ("trilinear", 3), ("area", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "dims"), MODES)
+@pytest.mark.parametrize(
+    "sizes", [{"scale_factor": 2}, {"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 7}]
+)
+def test_interpolation_has_eager_bits(mode, dims, sizes):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    net = nn.Sequential(conv(2, 3, 3), nn.Upsample(mode=mode, **sizes), conv(3, 2, 1))
+    x = [torch.randn(2, 2, *(7,) * dims)]
+    twin = copy.deepcopy(net)
+    assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+
+
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(3, 1, 1, 2)]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pools_keep_a_byte(pool, layout):
+    """ReLU makes ties in the windows; the gradient goes to the same position as in aot_eager."""
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), pool, nn.Conv2d(3, 2, 1)).to(memory_format=layout)
+    x = [torch.randn(2, 2, 11, 9).to(memory_format=layout)]
+    twin, other = copy.deepcopy(net), copy.deepcopy(net)
+    # In channels_last, aot_eager's convolutions have other bits than eager mode's.
+    assert same(results(net, compiled(net), x), results(twin, torch.compile(twin, backend="aot_eager"), x))
+    assert kept(net, compiled(net), x) < kept(other, other, x)
+
+
+@pytest.mark.parametrize("norm", [
+    nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False),
+    nn.BatchNorm2d(4, momentum=None), nn.InstanceNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    nn.GroupNorm(2, 4), nn.GroupNorm(4, 4, affine=False),
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("act", [nn.ReLU(True), nn.LeakyReLU(0.1, True), nn.SiLU(True), nn.ELU(), nn.PReLU()], ids=repr)
+def test_norms_and_activations(norm, act):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), copy.deepcopy(norm), copy.deepcopy(act), nn.Conv2d(4, 2, 3))
+    x = [torch.randn(3, 2, 8, 8)]
+    twin = copy.deepcopy(net)
+    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    # With momentum=None the norm reads its counter as a number, which breaks the graph.
+    if getattr(norm, "momentum", 0) is not None:
+        assert kept(net, compiled(net), x) < kept(twin, twin, x)
+
+
+def test_views_of_channels_last_and_of_strange_strides():
+    """A norm of a transposed tensor is not rebuilt from its statistics, which would multiply in another order."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.norm(self.a(x).transpose(2, 3))))
+
+    net, x = Net(), [torch.randn(3, 2, 9, 7)]
+    twin = copy.deepcopy(net)
+    assert same(results(net, compiled(net), x), results(twin, twin, x))

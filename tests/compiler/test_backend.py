@@ -1,0 +1,114 @@
+"""The entry point, the options, and who generates code."""
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg import _torch
+from fusedseg.compiler import backend
+from fusedseg.compiler.settings import Settings, parse
+from tests.compiler.networks import compiled, kept, make, results, same
+
+HAS_CXX = not _torch.inductor_problem()
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 1, 1))
+
+
+def test_the_entry_point_names_the_backend():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert "[project.entry-points.torch_dynamo_backends]" in text
+    assert f'fusedseg = "{backend.__module__.rpartition(".")[0]}:{backend.__name__}"' in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budgets": 1}, r"options must be among codegen, inductor, got 'budgets'"),
+        ({"codegen": "triton"}, r"codegen must be one of inductor, aten, got 'triton'"),
+        ({"inductor": 3}, r"inductor must be a dict"),
+        ({"codegen": "aten", "inductor": {"max_autotune": True}}, r"has no effect with codegen='aten'"),
+    ],
+)
+def test_wrong_options_raise(options, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        parse(options)
+
+
+def test_wrong_options_raise_through_torch_compile():
+    run = torch.compile(net(), backend="fusedseg", options={"speed": "high"})
+    with pytest.raises(Exception, match="options must be among codegen, inductor, got 'speed'"):
+        run(torch.randn(2, 1, 6, 6))
+
+
+def test_settings_are_values():
+    assert parse({"codegen": "aten"}) == Settings("aten")
+    assert parse(None) == Settings()
+
+
+def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
+    # The function has the name of its module.
+    home = sys.modules["fusedseg.compiler.backend"]
+    monkeypatch.setattr(home._torch, "inductor_problem", lambda: "there is no C++ compiler (Missing)")
+    home._say_once.cache_clear()
+    model, x = net(), torch.randn(2, 1, 6, 6)
+    with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
+        torch.compile(model, backend="fusedseg")(x)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(model, backend="fusedseg")(x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="codegen='inductor' cannot work here"):
+        compiled(model, "inductor")(x)
+    home._say_once.cache_clear()
+
+
+def test_modes_are_those_of_inductor():
+    with pytest.raises(ValueError, match="codegen='aten' has no modes"):
+        backend(None, [], options={"codegen": "aten"}, mode="max-autotune")
+
+
+def test_model_compile():
+    model, x = net(), torch.randn(2, 1, 6, 6)
+    twin = copy.deepcopy(model)
+    model.compile(backend="fusedseg", options={"codegen": "aten"})
+    assert same(results(model, model, [x]), results(twin, twin, [x]))
+
+
+@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name", [pytest.param("U-Net", marks=pytest.mark.slow), pytest.param("ResNet", marks=pytest.mark.slow), "plain"]
+)
+def test_inductor(name):
+    """Values of eager mode up to rounding, and less than half of its bytes; the default codegen."""
+    model, inputs = (net(), [torch.randn(2, 1, 6, 6)]) if name == "plain" else make(name)
+    twin = copy.deepcopy(model)
+    run = torch.compile(model, backend="fusedseg", options={"inductor": {"layout_optimization": False}})
+    for found, wanted in zip(results(model, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+    assert kept(model, run, inputs) < 0.7 * kept(twin, twin, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+def test_caches_know_the_partition():
+    """A second compilation finds the first one's code; AOTAutograd's cache does not bypass the partitioner's name."""
+    from torch._dynamo.utils import counters
+
+    def hits():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = net()
+        compiled(model, "inductor")(torch.randn(2, 1, 6, 6)).sum().backward()
+        return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]
+
+    hits()
+    assert hits() == (1, 0)

@@ -1,0 +1,175 @@
+"""Each pass on a small graph, before and after it."""
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusedseg.compiler import emit, reinplace, simplify, split
+from fusedseg.compiler.joint import name_of
+from tests.compiler.networks import compiled, same
+
+aten = torch.ops.aten
+
+
+def names(graph):
+    return [name_of(node) or str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def traced(function, *inputs):
+    """The graph of a function; the results of its nodes are tensors without values."""
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def test_simplify_drops_copies():
+    def run(x):
+        y = aten.relu(x)
+        same = aten.copy(aten.new_empty_strided(y, [2, 3], [3, 1]), y)
+        other = aten.clone(y.t(), memory_format=torch.contiguous_format)
+        return aten.detach(same) + 1, other
+
+    x = torch.randn(2, 3)
+    module = traced(run, x)
+    expected = module(x)
+    assert {"copy", "clone", "detach"} <= set(names(module.graph))
+    simplify.rewrite(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    # The transposed clone has other strides.
+    assert names(module.graph) == ["relu", "t", "clone", "add"]
+    assert same(module(x), expected)
+
+
+def test_split_needs_no_concatenation():
+    def run(a, b, w, dy):
+        x = aten.cat([a, b], 1)
+        dx, dw, db = aten.convolution_backward(
+            dy, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+        )
+        return aten.slice(dx, 1, 0, 2), aten.slice(dx, 1, 2, 5), dw, db
+
+    inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 3, 3), torch.randn(2, 4, 6, 6)]
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    assert split.rewrite(module.graph) == 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    # The only concatenation left is that of the weight's gradient.
+    assert names(module.graph).count("convolution_backward") == 2
+    assert names(module.graph).count("cat") == 1
+    for found, wanted in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_reinplace_writes_over_what_nobody_reads():
+    def run(x):
+        y = aten.mul(x, 2)
+        z = aten.relu(y)
+        w = aten.sigmoid(z)
+        return aten.add(w, z)
+
+    module = traced(run, torch.randn(4))
+    reinplace.rewrite(module.graph)
+    # x is the caller's, and z is read after the sigmoid.
+    assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
+
+
+def test_reinplace_knows_views():
+    def run(x):
+        y = aten.mul(x, 2)
+        v = aten.view(y, [2, 2])
+        z = aten.relu(y)
+        return z, aten.add(v, 1)
+
+    def part(x):
+        y = aten.mul(x, 2)
+        return aten.relu(aten.slice(y, 0, 0, 2)), aten.relu(aten.expand(aten.slice(y, 0, 0, 1), [3]))
+
+    for function in (run, part):
+        module = traced(function, torch.randn(4))
+        before = names(module.graph)
+        reinplace.rewrite(module.graph)
+        # Only the sum may be written over v, whose memory nobody reads after it.
+        assert [name.replace("add_", "add") for name in names(module.graph)] == before
+
+
+def test_reinplace_moves_statistics_where_they_are():
+    def run(x, mean, var, count):
+        more = aten.add(count, 1)
+        out = aten._native_batch_norm_legit_functional(x, None, None, mean, var, True, 0.1, 1e-5)
+        aten.copy_(count, more)
+        aten.copy_(mean, out[3])
+        aten.copy_(var, out[4])
+        return out[0]
+
+    module = traced(run, torch.randn(4, 3), torch.zeros(3), torch.ones(3), torch.tensor(0))
+    assert reinplace.rewrite(module.graph) == 2
+    assert [name for name in names(module.graph) if "getitem" not in name] == ["add_", "_native_batch_norm_legit"]
+
+
+def test_emit_lets_values_go():
+    def run(x, unread):
+        y = aten.mul(x, 2)
+        z = aten.cos(y)
+        return aten.cat([z, z])
+
+    module = traced(run, torch.randn(4), torch.randn(1))
+    call = emit.emit(module, [])
+    arguments = [torch.ones(4), torch.ones(1)]
+    (found,) = call(arguments)
+    assert not arguments
+    assert torch.equal(found, torch.cat([torch.cos(torch.full((4,), 2.0))] * 2))
+    lines = call.source.splitlines()
+    assert lines[3].strip() == "del unread_1"
+    assert [line.strip() for line in lines if line.strip().startswith("del")][1:] == ["del x_1", "del mul", "del cos"]
+
+
+def forward_outputs(net, x):
+    """(names of what is kept, names that backward computes) of a network's joint graph."""
+    from fusedseg.compiler import partition
+
+    seen = {}
+    original = partition.prepare
+
+    def noted(module, outputs, rounds):
+        seen["plan"] = original(module, outputs, rounds)
+        return seen["plan"]
+
+    partition.prepare = noted
+    try:
+        compiled(net)(x)
+    finally:
+        partition.prepare = original
+    plan = seen["plan"]
+    kept = sorted(name_of(n) or name_of(n.args[0]) for n in plan.kept)
+    return kept, sorted(name_of(n) or name_of(n.args[0]) for n in plan.again)
+
+
+def test_keep_products_and_statistics():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 1, 1))
+    kept, again = forward_outputs(net, torch.randn(2, 1, 6, 6))
+    norm = "_native_batch_norm_legit_functional"
+    assert kept == [norm, norm, "convolution"]
+    assert again == [norm, "relu"]
+
+
+def test_keep_the_activation_if_nobody_reads_the_product():
+    kept, again = forward_outputs(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 1)), torch.randn(2, 1, 6, 6)
+    )
+    assert (kept, again) == (["relu"], [])
+
+
+def test_prepare_ends_a_long_chain():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(2, 2, 1) for _ in range(12))
+
+        def forward(self, x):
+            for conv in self.convs:
+                x = torch.relu(x + conv(x))
+            return x
+
+    kept, again = forward_outputs(Chain(), torch.randn(2, 2, 4, 4))
+    assert kept.count("relu") >= 1
+    assert again.count("relu") <= 12
