@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.memory import profile
+from fusedseg.nn import synchronised
 from fusedseg.ops.norm import eager
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
@@ -252,6 +253,8 @@ def test_hooks_of_a_synchronised_norm(image):
     model = copy.deepcopy(stock)
     fusedseg.convert(model, example_inputs=image)
     fusedseg.convert_sync(model)
+    # It warns once in a process.
+    synchronised._warn_alone.cache_clear()
     with pytest.warns(UserWarning, match=r"torch\.distributed is not initialised"):
         assert_habits_are_right(model, stock, image, "forward", "1")
 
