@@ -11,6 +11,8 @@ PACKAGE = ROOT / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
 LINES, FEWEST_LINES = 350, 20
 LINES_OF_TESTS = 400
+# File -> why it may have more lines.
+LONG_FILES = {"_torch.py": "all private names of PyTorch, in one file"}
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
@@ -73,6 +75,7 @@ def test_calls_pass_few_arguments_by_position():
 
 def test_files_are_neither_long_nor_tiny():
     sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
+    sizes = {path: lines for path, lines in sizes.items() if path not in LONG_FILES}
     assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
 
 
