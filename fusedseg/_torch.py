@@ -358,6 +358,17 @@ def is_optimized_module(module: Any) -> bool:
     return compiled is not _ABSENT and isinstance(module, compiled)
 
 
+# Batch norms as the compiler traces them: one that returns new running statistics, one that writes over them, and one
+# without them.
+_NORM = "torch.ops.aten._native_batch_norm_legit"
+functional_batch_norm = _or(f"{_NORM}_functional.default", None)
+writing_batch_norm = _or(f"{_NORM}.default", None)
+batch_norm_without_running = _or(f"{_NORM}.no_stats", None)
+# The gradients of the interpolation "nearest-exact", by the number of spatial dimensions.
+nearest_exact_backward = {
+    dims: _or(f"torch.ops.aten._upsample_nearest_exact{dims}d_backward.default", None) for dims in (1, 2, 3)
+}
+
 # What the compiler backend needs (``fusedseg/compiler/``).  Importing some of them takes seconds.
 _BACKEND = {
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",

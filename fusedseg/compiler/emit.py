@@ -21,7 +21,7 @@ aten = torch.ops.aten
 # The functions that do the same as an op, with the same arguments.
 DIRECT: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: torch.convolution,
-    aten._native_batch_norm_legit.default: torch.native_batch_norm,
+    _torch.writing_batch_norm: torch.native_batch_norm,
     aten.native_batch_norm.default: torch.native_batch_norm,
     aten.native_group_norm.default: torch.native_group_norm,
     aten.native_layer_norm.default: torch.native_layer_norm,
@@ -44,10 +44,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.t.default: torch.t,
     aten.view.default: torch.Tensor.view,
     aten.detach.default: torch.detach,
-    interpolate.interpolate_op._opoverload: interpolate._forward,
-    interpolate.interpolate_backward_op._opoverload: interpolate._backward,
-    pools.max_pool_op._opoverload: pools._op,
-    pools.max_pool_backward_op._opoverload: pools._backward_op,
+    torch.ops.fusedseg.interpolate.default: interpolate._forward,
+    torch.ops.fusedseg.interpolate_backward.default: interpolate._backward,
+    torch.ops.fusedseg.max_pool.default: pools._op,
+    torch.ops.fusedseg.max_pool_backward.default: pools._backward_op,
 }
 
 
@@ -60,9 +60,9 @@ class Source:
         self._names: dict[int, str] = {}
 
     def name(self, thing: Any, hint: str) -> str:
-        """The name of an object; equal objects get one name."""
+        """The name of an object, which is no name of a node."""
         if id(thing) not in self._names:
-            name = f"{hint}_{len(self.objects)}"
+            name = f"_of_{hint}_{len(self.objects)}"
             self._names[id(thing)] = name
             self.objects[name] = thing
         return self._names[id(thing)]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from .. import _torch
 from .joint import call, is_tensor, items_of, name_of, value_of
 
 aten = torch.ops.aten
@@ -44,8 +45,7 @@ class BatchNorm(NamedTuple):
         """A node that computes the output again."""
         x, weight, bias, mean, rstd = map(read, (self.x, self.weight, self.bias, self.mean, self.rstd))
         if mean is None or rstd is None:
-            op = aten._native_batch_norm_legit.no_stats
-            again = call(graph, op, x, weight, bias, True, 0.0, self.eps, before=before)
+            again = call(graph, _torch.batch_norm_without_running, x, weight, bias, True, 0.0, self.eps, before=before)
         else:
             value, full = value_of(mean), aten.full.default
             like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}

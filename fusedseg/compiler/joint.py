@@ -65,7 +65,10 @@ class Joint:
     Attributes:
         graph: the graph; its first ``forward_outputs`` outputs are those of forward.
         backward: the nodes that follow from a gradient.
+        forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
+        overwritten: arguments that forward writes to, such as running statistics, and views of them: backward would
+            find other values there.
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
@@ -80,7 +83,12 @@ class Joint:
             if gradient or any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         self.backward.discard(self.end)
-        self.forward = set(self._before([*self.returned, *(n for n in self.graph.nodes if _writes(n))]))
+        writing = [node for node in self.graph.nodes if _writes(node)]
+        self.forward = set(self._before([*self.returned, *writing]))
+        self.overwritten = {node.args[0] for node in writing}
+        for node in self.graph.nodes:
+            if is_op(node) and node.target.is_view and any(n in self.overwritten for n in node.all_input_nodes):
+                self.overwritten.add(node)
 
     def _before(self, ends: list[fx.Node]) -> Iterator[fx.Node]:
         """The nodes from which others follow, with them."""

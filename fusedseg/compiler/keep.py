@@ -112,14 +112,18 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
         if node in calls:
             stack.pop()
             continue
-        sources = [] if node in joint.returned or not _may_run_again(node) else _sources(node)
+        cheap = node not in joint.returned and _may_run_again(node)
+        sources = _sources(node) if cheap else []
+        if not is_view(node) and any(source in joint.overwritten for source in sources):
+            # Backward would read what forward has written there.
+            cheap, sources = False, []
         open_ones = [source for source in sources if source not in calls and not is_free(source)]
         if open_ones:
             stack += open_ones
             continue
         stack.pop()
         needed = frozenset({call_of(_call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if node in joint.returned or not _may_run_again(node) or _is_worth_keeping(node, sources, calls, needed):
+        if not cheap or _is_worth_keeping(node, sources, calls, needed):
             calls[node] = frozenset()
             found.kept.add(node)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .. import _torch
 from .joint import is_op, items_of, name_of, outputs_of, value_of
 
 aten = torch.ops.aten
@@ -119,21 +120,24 @@ def _is_whole(root: Any, x: Any) -> bool:
 def _statistics(graph: fx.Graph) -> int:
     """Norms move their running statistics where they are, and counters are increased there."""
     outputs = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
-    order = {node: place for place, node in enumerate(graph.nodes)}
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
     for node in list(graph.nodes):
-        if node.target is aten._native_batch_norm_legit_functional.default:
+        if node.target is _torch.functional_batch_norm:
             count += _norm(graph, node, copies, outputs)
         elif node.target is aten.add.Tensor and node.args[0] in copies:
             buffer = node.args[0]
             copy = copies[buffer]
-            alone = set(node.users) == {copy} and not node.kwargs and node not in outputs
-            if alone and buffer.op == "placeholder" and all(order[u] <= order[node] or u is copy for u in buffer.users):
+            alone = set(node.users) == {copy} and not node.kwargs and set(buffer.users) == {node, copy}
+            if alone and buffer.op == "placeholder" and _is_counter(value_of(buffer), value_of(node)):
                 graph.erase_node(copy)
                 node.target = aten.add_.Tensor
                 count += 1
     return count
+
+
+def _is_counter(buffer: Any, more: Any) -> bool:
+    return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
 
 
 def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
@@ -148,5 +152,5 @@ def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: s
     for buffer, place in ((node.args[3], 3), (node.args[4], 4)):
         graph.erase_node(copies[buffer])
         graph.erase_node(items[place])
-    node.target = aten._native_batch_norm_legit.default
+    node.target = _torch.writing_batch_norm
     return True

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import _torch
+
 aten = torch.ops.aten
 Sizes = int | Sequence[int] | None
 Factors = float | Sequence[float] | None
@@ -20,9 +22,9 @@ BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
     ("nearest", 1): (aten.upsample_nearest1d_backward.default, False),
     ("nearest", 2): (aten.upsample_nearest2d_backward.default, False),
     ("nearest", 3): (aten.upsample_nearest3d_backward.default, False),
-    ("nearest-exact", 1): (aten._upsample_nearest_exact1d_backward.default, False),
-    ("nearest-exact", 2): (aten._upsample_nearest_exact2d_backward.default, False),
-    ("nearest-exact", 3): (aten._upsample_nearest_exact3d_backward.default, False),
+    ("nearest-exact", 1): (_torch.nearest_exact_backward[1], False),
+    ("nearest-exact", 2): (_torch.nearest_exact_backward[2], False),
+    ("nearest-exact", 3): (_torch.nearest_exact_backward[3], False),
     ("linear", 1): (aten.upsample_linear1d_backward.default, True),
     ("bilinear", 2): (aten.upsample_bilinear2d_backward.default, True),
     ("bicubic", 2): (aten.upsample_bicubic2d_backward.default, True),
@@ -44,9 +46,7 @@ def _backward(
 
 def _like(t: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor without values in the memory format that the kernels choose for ``t``."""
-    from .._torch import suggest_memory_format
-
-    return torch.empty(shape, dtype=t.dtype, device=t.device, memory_format=suggest_memory_format(t))
+    return torch.empty(shape, dtype=t.dtype, device=t.device, memory_format=_torch.suggest_memory_format(t))
 
 
 def _enlarged(x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None) -> list[Any]:

@@ -154,6 +154,25 @@ def test_a_second_backward(x):
     assert same(gradients(net), gradients(twin))
 
 
+def test_a_buffer_that_forward_writes_to(x):
+    """What is computed from the buffer is kept: backward would compute it again from the new values."""
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+            self.b = nn.Conv2d(4, 2, 1)
+            self.register_buffer("shift", torch.full((4,), 0.5))
+
+        def forward(self, x):
+            y = torch.relu(self.a(x) + self.shift.view(1, 4, 1, 1))
+            self.shift.lerp_(y.detach().mean((0, 2, 3)), 0.5)
+            return self.b(y * 2)
+
+    net, twin = pair(Moving)
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
+
+
 def test_a_kept_value_that_changes_raises(x):
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
     out = compiled(net)(x)
