@@ -9,13 +9,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
-<<<<<<< HEAD
-=======
-LINES, FEWEST_LINES = 350, 20
-LINES_OF_TESTS = 400
-# File -> why it may have more lines.
-LONG_FILES = {"_torch.py": "all private names of PyTorch, in one file"}
->>>>>>> f
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
@@ -75,20 +68,6 @@ def test_calls_pass_few_arguments_by_position():
     assert not found
 
 
-<<<<<<< HEAD
-=======
-def test_files_are_neither_long_nor_tiny():
-    sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
-    sizes = {path: lines for path, lines in sizes.items() if path not in LONG_FILES}
-    assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
-
-
-def test_files_of_tests_are_not_long():
-    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
-    assert not {str(path): lines for path, lines in sizes.items() if lines > LINES_OF_TESTS}
-
-
->>>>>>> f
 @pytest.mark.parametrize(("text", "parameters"), [("lambda self, a, *b: 0", 2), ("lambda a, /, b, *, c, **d: 0", 4)])
 def test_what_counts_as_a_parameter(text, parameters):
     assert count(ast.parse(text, mode="eval").body) == parameters
