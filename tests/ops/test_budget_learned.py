@@ -23,13 +23,13 @@ def test_a_bare_scope_learns_in_its_first_step():
     net, x = network(), torch.randn(2, 1, 32, 32)
     owned = [*net.parameters(), *net.buffers()]
     eager = measure(net, x, owned=owned)
-    scoped = recompute(0.25)(net)
+    scoped = recompute(0.36)(net)
     first, second = measure(scoped, x, owned=owned), measure(scoped, x, owned=owned)
-    assert second.saved <= 0.25 * eager.saved < first.saved
+    assert second.saved <= 0.36 * eager.saved < first.saved
     # Another size has another plan, and a decorated function or a new scope shares the plans.
     small = torch.randn(2, 1, 16, 16)
-    measure(recompute(0.25)(net), small, owned=owned)
-    assert measure(recompute(0.25)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
+    measure(recompute(0.36)(net), small, owned=owned)
+    assert measure(recompute(0.36)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
 
 
 def test_a_scope_that_misses_its_budget_says_so_once():
@@ -53,9 +53,9 @@ def test_more_sizes_than_are_remembered(converted, monkeypatch):
     monkeypatch.setattr(guide, "choose", lambda *args: searches.append(1) or choose(*args))
     net, sizes = network(), (32, 36, 40, 44, 48)
     if converted:
-        fusedseg.convert(net, example_inputs=torch.randn(1, 1, 20, 20), budget=0.25)
+        fusedseg.convert(net, example_inputs=torch.randn(1, 1, 20, 20), budget=0.4)
     else:
-        net = recompute(0.25)(net)
+        net = recompute(0.4)(net)
     images = [torch.randn(2, 1, size, size) for size in sizes]
     with pytest.warns(UserWarning, match="a budget has been planned for 3 input sizes"):
         _ = [net(image).sum().backward() for image in images]
