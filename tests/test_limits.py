@@ -25,6 +25,11 @@ LONG = {
     ("integrations/inplace_abn.py", "inplace_abn_sync"): "the arguments of the package inplace_abn",
     ("memory/search.py", "plan"): "options of a search, by keyword only",
 }
+# File -> why it may have more than LINES.
+LONG_FILES = {
+    "_torch.py": "all private names of PyTorch",
+    "ops/recompute/compiled.py": "what the compiler calls while it traces, and the labels that these calls set",
+}
 MODULES = ("nn", "losses", "unet")
 
 
@@ -73,7 +78,8 @@ def test_calls_pass_few_arguments_by_position():
 
 def test_files_are_neither_long_nor_tiny():
     sizes = {path: lines for path, _, lines in files() if not path.endswith(("__init__.py", "__main__.py"))}
-    assert not {path: lines for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
+    found = {path for path, lines in sizes.items() if not FEWEST_LINES <= lines <= LINES}
+    assert found == set(LONG_FILES), "cut the file where an idea ends, or give the reason here"
 
 
 def test_files_of_tests_are_not_long():
