@@ -56,11 +56,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def rewrite(module: fx.GraphModule) -> fx.GraphModule:
-    """The captured graph with these functions in place of the stock ones; Dynamo's own graph stays as it is."""
-    found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in FUNCTIONS]
-    if not found:
-        return module
-    for node in found:
-        node.target = FUNCTIONS[node.target]
+    """Puts these functions into a captured graph, in place of the stock ones."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
     module.recompile()
     return module
