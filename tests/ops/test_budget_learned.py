@@ -16,20 +16,26 @@ from fusedseg.ops.recompute import guide, knapsack
 from tests.ops.test_budget import assert_bits, network
 
 # Budgets of such small networks are often missed.
-pytestmark = [pytest.mark.usefixtures("no_choices"), pytest.mark.filterwarnings("ignore:fusedseg.recompute")]
+pytestmark = [
+    pytest.mark.usefixtures("no_choices"),
+    pytest.mark.filterwarnings("ignore:fusedseg.recompute", "ignore:fusedseg.convert"),
+]
 
 
 def test_a_bare_scope_learns_in_its_first_step():
     net, x = network(), torch.randn(2, 1, 32, 32)
     owned = [*net.parameters(), *net.buffers()]
     eager = measure(net, x, owned=owned)
-    scoped = recompute(0.25)(net)
+    scoped = recompute(0.25, extra_flops=1.0)(net)
     first, second = measure(scoped, x, owned=owned), measure(scoped, x, owned=owned)
     assert second.saved <= 0.25 * eager.saved < first.saved
     # Another size has another plan, and a decorated function or a new scope shares the plans.
     small = torch.randn(2, 1, 16, 16)
-    measure(recompute(0.25)(net), small, owned=owned)
-    assert measure(recompute(0.25)(net), small, owned=owned).saved < measure(recompute()(net), small, owned=owned).saved
+    measure(recompute(0.25, extra_flops=1.0)(net), small, owned=owned)
+    assert (
+        measure(recompute(0.25, extra_flops=1.0)(net), small, owned=owned).saved
+        < measure(recompute()(net), small, owned=owned).saved
+    )
 
 
 def test_a_scope_that_misses_its_budget_says_so_once():

@@ -85,7 +85,7 @@ class Budget:
         wanted, kept = self.bytes_of(eager), choice.kept
         if wanted is None or kept is None or kept <= wanted:
             return None
-        nearest = text_of(kept) if self.fraction is None else f"{math.ceil(kept / eager * 1000) / 1000:g}"
+        nearest = text_of(kept) if self.fraction is None else f"{math.ceil(kept / max(1, eager) * 1000) / 1000:g}"
         return (
             f"{text_of(wanted)} cannot be reached without a higher peak or more arithmetic: {text_of(kept)} are kept, "
             f"and {choice.repeated:.1%} of the forward's arithmetic runs again.  The nearest budget that can be met is "
