@@ -1,0 +1,197 @@
+"""What forward keeps in 8 or 4 bits a value, for the option "bits".
+
+    choose   which kept values are packed, and what must be exact beside them, by how backward reads them (``branches.py``)
+    Storage  the nodes that pack in forward and unpack in backward
+
+A value is rounded once.  Everything that backward computes again from it is a copy that reads the unpacked value.  A
+question about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.low_bit import graph as ops
+from ..ops.low_bit.op import unpack_op
+from ..ops.low_bit.spec import is_dense
+from . import forms
+from .branches import EXACT, LINEAR, SMOOTH, chain_of, is_question, kind_of
+from .joint import Joint, call, is_op, is_tensor, value_of
+from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, leave
+
+FEWEST_VALUES = 4096  # smaller values are kept as they are
+SMOOTH_BITS = 8
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class Rounded:
+    """What is not kept as it is.
+
+    Attributes:
+        bits: for each kept node the bits of a value.
+        masks: the kept nodes that are true or false for each element.
+    """
+
+    bits: dict[fx.Node, int] = field(default_factory=dict)
+    masks: set[fx.Node] = field(default_factory=set)
+
+
+def _has_size(node: fx.Node) -> bool:
+    """Whether a kept result of forward is large, and lies in memory without gaps."""
+    if node.op != "call_function" or not is_tensor(node):
+        return False
+    value = value_of(node)
+    if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
+        return False
+    return value.numel() >= FEWEST_VALUES and is_dense(tuple(value.shape), value.stride())
+
+
+class _Choice:
+    def __init__(self, joint: Joint, found: Plan, bits: int) -> None:
+        self.joint, self.found, self.least = joint, found, bits
+        self.rounded = Rounded()
+        self.own = set(found.reading)
+        for node in found.kept:
+            self._pack(node)
+
+    def _pack(self, node: fx.Node) -> None:
+        if node in self.joint.returned or not _has_size(node):
+            return
+        if value_of(node).dtype in DTYPES:
+            self.rounded.bits[node] = self.least
+        elif is_question(node):
+            self.rounded.masks.add(node)
+
+    def _roots(self) -> dict[fx.Node, set[fx.Node]]:
+        """For each node the packed ones from which backward has it."""
+        roots: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.joint.graph.nodes:
+            if node in self.rounded.bits:
+                roots[node] = {node}
+            elif node in self.found.again:
+                roots[node] = set().union(*(roots.get(source, ()) for source in self.found.again[node]))
+        return {node: of for node, of in roots.items() if of}
+
+    def settle(self) -> bool:
+        """One pass over all that backward reads; whether it has changed the choice."""
+        roots, changed = self._roots(), False
+        for node in list(self.joint.graph.nodes):
+            again = node in self.found.again
+            sources = self.found.again[node] if again else node.all_input_nodes
+            read = [source for source in sources if source in roots]
+            if not read or not (again or node in self.own):
+                continue
+            kind = self._kind(node, again, roots)
+            if kind == LINEAR:
+                continue
+            of = set().union(*(roots[source] for source in read))
+            if kind == SMOOTH:
+                few = [root for root in of if root in self.rounded.bits and self.rounded.bits[root] < SMOOTH_BITS]
+                self.rounded.bits.update(dict.fromkeys(few, SMOOTH_BITS))
+                changed |= bool(few)
+            elif again:
+                self._answer(node)
+                return True
+            else:
+                for root in of:
+                    self.rounded.bits.pop(root, None)
+                return True
+        return changed
+
+    def _kind(self, node: fx.Node, again: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
+        form = forms.form_of(node) if again else None
+        if isinstance(form, forms.BatchNorm):
+            return LINEAR if form.rstd is not None else EXACT
+        if form is not None:
+            return LINEAR
+        return kind_of(call_node(node) if again else node, roots.__contains__)
+
+    def _answer(self, node: fx.Node) -> None:
+        """Something that must read exact values is computed in forward: questions of it, or its result."""
+        found = self.found
+        chain = None if is_question(node) or not is_op(node) else chain_of(self.joint.graph, node)
+        sources = found.again.pop(node)
+        if chain is None or len(chain) != 1:
+            found.kept.add(node)
+            self._pack(node)
+            leave(node, sources, found)
+            return
+        (result,) = chain
+        self._add(result, node)
+        readers = found.readers.pop(node, set())
+        found.readers[result] = readers
+        found.instead[node] = result
+        for reader in readers:
+            if reader in found.again:
+                found.again[reader] = [result if source is node else source for source in found.again[reader]]
+        leave(node, sources, found)
+
+    def _add(self, result: fx.Node, node: fx.Node) -> None:
+        """The nodes of a chain are computed again."""
+        stack = [result]
+        while stack:
+            one = stack.pop()
+            if one in self.found.again or one in self.found.kept or is_free(one):
+                continue
+            self.found.again[one] = list(one.all_input_nodes)
+            for source in one.all_input_nodes:
+                self.found.readers.setdefault(source, set()).add(one)
+                stack.append(source)
+
+def choose(joint: Joint, found: Plan, bits: int) -> Rounded:
+    """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact."""
+    choice = _Choice(joint, found, bits)
+    while choice.settle():
+        pass
+    return choice.rounded
+
+
+class Storage:
+    """The nodes that pack, right after a value is computed, and those that unpack, before its first reader."""
+
+    def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
+        self.graph = graph
+        self.packed: dict[fx.Node, Any] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.masks]
+        key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
+        for place, node in enumerate(order):
+            after = _after(node)
+            if node in rounded.masks:
+                self.packed[node] = _keep(call(graph, ops.bits_pack._opoverload, node, before=after))
+                continue
+            bits = rounded.bits[node]
+            codes = _keep(call(graph, ops.round_op._opoverload, node, bits, key, place, None, before=after))
+            results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
+            self.packed[node] = (*results, None, bits)
+
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The unpacked value of a node, for a reader in backward."""
+        if node not in self.made:
+            value, packed = value_of(node), self.packed[node]
+            form = (list(value.shape), list(value.stride()))
+            if isinstance(packed, fx.Node):
+                made = call(self.graph, ops.bits_unpack._opoverload, packed, *form, before=before)
+            else:
+                made = call(self.graph, unpack_op._opoverload, *packed, *form, before=before)
+            made.meta[LABEL] = AGAIN
+            self.made[node] = made
+        return self.made[node]
+
+
+def _keep(node: fx.Node) -> fx.Node:
+    node.meta[LABEL] = KEEP
+    return node
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The node before which the value is packed: right behind it and its other results."""
+    after = node.next
+    while after.target is operator.getitem or after.op == "placeholder":
+        after = after.next
+    return after
