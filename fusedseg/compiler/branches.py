@@ -22,18 +22,20 @@ from .joint import Joint, is_op, is_tensor, items_of, name_of, outputs_of, value
 aten = torch.ops.aten
 LINEAR, SMOOTH, EXACT = "linear", "smooth", "exact"
 
-# Linear in each tensor alone: the rounding errors of two tensors are independent.  Norms read their statistics, which
-# are exact, and ops of backward are linear in the gradient in any case.
+# Linear in each tensor.  Norms read their statistics, which are exact, and ops of backward are linear in the gradient
+# in any case.
 _LINEAR = {
-    "add", "sub", "rsub", "neg", "mul", "addcmul", "where", "convolution", "convolution_backward", "mm", "addmm", "bmm",
-    "baddbmm", "sum", "mean", "cat", "stack", "constant_pad_nd", "clone", "copy", "_to_copy", "_unsafe_view", "repeat",
+    "add", "sub", "rsub", "neg", "where", "sum", "mean", "cat", "stack", "constant_pad_nd", "clone", "copy", "_to_copy", "_unsafe_view", "repeat",
     "convert_element_type", "index", "_unsafe_index", "masked_fill", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
     "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
     "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "native_batch_norm_backward", "native_dropout_backward",
-    "native_group_norm_backward", "native_layer_norm_backward", "_native_batch_norm_legit_no_training",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "_native_batch_norm_legit_no_training", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
     "replication_pad3d",
+}  # fmt: skip
+# Products of tensors, linear in each alone: right on average where the tensors do not come from the same rounding.
+PRODUCTS = {
+    "mul", "addcmul", "convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm", "div",
+    "native_batch_norm_backward", "native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward",
 }  # fmt: skip
 _SMOOTH = {
     "exp", "tanh", "sigmoid", "erf", "silu", "silu_backward", "gelu", "gelu_backward", "mish", "mish_backward",
@@ -57,11 +59,9 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
         return SMOOTH if given[1] in (1, 2, 3) else EXACT
     if name == "where" and reads(given[0]):
         return EXACT
-    if name == "mul" and all(isinstance(x, fx.Node) and reads(x) for x in given[:2]):
-        return SMOOTH
     if name == "native_batch_norm" and given[5]:
         return EXACT
-    if target.is_view or name in _LINEAR:
+    if target.is_view or name in _LINEAR or name in PRODUCTS:
         return LINEAR
     return SMOOTH if name in _SMOOTH else EXACT
 

@@ -17,9 +17,11 @@ from torch import fx
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import is_dense
+from ..ops.recompute.cheap import size_of
+from ..ops.recompute.registry import SMALL
 from . import forms
-from .branches import EXACT, LINEAR, SMOOTH, chain_of, is_question, kind_of
-from .joint import Joint, call, is_op, is_tensor, value_of
+from .branches import EXACT, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
+from .joint import Joint, call, is_op, is_tensor, name_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, leave
 
 FEWEST_VALUES = 4096  # smaller values are kept as they are
@@ -54,6 +56,7 @@ class _Choice:
     def __init__(self, joint: Joint, found: Plan, bits: int) -> None:
         self.joint, self.found, self.least = joint, found, bits
         self.rounded = Rounded()
+        self.questions: dict[Any, fx.Node] = {}
         self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
@@ -67,38 +70,56 @@ class _Choice:
             self.rounded.masks.add(node)
 
     def _roots(self) -> dict[fx.Node, set[fx.Node]]:
-        """For each node the packed ones from which backward has it."""
+        """For each node the packed ones from which backward has it, and those that its gradient depends on."""
         roots: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif node in self.found.again:
-                roots[node] = set().union(*(roots.get(source, ()) for source in self.found.again[node]))
+            elif node in self.found.again or node in self.own:
+                roots[node] = set().union(*(roots.get(source, ()) for source in self._followed(node)))
         return {node: of for node, of in roots.items() if of}
+
+    def _followed(self, node: fx.Node) -> list[fx.Node]:
+        """The sources whose rounding a result follows, element by element."""
+        sources = self._sources(node)
+        if node in self.joint.backward:
+            if name_of(node) == "convolution_backward":
+                # The gradient of the input does not depend on the input.
+                return [sources[0], *sources[2:]]
+            if name_of(node).endswith("norm_backward"):
+                # It does, times a mean over many values.
+                return sources[:1]
+            if name_of(node) == "mul" and len(sources) == 2:
+                # The same, as the compiler writes it.
+                return [source for source in sources if size_of(source) * SMALL < size_of(node)] or sources
+        return sources
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """What backward reads to compute a node."""
+        instead = self.found.instead
+        return self.found.again.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
 
     def settle(self) -> bool:
         """One pass over all that backward reads; whether it has changed the choice."""
-        roots, changed = self._roots(), False
+        roots, bits, changed = self._roots(), self.rounded.bits, False
         for node in list(self.joint.graph.nodes):
             again = node in self.found.again
-            sources = self.found.again[node] if again else node.all_input_nodes
-            read = [source for source in sources if source in roots]
+            read = [roots[source] for source in self._sources(node) if source in roots]
             if not read or not (again or node in self.own):
                 continue
-            kind = self._kind(node, again, roots)
-            if kind == LINEAR:
-                continue
-            of = set().union(*(roots[source] for source in read))
+            kind, of = self._kind(node, again, roots), set().union(*read)
+            if kind == LINEAR and name_of(node) in PRODUCTS:
+                kind, of = SMOOTH, _twice(read)
             if kind == SMOOTH:
-                few = [root for root in of if root in self.rounded.bits and self.rounded.bits[root] < SMOOTH_BITS]
-                self.rounded.bits.update(dict.fromkeys(few, SMOOTH_BITS))
+                few = [root for root in of if bits[root] < SMOOTH_BITS]
+                bits.update(dict.fromkeys(few, SMOOTH_BITS))
                 changed |= bool(few)
-            elif again:
+            elif kind == EXACT and again:
                 self._answer(node)
                 return True
-            else:
+            elif kind == EXACT:
                 for root in of:
-                    self.rounded.bits.pop(root, None)
+                    del bits[root]
                 return True
         return changed
 
@@ -108,29 +129,44 @@ class _Choice:
             return LINEAR if form.rstd is not None else EXACT
         if form is not None:
             return LINEAR
-        return kind_of(call_node(node) if again else node, roots.__contains__)
+        return kind_of(call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots)
 
     def _answer(self, node: fx.Node) -> None:
         """Something that must read exact values is computed in forward: questions of it, or its result."""
         found = self.found
+        if is_question(node):
+            first = self.questions.setdefault(_asked(node), node)
+            if first is not node:
+                self._replace(node, first)
+                return
         chain = None if is_question(node) or not is_op(node) else chain_of(self.joint.graph, node)
-        sources = found.again.pop(node)
+        sources = found.again[node]
         if chain is None or len(chain) != 1:
+            del found.again[node]
             found.kept.add(node)
+            if is_question(node) and len(sources) == 1:
+                # It may come from backward; here its source need not live until then.
+                _after(sources[0]).prepend(node)
             self._pack(node)
             leave(node, sources, found)
             return
         (result,) = chain
-        self._add(result, node)
-        readers = found.readers.pop(node, set())
-        found.readers[result] = readers
-        found.instead[node] = result
+        self._add(result)
+        found.again[node] = sources
+        self._replace(node, result)
+
+    def _replace(self, node: fx.Node, other: fx.Node) -> None:
+        """Backward reads another node of the same value."""
+        found = self.found
+        sources, readers = found.again.pop(node), found.readers.pop(node, set())
+        found.instead[node] = other
+        found.readers.setdefault(other, set()).update(readers)
         for reader in readers:
             if reader in found.again:
-                found.again[reader] = [result if source is node else source for source in found.again[reader]]
+                found.again[reader] = [other if source is node else source for source in found.again[reader]]
         leave(node, sources, found)
 
-    def _add(self, result: fx.Node, node: fx.Node) -> None:
+    def _add(self, result: fx.Node) -> None:
         """The nodes of a chain are computed again."""
         stack = [result]
         while stack:
@@ -141,6 +177,19 @@ class _Choice:
             for source in one.all_input_nodes:
                 self.found.readers.setdefault(source, set()).add(one)
                 stack.append(source)
+
+def _twice(sets: list[set[fx.Node]]) -> set[fx.Node]:
+    """What is in more than one of some sets."""
+    return set().union(*(one & other for place, one in enumerate(sets) for other in sets[:place]))
+
+
+def _asked(question: fx.Node) -> Any:
+    """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0."""
+    source, *rest = question.args
+    while name_of(question) in ("le", "gt") and rest == [0] and name_of(source) == "relu":
+        source = source.args[0]
+    return question.target, source, *rest
+
 
 def choose(joint: Joint, found: Plan, bits: int) -> Rounded:
     """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact."""
