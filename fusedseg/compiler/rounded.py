@@ -16,16 +16,17 @@ from torch import fx
 
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
-from ..ops.low_bit.spec import is_dense
+from ..ops.low_bit.spec import is_dense, lines_of
 from ..ops.recompute.cheap import size_of
 from ..ops.recompute.registry import SMALL
 from . import forms
 from .branches import EXACT, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
 from .joint import Joint, call, is_op, is_tensor, name_of, value_of
-from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, leave
+from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
 
 FEWEST_VALUES = 4096  # smaller values are kept as they are
 SMOOTH_BITS = 8
+BENDS = ("relu", "leaky_relu")  # they bend at 0 and do not change signs
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -35,10 +36,12 @@ class Rounded:
 
     Attributes:
         bits: for each kept node the bits of a value.
+        kinks: for some of these nodes the norm that reads them and whose sign is exact.
         masks: the kept nodes that are true or false for each element.
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
+    kinks: dict[fx.Node, forms.BatchNorm] = field(default_factory=dict)
     masks: set[fx.Node] = field(default_factory=set)
 
 
@@ -75,7 +78,7 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif node in self.found.again or node in self.own:
+            elif (node in self.found.again or node in self.own) and not is_question(node):
                 roots[node] = set().union(*(roots.get(source, ()) for source in self._followed(node)))
         return {node: of for node, of in roots.items() if of}
 
@@ -120,16 +123,43 @@ class _Choice:
             elif kind == EXACT:
                 for root in of:
                     del bits[root]
+                    self.rounded.kinks.pop(root, None)
                 return True
         return changed
 
     def _kind(self, node: fx.Node, again: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
+        if self._has_exact_sign(node):
+            return LINEAR
         form = forms.form_of(node) if again else None
         if isinstance(form, forms.BatchNorm):
             return LINEAR if form.rstd is not None else EXACT
         if form is not None:
             return LINEAR
         return kind_of(call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots)
+
+    def _has_exact_sign(self, node: fx.Node) -> bool:
+        """Whether the node asks for the sign of a value that is rebuilt with the right one."""
+        asks = name_of(node) in ("le", "gt") and node.args[1] == 0
+        if not asks and name_of(node) not in BENDS:
+            return False
+        source: Any = node.args[0]
+        if name_of(source) == "relu" and source in self.rounded.bits:
+            # 0 is a value of the grid.
+            return True
+        source = _bent(source)
+        norm = forms.form_of(source) if source in self.found.again else None
+        if not isinstance(norm, forms.BatchNorm) or norm.rstd is None:
+            return False
+        x = norm.x
+        while x not in self.rounded.bits and is_view(x):
+            x = x.args[0]  # type: ignore[assignment]
+        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
+            return False
+        value, channels = value_of(x), value_of(norm.mean).numel()
+        if channels % value.shape[1] or lines_of(value, channels).S * channels > value.numel():
+            return False
+        self.rounded.kinks[x] = norm
+        return True
 
     def _answer(self, node: fx.Node) -> None:
         """Something that must read exact values is computed in forward: questions of it, or its result."""
@@ -144,9 +174,9 @@ class _Choice:
         if chain is None or len(chain) != 1:
             del found.again[node]
             found.kept.add(node)
-            if is_question(node) and len(sources) == 1:
+            if is_question(node) and len(node.all_input_nodes) == 1:
                 # It may come from backward; here its source need not live until then.
-                _after(sources[0]).prepend(node)
+                _after(node.all_input_nodes[0]).prepend(node)
             self._pack(node)
             leave(node, sources, found)
             return
@@ -183,11 +213,18 @@ def _twice(sets: list[set[fx.Node]]) -> set[fx.Node]:
     return set().union(*(one & other for place, one in enumerate(sets) for other in sets[:place]))
 
 
+def _bent(node: Any) -> Any:
+    """The argument of an activation that does not change signs, or the node itself."""
+    while name_of(node) in BENDS and (len(node.args) < 2 or node.args[1] > 0):
+        node = node.args[0]
+    return node
+
+
 def _asked(question: fx.Node) -> Any:
     """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0."""
     source, *rest = question.args
-    while name_of(question) in ("le", "gt") and rest == [0] and name_of(source) == "relu":
-        source = source.args[0]
+    if name_of(question) in ("le", "gt") and rest == [0]:
+        source = _bent(source)
     return question.target, source, *rest
 
 
@@ -214,10 +251,15 @@ class Storage:
             if node in rounded.masks:
                 self.packed[node] = _keep(call(graph, ops.bits_pack._opoverload, node, before=after))
                 continue
-            bits = rounded.bits[node]
-            codes = _keep(call(graph, ops.round_op._opoverload, node, bits, key, place, None, before=after))
+            bits, kink = rounded.bits[node], None
+            if node in rounded.kinks:
+                norm = rounded.kinks[node]
+                after = _after(call_node(norm.mean))
+                given = (norm.mean, norm.rstd, norm.weight, norm.bias, value_of(norm.mean).numel())
+                kink = _keep(call(graph, ops.norm_kink._opoverload, *given, before=after))
+            codes = _keep(call(graph, ops.round_op._opoverload, node, bits, key, place, kink, before=after))
             results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (*results, None, bits)
+            self.packed[node] = (*results, kink, bits)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""

@@ -2,6 +2,7 @@
 
     key = rounding_key(seed)                              a number that differs from step to step; a tensor on the CPU
     codes, lowest, highest = low_bit_round(t, bits, key, place, kink)
+    kink = norm_kink(mean, rstd, weight, bias, channels)  of ``norm/kink.py``, for a norm whose sign must be exact
     t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)      of ``op.py``
     packed = bits_pack(mask)                              one bit a value
     mask = bits_unpack(packed, size, stride)
@@ -16,6 +17,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from ..norm.kink import kink_of
 from .op import _pack, pack_op
 from .signs import pack_signs, parts_with_signs
 from .spec import mixed
@@ -52,6 +54,21 @@ def round_op(t, bits, key, place, kink):
 @round_op.register_fake
 def _(t, bits, key, place, kink):
     return pack_op(t, kink, bits, 0)
+
+
+@torch.library.custom_op(
+    "fusedseg::norm_kink",
+    mutates_args=(),
+    schema="(Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int channels) -> Tensor",
+)
+def norm_kink(mean, rstd, weight, bias, channels):
+    kink = kink_of(mean, rstd, weight, bias, torch.Size((1, channels)))
+    return kink.clone() if kink.data_ptr() == mean.data_ptr() else kink
+
+
+@norm_kink.register_fake
+def _(mean, rstd, weight, bias, channels):
+    return mean.new_empty(mean.numel(), dtype=torch.float64 if mean.dtype == torch.float64 else torch.float32)
 
 
 @torch.library.custom_op("fusedseg::bits_pack", mutates_args=(), schema="(Tensor mask) -> Tensor")
