@@ -1,6 +1,6 @@
 """What forward keeps in 8 or 4 bits a value, for the option "bits".
 
-    choose   which kept values are packed, and what must be exact beside them, by how backward reads them (``branches.py``)
+    choose   which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
     Storage  the nodes that pack in forward and unpack in backward
 
 A value is rounded once.  Everything that backward computes again from it is a copy that reads the unpacked value.  A
@@ -135,7 +135,9 @@ class _Choice:
             return LINEAR if form.rstd is not None else EXACT
         if form is not None:
             return LINEAR
-        return kind_of(call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots)
+        return kind_of(
+            call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots
+        )
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
@@ -208,6 +210,7 @@ class _Choice:
                 self.found.readers.setdefault(source, set()).add(one)
                 stack.append(source)
 
+
 def _twice(sets: list[set[fx.Node]]) -> set[fx.Node]:
     """What is in more than one of some sets."""
     return set().union(*(one & other for place, one in enumerate(sets) for other in sets[:place]))
@@ -254,7 +257,7 @@ class Storage:
             bits, kink = rounded.bits[node], None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
-                after = _after(call_node(norm.mean))
+                after = _after(call_node(norm.mean))  # type: ignore[arg-type]
                 given = (norm.mean, norm.rstd, norm.weight, norm.bias, value_of(norm.mean).numel())
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *given, before=after))
             codes = _keep(call(graph, ops.round_op._opoverload, node, bits, key, place, kink, before=after))

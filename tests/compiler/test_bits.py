@@ -79,7 +79,7 @@ def test_every_activation(name, bits):
 
 def test_seeds():
     """Each step rounds anew, and PyTorch's generator is not moved."""
-    net, inputs = make("U-Net")
+    net, _ = make("U-Net")
     inputs = [torch.randn(2, 3, 32, 32)]
     run = compiled(net, bits=4)
     before = torch.get_rng_state()
@@ -89,7 +89,7 @@ def test_seeds():
 
 
 def test_a_second_backward_reads_the_same_rounding():
-    net, inputs = make("U-Net")
+    net, _ = make("U-Net")
     out = compiled(net, bits=4)(torch.randn(2, 3, 32, 32)).square().mean()
     one = torch.autograd.grad(out, [*net.parameters()], retain_graph=True)
     assert all(map(torch.equal, one, torch.autograd.grad(out, [*net.parameters()])))
@@ -102,8 +102,10 @@ def test_eval_is_exact():
         assert torch.equal(compiled(net.eval(), bits=4)(*inputs), twin(*inputs))
 
 
-@pytest.mark.parametrize(("options", "error"), [({"bits": 3}, ValueError), ({"bits": True}, ValueError), ({"seed": 1.0}, TypeError)])
+@pytest.mark.parametrize(
+    ("options", "error"), [({"bits": 3}, ValueError), ({"bits": True}, ValueError), ({"seed": 1.0}, TypeError)]
+)
 def test_wrong_options(options, error):
-    with pytest.raises(Exception, match="option (bits|seed) must be") as raised:
+    with pytest.raises(Exception, match=r"option (bits|seed) must be") as raised:
         compiled(nn.Conv2d(3, 4, 3), **options)(torch.randn(1, 3, 8, 8))
     assert error.__name__ in repr(raised.value) or isinstance(raised.value, error)

@@ -15,7 +15,6 @@ import itertools
 from collections import defaultdict
 
 import torch
-from torch import Tensor
 
 from ..norm.kink import kink_of
 from .op import _pack, pack_op
