@@ -122,7 +122,8 @@ NETWORKS = {
     "SegFormer": Network(segformer, (2, 3, 128, 128), "transformers"),
     "diffusion U-Net": Network(diffusion, (4, 3, 32, 32), "diffusers"),
     "UNETR": Network(partial(unetr, 32), VOLUME, "monai"),
-    "SwinUNETR": Network(swin_unetr, VOLUME, "monai"),
+    # Its last stage has a 32nd of the size, and an instance norm needs two positions.
+    "SwinUNETR": Network(swin_unetr, (2, 1, 64, 32, 32), "monai"),
 }
 
 

@@ -1,26 +1,29 @@
 """Measures ``torch.compile(model, backend="fusedseg")`` beside eager mode, the scope, ``convert`` and the compiler.
 
-For each network of ``networks.py`` and each way: kept and peak bytes of real allocations, the step in turns with the
-other ways, and the seconds of a first step, with an empty folder of compiled code and with the folder that it has
-filled.  Ours is the backend with Inductor, "aten" the backend with PyTorch's kernels, and "compiled" the compiler with
-its default budget.  The tables at the end are Markdown, and below them stands which goals are missed::
+``test_bytes`` counts kept and peak bytes of real allocations for each network of ``networks.py`` and each way.  For
+some networks ``test_step`` times the step in turns with the other ways, and ``test_first_step`` the first step, with an
+empty folder of compiled code and with the folder that it has filled.  "ours" is the backend with Inductor, "aten" the
+backend with PyTorch's kernels, and "compiled" the compiler with its default budget.  The tables at the end are
+Markdown, and below them stands which goals are missed::
 
     pip install -e ".[bench]" dynamic-network-architectures monai transformers diffusers
+    pytest bench/test_compiler.py -m slow -k test_bytes
     pytest bench/test_compiler.py -m slow
 
-Networks whose package is not installed are skipped.  ``-k "ResNet-18"`` measures one network, ``-k test_step`` takes no
-first steps, and ``-k test_host_time`` times Python alone.
+On a CPU bytes are counted with kernels of Inductor that only write zeros: the allocations are the same, and a C++
+compiler would take minutes for each network.  Networks whose package is not installed are skipped.
+``-k "ResNet-18"`` measures one network, and ``-k test_host_time`` times Python alone.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -33,14 +36,18 @@ from tests.resnet import ResNet50
 
 from .contenders import Compiled
 from .data import parametrize_pairs
-from .harness import Missing, Result, Timing, once
+from .harness import Missing, Result, Timing, count_bytes, once
 from .jobs import NetJob, compete_networks
-from .networks import NETWORKS, Network, batch_of, title_of
+from .networks import NETWORKS, README, Network, batch_of, title_of
 from .replay import CLOCK, report_step
 from .report import markdown
-from .results import Section, spread, timed
+from .results import Section, spread
 from .test_recompute import Scoped
 
+T = TypeVar("T")
+
+# Inductor takes minutes for each network, so only these are timed.
+TIMED = [*README, "ResNet-18"]
 SECONDS = {"cpu": 6.0, "cuda": 6.0}
 HOST = "host time: ResNet-50 of width 4"
 # The compiler's own budgets by the name of the contender.
@@ -94,6 +101,8 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 UNCOMPILED = ("eager", "scope", "convert")
 COMPILED = [name for name in WAYS if name not in UNCOMPILED]
+# A C++ compiler takes minutes for each way of Inductor, so the steps of fewer ways are timed.
+STEP_WAYS = ["eager", "scope", "convert", "convert, compiled", "compiled", "budget 0.5", "aten", "ours"]
 HOST_WAYS = ["eager", "scope", "convert", "aot_eager", "aten"]
 HEADS = {
     "compiled": "compile",
@@ -151,12 +160,37 @@ class Contest:
         return seconds[0], seconds[1]
 
 
-@dataclass
-class Compilers(Section):
-    """Three tables with a row for each network and a column for each way, and the goals that are missed.
+def table(head: str, cases: Mapping[str, Mapping[str, T]], cell: Callable[[T], str]) -> list[str]:
+    """A row for each network and a column for each way."""
+    ways = [way for way in WAYS if any(way in of for of in cases.values())]
+    rows = [[case, *(cell(of[way]) if way in of else "–" for way in ways)] for case, of in cases.items()]
+    return [*markdown([head, *(HEADS.get(way, way) for way in ways)], rows), ""] if ways else []
 
-    ``first`` has the seconds of the first steps of each case and way.
-    """
+
+@dataclass
+class Sizes(Section):
+    """Kept and peak bytes; the results have no times."""
+
+    def case_to_json(self, case: str) -> dict[str, Any]:
+        counted = {
+            way: {"missing": of.missing} if of.missing else {"kept_bytes": of.kept, "peak_bytes": of.peak}
+            for way, of in self.cases[case].items()
+        }
+        return {"contenders": counted}
+
+    def lines(self) -> list[str]:
+        counted = {case: {way: of for way, of in ways.items() if of.kept} for case, ways in self.cases.items()}
+
+        def cell(of: Result) -> str:
+            return f"{of.kept / 2**20:.2f}, {of.peak / 2**20:.2f}"
+
+        goals = [line for case, results in counted.items() for line in missed_bytes(case, results)]
+        return [self.title, "", *table("kept, peak in MiB", counted, cell), *goals]
+
+
+@dataclass
+class Steps(Section):
+    """Times of steps, and ``first``: the seconds of the first steps of each network and way."""
 
     first: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
@@ -172,43 +206,27 @@ class Compilers(Section):
         return super().to_json()
 
     def lines(self) -> list[str]:
-        def size(result: Result) -> str:
-            return f"{result.kept / 2**20:.2f}, {result.peak / 2**20:.2f}"
+        ran = {case: {way: of for way, of in ways.items() if of.step} for case, ways in self.cases.items()}
 
-        def step(result: Result) -> str:
-            times = spread(result.step)
-            return "{median_ms:.1f} ({p20_ms:.1f} to {p80_ms:.1f})".format(**times)
+        def step(of: Result) -> str:
+            return "{median_ms:.1f} ({p20_ms:.1f} to {p80_ms:.1f})".format(**spread(of.step))
 
-        lines = [self.title, "", *self.table("kept, peak in MiB", size), "", *self.table("step in ms", step), ""]
-        if self.first:
-            ways = [way for way in COMPILED if any(way in of for of in self.first.values())]
-            rows = [
-                [case, *("{:.1f}, {:.1f}".format(*of[way]) if way in of else "–" for way in ways)]
-                for case, of in self.first.items()
-            ]
-            head = ["first step in s: no compiled code, compiled code in a folder"]
-            lines += [*markdown([*head, *(HEADS.get(way, way) for way in ways)], rows), ""]
-        return [*lines, *self.missed(), *self.refusals()]
+        def first(of: tuple[float, float]) -> str:
+            return "{:.1f}, {:.1f}".format(*of)
 
-    def table(self, head: str, cell: Callable[[Result], str]) -> list[str]:
-        ways = [way for way in WAYS if any(timed(results, way) for results in self.cases.values())]
-        rows = [
-            [case, *(cell(results[way]) if timed(results, way) else "–" for way in ways)]
-            for case, results in self.cases.items()
-        ]
-        return markdown([head, *(HEADS.get(way, way) for way in ways)], rows)
-
-    def missed(self) -> list[str]:
-        return [line for case, results in self.cases.items() for line in missed(case, results)]
+        goals = [line for case, results in ran.items() for line in missed_steps(case, results)]
+        steps = table("step in ms: median (fifths)", {case: of for case, of in ran.items() if of}, step)
+        firsts = table("first step in s: cold, warm cache", self.first, first)
+        return [self.title, "", *steps, *firsts, *goals, *self.refusals()]
 
 
-def missed(case: str, results: dict[str, Result]) -> Iterator[str]:
-    """The goals that a network misses, a line each."""
-    for own in (way for way in BACKENDS if timed(results, way)):
+def missed_bytes(case: str, results: Mapping[str, Result]) -> Iterator[str]:
+    """The goals of kept and peak bytes that a network misses, a line each."""
+    for own in (way for way in BACKENDS if way in results):
         result, scope = results[own], results["scope"]
-        if timed(results, "scope") and result.kept > NOISE * scope.kept:
+        if result.kept > NOISE * scope.kept:
             yield f"{case}: {HEADS[own]} keeps {result.kept / scope.kept:.3f} of the scope's bytes"
-        for budget in (way for way in BUDGETS if timed(results, way)):
+        for budget in (way for way in BUDGETS if way in results):
             # About the same bytes or fewer.
             other = results[budget]
             if other.kept < 1.02 * result.kept and result.peak > NOISE * other.peak:
@@ -216,17 +234,54 @@ def missed(case: str, results: dict[str, Result]) -> Iterator[str]:
                     f"{case}: {HEADS[own]} peaks at {result.peak / other.peak:.3f} of {HEADS[budget]}, "
                     f"which keeps {other.kept / result.kept:.3f} of its bytes"
                 )
-    larger = [way for way in BUDGETS if timed(results, way) and results[way].kept > 0.98 * results["ours"].kept]
-    if timed(results, "ours") and larger:
+
+
+def ratio_of(results: Mapping[str, Result], own: str, rival: str) -> float:
+    """The median over the rounds of the ratio of two steps."""
+    return median(a / b for a, b in zip(results[own].step, results[rival].step, strict=True))
+
+
+def missed_steps(case: str, results: Mapping[str, Result]) -> Iterator[str]:
+    """The goal of the step's time that a network misses.
+
+    The rival is the compiler with the budget that keeps the fewest bytes among those that keep no fewer than ours.
+    """
+    larger = [
+        way
+        for way in BUDGETS
+        if way in results and "ours" in results and results[way].kept > 0.98 * results["ours"].kept
+    ]
+    if larger:
         rival = min(larger, key=lambda way: results[way].kept)
-        ratio = median(a / b for a, b in zip(results["ours"].step, results[rival].step, strict=True))
+        ratio = ratio_of(results, "ours", rival)
         if ratio > STEP_GOAL:
             yield f"{case}: a step of {HEADS['ours']} takes {ratio:.3f} of {HEADS[rival]}"
+    elif case == HOST and {"aten", "eager"} <= results.keys():
+        ratio = ratio_of(results, "aten", "eager")
+        if ratio > HOST_GOAL:
+            yield f"{case}: a step of {HEADS['aten']} takes {ratio:.3f} of eager"
 
 
-def missing_package(case: str) -> str:
-    network = NETWORKS[case]
-    return "" if network.is_here() else f"needs the package {network.package}"
+@contextmanager
+def kernels_of_zeros() -> Iterator[None]:
+    """In place of Inductor's C++ kernels run functions that write zeros into their outputs."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def kernel(compiling: AsyncCompile, types: list[str], source: str) -> Callable[..., None]:
+        written = [place for place, text in enumerate(types) if "*" in text and "const" not in text]
+
+        def run(*args: Any) -> None:
+            for place in written:
+                args[place].zero_()
+
+        return run
+
+    with (
+        mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
+        tempfile.TemporaryDirectory() as folder,
+        compiled_code_in(folder),
+    ):
+        yield
 
 
 @cache
@@ -244,9 +299,21 @@ def first_steps(case: str, way: str, device: torch.device) -> tuple[float, float
 
 
 @once
+def count(case: str, way: str, device: torch.device) -> Result:
+    """The bytes of a way; a compiled step is counted after the first one."""
+    torch.compiler.reset()
+    with kernels_of_zeros() if device.type == "cpu" else nullcontext():
+        try:
+            kept, peak, _ = count_bytes(Contest(case, NETWORKS[case], device).build(way), device)
+        except Missing as reason:
+            return Result(missing=str(reason))
+    return Result(kept=kept, peak=peak)
+
+
+@once
 def run(case: str, device: torch.device) -> dict[str, Result]:
     contest = Contest(case, NETWORKS[case], device)
-    return compete_networks(WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
+    return compete_networks(STEP_WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
 
 
 @once
@@ -260,40 +327,47 @@ def run_host(case: str, device: torch.device) -> dict[str, Result]:
         torch.set_num_threads(threads)
 
 
-def section_of(report: Any) -> Compilers:
-    return report.section("compiler", Compilers("torch.compile, a training step"))
+def steps_of(report: Any) -> Steps:
+    return report.section("compiler", Steps("torch.compile, a training step"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = {
-        "test_first_step": (NETWORKS, COMPILED),
-        "test_step": (NETWORKS, WAYS),
+        "test_bytes": (NETWORKS, WAYS),
+        "test_first_step": (TIMED, [way for way in STEP_WAYS if way in COMPILED]),
+        "test_step": (TIMED, STEP_WAYS),
         "test_host_time": ([HOST], HOST_WAYS),
     }
     names, ways = cases[metafunc.function.__name__]
     parametrize_pairs(metafunc, [(name, ways, True) for name in names])
 
 
+def test_bytes(case, contender, device, report):
+    network = NETWORKS[case]
+    if not network.is_here():
+        pytest.skip(f"needs the package {network.package}")
+    section = report.section("compiler-bytes", Sizes("torch.compile, bytes of a training step"))
+    result = section.cases.setdefault(title_of(case), {})[contender] = count(case, contender, device)
+    if result.missing:
+        pytest.skip(result.missing)
+
+
 def test_first_step(case, contender, device, report):
-    if problem := missing_package(case):
-        pytest.skip(problem)
     try:
         seconds = first_steps(case, contender, device)
     except Missing as reason:
         pytest.skip(str(reason))
-    section_of(report).first.setdefault(title_of(case), {})[contender] = seconds
+    steps_of(report).first.setdefault(title_of(case), {})[contender] = seconds
 
 
 @pytest.mark.benchmark(timer=CLOCK)
 def test_step(case, contender, device, report, benchmark):
-    if problem := missing_package(case):
-        pytest.skip(problem)
-    results = section_of(report).cases[title_of(case)] = run(case, device)
+    results = steps_of(report).cases[title_of(case)] = run(case, device)
     report_step(benchmark, f"step of {case}", contender, results[contender])
 
 
 @pytest.mark.benchmark(timer=CLOCK)
 def test_host_time(case, contender, device, report, benchmark):
     """Nearly all of the time is Python's: the tensors are small, and there is one thread."""
-    results = section_of(report).cases[case] = run_host(case, device)
+    results = steps_of(report).cases[case] = run_host(case, device)
     report_step(benchmark, case, contender, results[contender])
