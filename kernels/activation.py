@@ -33,12 +33,12 @@ def expm1(y):
     """exp(y) - 1 for y <= 0.  Near 0 the difference cancels, so fp32 uses a Taylor polynomial, exact to y^7 / 40320."""
     v = tl.exp(y) - 1.0
     if y.dtype == tl.float32:
-        near = 1.0 + y * 0.14285714285714285
-        near = 1.0 + y * near * 0.16666666666666666
-        near = 1.0 + y * near * 0.2
-        near = 1.0 + y * near * 0.25
-        near = 1.0 + y * near * 0.3333333333333333
-        near = 1.0 + y * near * 0.5
+        near = tl.fma(y, 1.984126984126984e-4, 1.3888888888888889e-3)
+        near = tl.fma(y, near, 8.333333333333333e-3)
+        near = tl.fma(y, near, 4.1666666666666664e-2)
+        near = tl.fma(y, near, 0.16666666666666666)
+        near = tl.fma(y, near, 0.5)
+        near = tl.fma(y, near, 1.0)
         v = tl.where(y > -0.25, y * near, v)
     return v
 
@@ -50,13 +50,13 @@ def log1p(e):
         # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = e / (2 + e) <= 1 / 3.  The rest is below 2e-9.
         s = e / (2.0 + e)
         t = s * s
-        v = 0.07692307692307693 + t * 0.06666666666666667
-        v = 0.09090909090909091 + t * v
-        v = 0.1111111111111111 + t * v
-        v = 0.14285714285714285 + t * v
-        v = 0.2 + t * v
-        v = 0.3333333333333333 + t * v
-        v = 2.0 * s * (1.0 + t * v)
+        v = tl.fma(t, 0.06666666666666667, 0.07692307692307693)
+        v = tl.fma(t, v, 0.09090909090909091)
+        v = tl.fma(t, v, 0.1111111111111111)
+        v = tl.fma(t, v, 0.14285714285714285)
+        v = tl.fma(t, v, 0.2)
+        v = tl.fma(t, v, 0.3333333333333333)
+        v = 2.0 * s * tl.fma(t, v, 1.0)
     else:
         # The rounding error of 1 + e causes a proportional error of log(1 + e), which the factor e / (u - 1) corrects.
         u = 1.0 + e

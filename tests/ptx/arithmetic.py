@@ -21,7 +21,8 @@ LOGIC = {"and": "&", "or": "|", "xor": "^"}
 # Instructions whose operands have types of their own; an empty one is the type of the instruction.
 OTHERS = {"shl": ("shift_left({0}, {1}, {kind})", ("", "u4")), "shr": ("shift_right({0}, {1}, {kind})", ("", "u4")),
           "bfe": ("field({0}, {1}, {2}, {kind})", ("", "u4", "u4")), "selp": ("where({2}, {0}, {1})", ("", "", "b")),
-          "prmt": ("permute({0}, {1}, {2})", ("u4",) * 3), "shf": ("funnel({0}, {1}, {2})", ("u4",) * 3)}  # fmt: skip
+          "prmt": ("permute({0}, {1}, {2})", ("u4",) * 3), "shf": ("funnel({0}, {1}, {2})", ("u4",) * 3),
+          "popc": ("ones({0})", ("u4",))}  # fmt: skip
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -95,7 +96,9 @@ def other(w, i) -> None:
     form, kinds = OTHERS[i.op]
     result, *sources = i.operands
     kind = KINDS[i.modifiers[-1]]
-    if (i.op == "prmt" and i.modifiers != ("b32",)) or (i.op == "shf" and i.modifiers != ("l", "wrap", "b32")):
+    if (i.op in ("prmt", "popc") and i.modifiers != ("b32",)) or (
+        i.op == "shf" and i.modifiers != ("l", "wrap", "b32")
+    ):
         raise Unsupported("other modifiers")
     given = [w.array(source, of or kind) for source, of in zip(sources, kinds, strict=True)]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)
