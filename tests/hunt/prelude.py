@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
+from fusedseg.compiler import backend, captured
 from fusedseg.conversion import convs
 from fusedseg.ops.conv import sources
 from fusedseg.ops.recompute import packed
@@ -563,3 +564,112 @@ def network_results(network, shape, training):
 def seeded(network, seed):
     """A network in float64 whose parameters and statistics are those of a seed."""
     return Log().module("network", seed, network.double())
+
+
+def eager_call(target):
+    """In place of a compiler."""
+    return target
+
+
+def compiled_by(compiler, dynamic):
+    """What compiles a function, or a network in place."""
+
+    def compiled(target):
+        torch._dynamo.reset()
+        # PyTorch's compiler refuses a second backward pass of a graph for all sizes otherwise.
+        torch._functorch.config.donated_buffer = False
+        options = {"backend": compiler, "dynamic": dynamic or None}
+        if isinstance(target, nn.Module):
+            target.compile(**options)
+            return target
+        return torch.compile(target, **options)
+
+    return compiled
+
+
+def aot_eager(dynamic):
+    return compiled_by(stock_backend, dynamic)
+
+
+def stock_backend(graph, inputs):
+    """PyTorch's own compiler with PyTorch's own kernels."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(graph, inputs)
+
+
+def stock_backend_of_rewritten(graph, inputs):
+    """The same, with interpolation and pools as this package computes them."""
+    return stock_backend(captured.rewrite(graph), inputs)
+
+
+def finish(found, log):
+    """Notes what a compiled function returns, and its gradients."""
+    for name, value in found.items():
+        log.note(name, value)
+        log.note(f"{name}.requires_grad", value.requires_grad)
+    loss = found.get("loss")
+    if loss is not None and loss.requires_grad:
+        loss.backward(retain_graph=True)
+        log.gradients("after one backward pass")
+        loss.backward()
+        log.gradients("after two backward passes")
+
+
+def joined(*tensors):
+    """The last tensors that have a gradient, side by side."""
+    found = [t for t in tensors if t.is_floating_point() and t.requires_grad][-3:]
+    return torch.cat([t.flatten() for t in found or tensors[-1:]])
+
+
+def network_logs(make, shape, how):
+    """What a network gives in two steps of training and in eval mode."""
+    log, network = Log(), how(make())
+    for step in ("first step", "second step", "eval mode"):
+        results = network_results(network, shape, step != "eval mode")
+        if "error" in results:
+            log.error = RuntimeError(results["error"])
+            break
+        for name, value in results.items():
+            log.note(f"{name} in the {step}", value)
+    log.random = torch.get_rng_state()
+    return [log]
+
+
+def compiled_difference(run, dynamic, tell=lambda phase: None):
+    """How a function or a network differs in the backend: the kind of the verdict, and the difference.
+
+    run: what gives the logs, for a compiler.  The results must be those of aot_eager, or else those of eager mode:
+    interpolation has eager mode's bits in the backend, and other bits in aot_eager.
+    """
+    expected = run(eager_call)
+    if expected[0].error is not None and not refused(expected[0].error):
+        return "raises", str(expected[0].error)
+    stock = run(aot_eager(dynamic))
+    if stock[0].error is not None and expected[0].error is None:
+        return "impossible", str(stock[0].error)
+    tell("scope")
+    graphs = []
+
+    def ours(graph, inputs):
+        graphs.append(graph)
+        return backend(graph, inputs, options={"codegen": "aten"})
+
+    found = run(compiled_by(ours, dynamic))
+    how, as_stock = difference(stock, found), difference(expected, stock) is None
+    if how is None:
+        return ("same" if as_stock else "as aot_eager") if graphs else "nothing captured", ""
+    if not as_stock:
+        if difference(expected, found) is None:
+            return "same", ""
+        if difference(run(compiled_by(stock_backend_of_rewritten, dynamic)), found) is None:
+            return "as aot_eager", ""
+    if difference(expected, run(eager_call)) is not None:
+        return "unstable", ""
+    return "failure", how
+
+
+def check_compiled(run, dynamic):
+    """Raises an AssertionError that says how the backend changes a program."""
+    kind, how = compiled_difference(run, dynamic)
+    assert kind != "failure", how

@@ -14,7 +14,7 @@ from torch import nn
 from fusedseg import recompute
 from fusedseg.ops.recompute import saved
 from fusedseg.ops.recompute.guide import Observe
-from tests.hunt import crew, prelude
+from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
@@ -38,9 +38,56 @@ def test_a_few(kind, count, least, tmp_path):
     crew.work(kind, range(count), tmp_path / "verdicts")
     report = crew.Report(kind)
     for line in map(json.loads, (tmp_path / "verdicts").read_text().splitlines()):
-        if "verdict" in line:
-            report.add(line["seed"], Verdict(*line["verdict"]))
+        report.take(line)
     found_nothing(report, least)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["compiled", "compiled-networks"])
+def test_a_few_that_are_compiled(kind, tmp_path):
+    crew.work(kind, (5, 8), tmp_path / "verdicts")
+    lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
+    verdicts = [Verdict(*line["verdict"]) for line in lines if "verdict" in line]
+    assert [v.kind for v in verdicts] == ["same", "same"], verdicts
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_defect_of_the_backend_is_found(monkeypatch):
+    """A product of the generated code is wrong."""
+    from fusedseg.compiler import emit
+
+    monkeypatch.setitem(emit.DIRECT, torch.ops.aten.mul.Tensor, lambda a, b: torch.mul(a, b) * 1.5)
+    program = compiled.program(8)
+    with quiet():
+        assert judged(program).kind == "failure"
+        assert exec_fails(str(program))
+
+
+def exec_fails(text):
+    try:
+        exec(compile(text, "<wrong>", "exec"), {})
+    except AssertionError as error:
+        return "differs" in str(error)
+    return False
+
+
+def test_a_step_that_the_compiler_cannot_do_is_dropped_and_counted(tmp_path, monkeypatch):
+    def refusing(graph, inputs):
+        if any(node.target is torch.sinh for node in graph.graph.nodes):
+            raise ValueError("not here")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    steps = ("t1 = p1 * 2", "t2 = torch.sinh(t1)", "t3 = t1 + 1", "loss = t3.sum()")
+    setup = (Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)"),)
+    body = tuple(Step("activation" if "sinh" in code else "loss", code) for code in steps)
+    monkeypatch.setattr(prelude, "stock_backend", refusing)
+    monkeypatch.setitem(crew.KINDS, "compiled", lambda seed: compiled.Compiled(seed, (setup, body)))
+    crew.work("compiled", (0,), tmp_path / "verdicts")
+    report = crew.Report("compiled")
+    for line in (tmp_path / "verdicts").read_text().splitlines():
+        report.take(json.loads(line))
+    assert (report.counts, report.dropped) == ({"same": 1}, {"activation": 1})
+    assert "PyTorch's compiler raises in 1 steps, which were dropped: {'activation': 1}" in str(report)
 
 
 # PyTorch itself crashes in seed 908, and these programs run in this process.
