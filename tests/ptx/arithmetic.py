@@ -7,7 +7,7 @@ from .values import KINDS, size_of, unsigned
 FLOATS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "fma": "fma({0}, {1}, {2})",
     "neg": "-{0}", "abs": "absolute({0})", "sqrt": "sqrt({0})", "rcp": "(1.0 / {0}.astype(f8)).astype({kind})",
-    "ex2": "exp2({0}.astype(f8)).astype({kind})",
+    "ex2": "exp2({0}.astype(f8)).astype({kind})", "rsqrt": "(1.0 / sqrt({0}.astype(f8))).astype({kind})",
     "lg2": "log2({0}.astype(f8)).astype({kind})", "min": "extreme(fmin, {0}, {1})", "max": "extreme(fmax, {0}, {1})",
 }  # fmt: skip
 NAN = {"min": "extreme(minimum, {0}, {1})", "max": "extreme(maximum, {0}, {1})"}
