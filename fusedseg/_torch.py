@@ -309,11 +309,16 @@ _COMPILED = (
     "torch._ops.OpOverload",
     "torch._C._get_dispatch_mode",
     "torch._C._TorchDispatchModeKey.FAKE",
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode",
+    "torch.fx.experimental.proxy_tensor.get_proxy_slot",
 )
 
 
 # Before this version, the compiler takes labels of checkpoints only; other labels gave errors and other values.
-COMPILES_SCOPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+COMPILES_SCOPES = _VERSION >= (2, 10)
+# Before this version, the compiler keeps what follows a stock instance norm in spite of the labels.
+LABELS_ALL_NORMS = _VERSION >= (2, 12)
 
 
 def compiled_problem() -> str:
@@ -327,6 +332,18 @@ def compiled_problem() -> str:
 def proxy_mode() -> Any:
     """The mode in which AOTAutograd traces a graph now, or None."""
     return later(_COMPILED[0], "the recompute scope in compiled code")()
+
+
+def proxy_dispatch_mode() -> Any:
+    """The class of the mode in which AOTAutograd traces."""
+    return later("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a fused norm in compiled code")
+
+
+def node_of(t: torch.Tensor, tracer: Any) -> Any:
+    """The node of the graph that is traced now for a tensor of the trace."""
+    return later("torch.fx.experimental.proxy_tensor.get_proxy_slot", "a fused norm in compiled code")(
+        t, tracer
+    ).proxy.node
 
 
 def has_fake_mode() -> bool:

@@ -15,6 +15,7 @@ launch would, which ``Spy`` finds out once in each process.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,10 +143,13 @@ class Spy:
     def __init__(self, found: Ready) -> None:
         self.owner, self.name = (found.compiled.run, "launch") if found.packed else (found.compiled, "_run")
         self.original = found.call
+        self.thread = threading.get_ident()
         self.arguments: tuple | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        # Another thread may launch the same kernel meanwhile, with other arguments.
+        if threading.get_ident() == self.thread:
+            self.arguments = arguments
         self.original(*arguments)
 
     def __enter__(self) -> "Spy":

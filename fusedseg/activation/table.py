@@ -114,7 +114,12 @@ def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float 
 def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     # The tail saturates at -1.  For a tail of -1, the inverse is that of the middle of the values that round to -1.
     least = math.log(torch.finfo(z.dtype).eps / 8)
-    tail = z.div(scale * p).clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
+    tail = z.div(scale * p)
+    if out is None:
+        # A compiler traces this, and a traced graph must not write in place.
+        tail = tail.clamp(-1.0, 0.0).log1p().clamp(min=least)
+    else:
+        tail.clamp_(-1.0, 0.0).log1p_().clamp_(min=least)
     return torch.where(z > 0, z if scale == 1 else z / scale, tail, out=out)
 
 

@@ -58,7 +58,8 @@ def conv_abn(
 
     Kept for backward: x, conv_weight, z, 1 / sqrt(var + eps), weight, bias, and the normalised convolution of the
     channels whose weight is too small to rebuild it (see ``inplace_abn``).  In training the gradient of ``conv_bias``
-    is exactly zero, because the mean of the batch contains the bias and is subtracted.
+    is exactly zero, because the mean of the batch contains the bias and is subtracted (in compiled code, zero up to
+    rounding).
 
     Under autocast ``x``, ``conv_weight`` and ``conv_bias`` are cast as for a stock convolution.  ``torch.compile``
     breaks the graph here, where parameters are read; compile the module for ``fullgraph=True``.

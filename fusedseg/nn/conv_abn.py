@@ -183,7 +183,7 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
             ``nn.Conv{dims}d``.  In training the gradient of a bias is exactly zero, because the norm subtracts the
-            mean, which contains the bias.
+            mean, which contains the bias; in compiled code it is zero up to rounding.
         eps, momentum, affine, track_running_stats, activation, activation_param: as in ``InPlaceABN``.
         conv_backend: "aten" for the vendor's convolution, "triton" for the Triton kernel, or "auto".  "auto" measures
             both on this GPU at the first call with such a shape, and takes the faster one.  It measures only where the

@@ -47,7 +47,9 @@ def norm_act(passed: Passed, spec: Spec) -> Tensor:
     """The norm op of these arguments, as stock functions."""
     x, weight, bias, residual, slope, running_mean, running_var, _ = passed
     if spec.kind == "group":
-        y = F.group_norm(x, spec.groups, weight, bias, spec.eps)
+        # Not all devices take parameters of another dtype than x here; autocast returns fp32.
+        wide = x if weight is None else x.to(weight.dtype)
+        y = F.group_norm(wide, spec.groups, weight, bias, spec.eps).to(x.dtype)
     elif spec.kind == "instance" and spec.own:
         y = F.instance_norm(x, running_mean, running_var, weight, bias, True, spec.momentum, spec.eps)
     else:

@@ -1,12 +1,14 @@
 import pytest
 import torch
-from torch._dynamo import list_backends, register_backend
-
-from fusedseg.compiler import backend
 
 
 @pytest.fixture(autouse=True)
 def afresh():
+    # The imports stand here, because triton must not be imported before tests/conftest.py has configured it.
+    from torch._dynamo import list_backends, register_backend
+
+    from fusedseg.compiler import backend
+
     # The entry point does this where the package is installed; a checkout may not be.
     if "fusedseg" not in list_backends():
         register_backend(name="fusedseg", compiler_fn=backend)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import textwrap
+import threading
 import types
 from unittest import mock
 
@@ -78,6 +79,22 @@ def a_failed_launch_leaves_no_spy() -> None:
         assert found.compiled._run is found.call
 
 
+def a_spy_ignores_other_threads() -> None:
+    """Another thread's launch of the same kernel counted as this thread's, and switched direct launches off."""
+    with mock.patch.object(launcher, "_agrees", None), recorder():
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        launch(tensors, 1.0)
+        (found,) = launch._once.values()
+        with launcher.Spy(found) as spy:
+            thread = threading.Thread(target=launch._launch, args=(tensors, (2.0,)))
+            thread.start()
+            thread.join()
+            assert spy.arguments is None
+            launch._launch(tensors, (1.0,))
+        assert spy.arguments is not None
+        assert 1.0 in spy.arguments
+
+
 def kernels_stay_loaded() -> None:
     """A captured graph goes on launching its kernels after their launchers and tensors are gone."""
     with recorder() as record:
@@ -101,5 +118,6 @@ CHECKS = (
     other_arguments_take_the_public_way,
     one_launch_proves_the_arguments,
     a_failed_launch_leaves_no_spy,
+    a_spy_ignores_other_threads,
     kernels_stay_loaded,
 )

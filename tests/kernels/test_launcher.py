@@ -27,6 +27,7 @@ CHECKS = (
     "other_arguments_take_the_public_way",
     "one_launch_proves_the_arguments",
     "a_failed_launch_leaves_no_spy",
+    "a_spy_ignores_other_threads",
     "kernels_stay_loaded",
 )
 LEAKY = ("leaky_relu", 0.01)

@@ -174,7 +174,8 @@ def test_compile_fullgraph_follows_eager(compiler, fmt):
         assert outs[1].stride() == outs[0].stride()
         for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
             torch.testing.assert_close(b.grad, a.grad)
-        assert torch.equal(copied[0].conv.bias.grad, torch.zeros(6, dtype=torch.float64))
+        # Compiled code computes this gradient as stock modules do: up to rounding it is zero.
+        torch.testing.assert_close(copied[0].conv.bias.grad, torch.zeros(6, dtype=torch.float64))
         torch.testing.assert_close(dict(copied.named_buffers()), dict(eager.named_buffers()))
         for optimizer in optimizers:
             optimizer.step()

@@ -8,10 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.functional import conv_abn
 from fusedseg.memory import measure
-from fusedseg.ops.conv import conv_abn as op
+from fusedseg.ops.conv.apart import convolve_sources
+from fusedseg.ops.conv.convolution import Geometry
+from fusedseg.ops.layout import dense
 from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error
-from tests.tools.compiling import opcheck
 from tests.tools.precision import cudnn_set
 
 SMALL = CASES["2d"]
@@ -115,35 +116,6 @@ def test_bit_identical(backend, device, dtype, fmt, training):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def functional_arguments(given, case, statistics, backend, slots=None, count=0):
-    x, w, conv_bias, weight, bias = given
-    g = case.options
-    lists = [g.get("stride", [1, 1]), g.get("padding", [0, 0]), g.get("dilation", [1, 1])]
-    lists = [[v, v] if isinstance(v, int) else list(v) for v in lists]
-    return (
-        x, w, conv_bias, weight, bias, *statistics, *lists, g.get("groups", 1), 1e-5, "leaky_relu", 0.01, slots, count,
-        backend,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("which", "fmt"),
-    [
-        ("training, one kept", "channels_last"),
-        ("training, no bias, groups", "contiguous"),
-        ("eval", "contiguous"),
-    ],
-)
-def test_opcheck(backend, device, dtype, which, fmt):
-    case = CASES["groups" if "groups" in which else "2d"]
-    K = case.w[0]
-    kept = "kept" in which
-    given = inputs(case, dtype, device, fmt, conv_bias="no bias" not in which, kept=kept)
-    slots = torch.tensor([-1] * (K - 1) + [0], dtype=torch.int32, device=device) if kept else None
-    statistics = running(case, dtype, device) if which == "eval" else (None, None)
-    opcheck(op.conv_abn_op, functional_arguments(given, case, statistics, backend, slots, int(kept)), backend)
-
-
 # If a size is 1, a tensor fits more than one memory format.
 AMBIGUOUS = {
     "plain": ((2, 3, 5, 4), (4, 3, 3, 3)),
@@ -165,19 +137,19 @@ AMBIGUOUS = {
     [("contiguous", "contiguous"), ("channels_last", "contiguous"), ("contiguous", "channels_last")],
     ids=["contiguous", "x channels_last", "w channels_last"],
 )
-def test_strides_are_those_of_the_fake(backend, device, x, w, fmt, w_fmt):
+def test_strides_are_those_of_compiled_code(backend, device, x, w, fmt, w_fmt):
     case = Case(x, w, {"stride": [1] * (len(x) - 2), "padding": [0] * (len(x) - 2), "dilation": [1] * (len(x) - 2)})
     given = inputs(case, torch.float32, device, fmt)
     given = given._replace(w=formatted(given.w.detach(), w_fmt))
     with torch.no_grad():
         z = fused(given, backend, case=case)
+    geometry = Geometry(*case.options.values(), 1)
+    tensors = given.x.detach(), given.w
     with FakeTensorMode() as mode:
-        arguments = functional_arguments(given, case, (None, None), backend)
-        fake = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments]
-        expected, stats, xhat_kept = op.conv_abn_op(*fake)
+        fake_x, fake_w = map(mode.from_tensor, tensors)
+        expected, _ = dense(convolve_sources((fake_x,), fake_w, None, geometry))
     assert z.stride() == expected.stride()
     assert z.shape == expected.shape
-    assert (stats.shape, xhat_kept.numel()) == ((2, w[0]), 0)
 
 
 @pytest.mark.parametrize("x_strides", ["permuted", "sliced", "expanded"])
@@ -249,13 +221,11 @@ def test_autocast_leaves_float64_alone(device):
 
 def test_double_backward(backend, device, dtype):
     given = inputs(SMALL, dtype, device, kept=False)
-    functional = functional_arguments(given, SMALL, (None, None), backend)
-    for f in (lambda: fused(given, backend), lambda: op.conv_abn_op(*functional)[0]):
-        grads = torch.autograd.grad(f().square().sum(), given[:2], create_graph=True)
-        assert all(torch.isfinite(g).all() for g in grads)
-        for g in grads:
-            with pytest.raises(RuntimeError, match=r"fusedseg.(conv|inplace)_abn: double backward is not supported"):
-                torch.autograd.grad(g.sum(), given.w, retain_graph=True)
+    grads = torch.autograd.grad(fused(given, backend).square().sum(), given[:2], create_graph=True)
+    assert all(torch.isfinite(g).all() for g in grads)
+    for g in grads:
+        with pytest.raises(RuntimeError, match=r"fusedseg.(conv|inplace)_abn: double backward is not supported"):
+            torch.autograd.grad(g.sum(), given.w, retain_graph=True)
 
 
 def test_second_backward_with_retain_graph(backend, device, dtype):

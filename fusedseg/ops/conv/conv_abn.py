@@ -5,7 +5,8 @@ Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept ch
 the backward of ``ops/norm/op.py``, which computes dy from z and dz, and then ``aten.convolution_backward``.
 
 In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
-y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.
+y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.  Compiled code runs the stock
+convolution with its bias, and the norm of ``ops/norm/op.py``; there this gradient is zero up to rounding.
 
 All functions below take the same objects: ``call`` describes the convolution, ``norm`` and ``spec`` describe the norm
 after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..._backend import launching
-from ...activation import Activation
 from .. import unfused
 from ..activation_aten import activate
 from ..cast import uncast
@@ -27,11 +27,11 @@ from ..norm import coded, eager
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
-from ..norm.spec import Normalised, Passed, Spec, adjacent, move_running, on_adjacent, stats_dtype
+from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
 from ..recompute import recipes
 from . import choice, join_conv
 from .apart import convolve_sources, workspace
-from .convolution import Geometry, convolve_backward, output_format
+from .convolution import output_format
 from .sources import (
     Convolution,
     concatenated,
@@ -131,82 +131,6 @@ def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_b
     return found
 
 
-@torch.library.custom_op(
-    "fusedseg::conv_abn",
-    mutates_args=(),
-    schema="(Tensor x, Tensor w, Tensor? conv_bias, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, "
-    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, float eps, str activation, "
-    "float activation_param, Tensor? slots, SymInt kept_count, str conv_backend) -> (Tensor, Tensor, Tensor)",
-)
-def conv_abn_op(*flat):
-    """The functional op: returns z, statistics (2, K) with mean and rstd, and xhat of the kept channels.
-
-    xhat is flat, and empty without kept channels.  If ``mean`` and ``var`` are None, the op uses the statistics of the
-    batch, computed from the convolution without its bias.
-    """
-    step = _rebuilt(flat)
-    found, (call, norm, *_) = _forward(*step), step
-    mean: Any = found.mean if norm.running_mean is None else norm.running_mean.to(found.second.dtype)
-    return found.z, torch.stack([mean, found.second]), call.w.new_empty(0) if found.xhat is None else found.xhat
-
-
-def _flat(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> tuple:
-    """The arguments of ``_forward`` as arguments of the op.
-
-    The momentum is left out, because the op moves no running statistics.
-    """
-    (x,), w, conv_bias, geometry = call
-    mean, var = (None, None) if spec.own else (norm.running_mean, norm.running_var)
-    slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
-    return (
-        x, w, conv_bias, norm.weight, norm.bias, mean, var, *geometry, spec.eps, *spec.act, slots, count, conv_backend
-    )  # fmt: skip
-
-
-def _rebuilt(flat: tuple) -> tuple[Any, Passed, Spec, Kept | None, str]:
-    """Builds the arguments of ``_forward`` from the result of ``_flat``."""
-    x, w, conv_bias, weight, bias, mean, var, stride, padding, dilation, groups, eps, *act, slots, count, backend = flat
-    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    norm = Passed(w, weight=weight, bias=bias, running_mean=mean, running_var=var)
-    spec = Spec("output", Activation(*act), eps=eps, own=mean is None)
-    return Convolution((x,), w, conv_bias, geometry), norm, spec, None if slots is None else Kept(slots, count), backend
-
-
-@conv_abn_op.register_fake
-def _(*flat):
-    ((x,), w, _, geometry), _, _, kept, _ = _rebuilt(flat)
-    shape = geometry.output_shape(x.shape, w.shape)
-    z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
-    xhat = x.new_empty(0 if kept is None else z.numel() // shape[1] * kept.count)
-    return z, x.new_empty((2, shape[1]), dtype=stats_dtype(x)), xhat
-
-
-def _op_setup_context(ctx, inputs, output):
-    ((x,), w, conv_bias, geometry), norm, spec, kept, _ = _rebuilt(inputs)
-    z, stats, xhat = output
-    ctx.mark_non_differentiable(stats, xhat)
-    ctx.geometry, ctx.spec = geometry, spec
-    ctx.conv_bias_dtype = None if conv_bias is None else conv_bias.dtype
-    slots, ctx.kept_count = (None, 0) if kept is None else (kept.slots, kept.count)
-    ctx.save_for_backward(x, w, z, norm.weight, norm.bias, stats, xhat, slots)
-
-
-def _op_backward(ctx, dz, *unused):
-    x, w, z, weight, bias, *of_norm = ctx.saved_tensors
-    need_x, need_w, need_conv_bias, need_weight, need_bias = ctx.needs_input_grad[:5]
-    rest = ctx.kept_count, need_weight or need_bias, False, *norm_op.flat(ctx.spec)
-    dy, dweight, dbias, _, _ = norm_op.norm_backward_op(dz, z, weight, bias, None, None, *of_norm, *rest)
-    training = ctx.spec.own
-    dx, dw, dconv_bias = convolve_backward(dy, x, w, ctx.geometry, (need_x, need_w, need_conv_bias and not training))
-    if need_conv_bias and training:
-        dconv_bias = dz.new_zeros(w.shape[0], dtype=ctx.conv_bias_dtype)
-    dweight, dbias = dweight if need_weight else None, dbias if need_bias else None
-    return dx, dw, dconv_bias, dweight, dbias, *(None,) * 12
-
-
-conv_abn_op.register_autograd(_op_backward, setup_context=_op_setup_context)
-
-
 def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> None:
     """Raises ValueError or TypeError if the arguments do not fit the op."""
     shape = join_conv.check(OP, call)
@@ -269,43 +193,30 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     if unfused.wanted():
         y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)
         return unfused.norm_act(norm._replace(x=y), spec)
-    if not torch.compiler.is_compiling():
-        if not torch.is_grad_enabled():
-            return _step(*step).z
-        if recipes.PACKING and not recipes.BUDGETED and _writes_codes(*step):
-            return _in_two_nodes(call, norm, spec, kept)
-        # rstd and xhat of the kept channels, which the second node keeps beside z.
-        done: list[Tensor | None] = []
+    if torch.compiler.is_compiling():
+        # The compiler traces these stock functions, and decides itself how much of a concatenation to form.
+        return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
+    if not torch.is_grad_enabled():
+        return _step(*step).z
+    if recipes.PACKING and not recipes.BUDGETED and _writes_codes(*step):
+        return _in_two_nodes(call, norm, spec, kept)
+    # rstd and xhat of the kept channels, which the second node keeps beside z.
+    done: list[Tensor | None] = []
 
-        def convolve() -> Tensor:
-            found = _step(*step)
-            done[:] = found.second, found.xhat
-            return found.z
+    def convolve() -> Tensor:
+        found = _step(*step)
+        done[:] = found.second, found.xhat
+        return found.z
 
-        # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
-        # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
-        z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
-        if not recipes.BUDGETED:
-            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
-        again, given = _again(step), (uncast(w), *tensors_of(sources))
-        flops = 2 * z.numel() * w[0].numel()
-        recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops, workspace=workspace(call, z))
-        if not recipes.has_recipe(z):
-            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
-        with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
-            return eager.after_convolution(norm._replace(x=z), spec, kept, done)
-    running_mean = norm.running_mean
-    moved = conv_bias if spec.own and running_mean is not None and shape_of(sources)[0] else None
-    if not is_tensor(sources):
-        # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
-        y = convolve_sources(sources, w, None if spec.own else conv_bias, geometry)
-        z = norm_op.normalise(norm.with_x(y), spec, kept)
-    else:
-        z, stats, _ = conv_abn_op(*_flat(*step))
-        if spec.own:
-            found = Normalised(z, *stats)
-            move_running(norm.with_x(z), spec, found, z.numel() // z.shape[1])
-    if moved is not None and running_mean is not None:
-        with torch.no_grad():
-            running_mean.add_(moved, alpha=spec.momentum)
-    return z
+    # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
+    # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
+    z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
+    if not recipes.BUDGETED:
+        return eager.after_convolution(norm._replace(x=z), spec, kept, done)
+    again, given = _again(step), (uncast(w), *tensors_of(sources))
+    flops = 2 * z.numel() * w[0].numel()
+    recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops, workspace=workspace(call, z))
+    if not recipes.has_recipe(z):
+        return eager.after_convolution(norm._replace(x=z), spec, kept, done)
+    with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
+        return eager.after_convolution(norm._replace(x=z), spec, kept, done)

@@ -10,21 +10,38 @@ of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept f
     "input"    x and two vectors of statistics, and the residual if there is an activation.
 
 Eager calls go through ``NormFunction`` of ``eager.py``.  Autograd cannot be registered on an op that overwrites its
-input.  So under ``torch.compile`` the functional op ``fusedseg::norm`` of this file runs, which does not change x.
+input.  So under ``torch.compile`` there is the functional op ``fusedseg::norm`` of this file, which does not change x.
+A compiler sees stock functions in its place: ``stock.py`` for an op that keeps its output, ``unfused.py`` for an op
+that keeps its input.  The op itself runs for statistics of all processes, empty batches and older compilers.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...activation import TABLE, Activation
 from .. import double_backward, unfused
 from ..layout import dense, like
+from ..recompute import compiled
+from . import stock
 from .eager import normalise_eagerly
 from .kept import Kept
 from .passes import backward, forward
-from .spec import Normalised, Passed, Saved, Spec, Wanted, move_running, of_inputs, statistics_count, stats_dtype
+from .spec import (
+    Normalised,
+    Passed,
+    Saved,
+    Spec,
+    Wanted,
+    like_parameters,
+    move_running,
+    of_inputs,
+    statistics_count,
+    stats_dtype,
+)
 
 # The fields of a ``Spec`` in the schemas of both ops, in the order of ``flat``.
 _SPEC = (
@@ -118,6 +135,41 @@ def _(dz, source, weight, bias, residual, slope, *rest):
     return [source.new_empty(0) if v is None else torch.empty_like(v) for v in like_each]
 
 
+@functools.cache
+def _register() -> None:
+    mode = _torch.proxy_dispatch_mode()
+    norm_op.register_torch_dispatch(mode, _traced_forward)
+    norm_backward_op.register_torch_dispatch(mode, _traced_backward)
+
+
+@unfused.assume_constant_result
+def _decompose() -> bool:
+    """Lets AOTAutograd trace the functions of ``stock.py`` in place of both ops.  It runs while the compiler traces."""
+    if compiled.norms_are_stock():
+        _register()
+    return True
+
+
+def _traced_forward(mode, op, types, args, kwargs):
+    passed, slots, spec = Passed(*args[:7]), args[7], _spec_of(*args[9:])
+    if not stock.serves(passed.x, spec, slots):
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    with mode:
+        z, stats = compiled.keeping(mode, passed.x, lambda: stock.forward(passed, spec))
+        return z, stats, passed.x.new_empty(0)
+
+
+def _traced_backward(mode, op, types, args, kwargs):
+    dz, source, weight, bias, residual, _, stats, _, slots, _, *wanted = args[:12]
+    spec = _spec_of(*args[12:])
+    if not stock.serves(source, spec, slots):
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    with mode:
+        saved = Saved(source, weight, bias, residual, None, None, stats[1])
+        grads = like_parameters(stock.backward(dz, saved, spec, wanted), saved)
+        return [source.new_empty(0) if grad is None else grad for grad in grads]
+
+
 def _op_setup_context(ctx, inputs, output):
     x, weight, bias, residual, slope, _, _, slots, kept_count, *flat_spec = inputs
     z, stats, xhat = output
@@ -163,13 +215,21 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     x, residual, batches = passed.x, passed.residual, passed.batches
     if residual is not None and residual.dtype != x.dtype:
         passed = passed.with_residual(residual.to(x.dtype))
-    z = unfused.norm_act(passed, spec) if exported else _compiled(passed, spec.of_given(), kept)
+    if exported:
+        z = unfused.norm_act(passed, spec)
+    elif (spec.keep == "input" or kept is not None) and spec.process_group is None and compiled.norms_are_stock():
+        compiled.norm_begins()
+        z = unfused.norm_act(passed, spec)
+        compiled.norm_ends()
+    else:
+        _decompose()
+        z = _functional(passed, spec.of_given(), kept)
     if batches is not None:
         batches.add_(1)
     return z
 
 
-def _compiled(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:
+def _functional(passed: Passed, spec: Spec, kept: Kept | None) -> Tensor:
     """Calls the functional op, and moves the running statistics."""
     x, *more, running_mean, running_var, _ = passed
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)

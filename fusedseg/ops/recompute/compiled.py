@@ -3,11 +3,13 @@
 The compiler decides for each value of a graph whether to keep it for backward or to compute it again.  The scope says
 what it wants by labels on the nodes of the graph, the same labels that ``torch.utils.checkpoint`` sets in a graph.
 
-``begin``, ``end`` and ``called`` are calls that the compiler takes into its graph.  They run while AOTAutograd traces
-this graph once more, into a graph of aten ops, and leave no node in it.  They only look at the nodes that the trace has
-made: nothing stays open if the trace fails, and no configuration of PyTorch changes.
+``begin``, ``end``, ``called`` and the two calls of a norm are calls that the compiler takes into its graph.  They run
+while AOTAutograd traces this graph once more, into a graph of aten ops, and leave no node in it.  They only look at the
+nodes that the trace has made: nothing stays open if the trace fails, and no configuration of PyTorch changes.
 
 * ``with fusedseg.recompute():`` inside the compiled function calls ``begin`` and ``end``.
+* A norm of this package runs stock functions in compiled code, between ``norm_begins`` and ``norm_ends``.  Outside of
+  scopes these label what the norm computes, so that backward computes it again from the norm's input.
 * A scope around the call of a compiled function has a function mode (``watch.py``).  The compiler traces the mode too,
   and ``called`` follows each call of a function.  The compiler itself checks at each call whether the modes are those
   of the trace, so one function compiled once serves calls inside and outside of scopes with one graph for each.
@@ -16,12 +18,13 @@ made: nothing stays open if the trace fails, and no configuration of PyTorch cha
 import functools
 import warnings
 from collections.abc import Callable
+from itertools import takewhile
 from operator import getitem
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import _torch
@@ -80,6 +83,45 @@ def called() -> None:
         _labels.setdefault(graph, Labels()).label(graph)
 
 
+def keeping(mode: Any, x: Tensor, norm: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Traces a norm of ``x`` that keeps its output, the first result of ``norm``, and labels this output."""
+    tracer = mode.tracer
+    last = _last_of(tracer.graph)
+    z, stats = norm()
+    nodes = _after(last, tracer.graph)
+    _inputs.setdefault(tracer.graph, {}).update(dict.fromkeys(nodes, _torch.node_of(x, tracer)))
+    # A checkpoint may have labelled it.
+    _torch.node_of(z, tracer).meta.setdefault(LABEL, KEEP)
+    return z, stats
+
+
+def norm_begins() -> None:
+    """Marks the place in the graph where the stock functions of a norm begin."""
+    graph = _traced()
+    if graph is not None:
+        _labels.setdefault(graph, Labels()).norm_begins(graph)
+
+
+def norm_ends() -> None:
+    """Makes the nodes since ``norm_begins`` one call, and labels them unless a scope will."""
+    graph = _traced()
+    if graph is not None and graph in _labels:
+        _labels[graph].norm_ends(graph)
+
+
+@assume_constant_result
+def norms_are_stock() -> bool:
+    """Whether a compiler gets stock functions for norms.  It runs while the compiler traces.
+
+    Without labels, these might keep two tensors where the op keeps one.
+    """
+    if not _torch.LABELS_ALL_NORMS or _torch.compiled_problem():
+        return False
+    for function in (norm_begins, norm_ends):
+        torch.compiler.allow_in_graph(function)
+    return True
+
+
 @assume_constant_result
 def prepare() -> bool:
     """Lets the compiler take the functions above into its graph.  It runs while the compiler traces.
@@ -135,6 +177,16 @@ def _warn_of_backend() -> None:
     )
 
 
+def _last_of(graph: fx.Graph) -> fx.Node | None:
+    return next(iter(reversed(graph.nodes)), None)
+
+
+def _after(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
+    """The nodes after ``last``, in their order; all nodes for None."""
+    nodes = [*takewhile(lambda node: node is not last, reversed(graph.nodes))]
+    return nodes[::-1]
+
+
 class Labels:
     """The scopes in one graph, and the values that follow from the products in them.
 
@@ -152,11 +204,14 @@ class Labels:
         self._products: dict[str, int] = {}
         self._open = 0
         self._last: fx.Node | None = None
+        # The node before the norm that is traced now, and the call of each node of the norms so far.
+        self._before_norm: fx.Node | None = None
+        self._norms: dict[fx.Node, str] = {}
 
     def begin(self, graph: fx.Graph) -> None:
         self._open += 1
         if self._open == 1:
-            self._last = next(iter(reversed(graph.nodes)), None)
+            self._last = _last_of(graph)
 
     def end(self, graph: fx.Graph) -> None:
         self._open -= 1
@@ -165,16 +220,44 @@ class Labels:
 
     def label(self, graph: fx.Graph) -> None:
         """Labels the nodes after the last one that was labelled."""
-        nodes: list[fx.Node] = []
-        for node in reversed(graph.nodes):
-            if node is self._last:
-                break
-            nodes.append(node)
-        for node in reversed(nodes):
+        nodes = _after(self._last, graph)
+        for node in nodes:
             self._label(node)
-        self._last = nodes[0] if nodes else self._last
+        self._last = nodes[-1] if nodes else self._last
+
+    def norm_begins(self, graph: fx.Graph) -> None:
+        self._before_norm = _last_of(graph)
+
+    def norm_ends(self, graph: fx.Graph) -> None:
+        nodes = _after(self._before_norm, graph)
+        self._norms.update(dict.fromkeys(nodes, nodes[0].name))
+        if self._open:
+            return
+        # Outside of scopes the inputs of the norm count as kept, whatever has made them; vectors need no label.
+        inputs = {source for node in nodes for source in node.all_input_nodes if source not in self._norms}
+        largest = max(map(size_of, inputs), default=0)
+        for source in inputs:
+            if source not in self.calls and size_of(source) * SMALL > largest:
+                self.calls[source] = KEPT
+        for node in nodes:
+            self._label(node)
+
+    def _call(self, node: fx.Node) -> str:
+        """The call of a function, or of a norm, to which the node belongs.
+
+        The compiler may write one call as many nodes.
+        """
+        return self._norms.get(node) or call_of(node)
 
     def _label(self, node: fx.Node) -> None:
+        x = _inputs.get(node.graph, {}).get(node)
+        if x is not None:
+            if not self.calls.get(x) and x not in self._twice:
+                if LABEL in node.meta:
+                    self.calls[node] = KEPT
+                return
+            # The input of the norm is computed again, so its output is, too.
+            node.meta.pop(LABEL, None)
         if node.op != "call_function" or LABEL in node.meta:
             # A checkpoint has labelled it already.
             return
@@ -196,7 +279,7 @@ class Labels:
         elif not cheap:
             self.calls[node] = KEPT
         else:
-            calls = frozenset({call_of(node)}).union(*(self.calls[source] for source in inputs))
+            calls = frozenset({self._call(node)}).union(*(self.calls[source] for source in inputs))
             again = len(calls) <= MAX_STEPS and not self._has_larger_source(node, inputs)
             self.calls[node] = calls if again else KEPT
             node.meta[LABEL] = AGAIN if again else KEEP
@@ -205,7 +288,7 @@ class Labels:
         """Whether a product was chosen to run again.  Ops of other packages are no products that can be chosen."""
         if not self.again or not has_flops(node):
             return False
-        return self._products.setdefault(call_of(node), len(self._products)) in self.again
+        return self._products.setdefault(self._call(node), len(self._products)) in self.again
 
     def _is_norm_of_again(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
         """Whether the node is a norm that keeps its output, of a product that runs again: then the norm runs again."""
@@ -226,5 +309,6 @@ class Labels:
         return any(self.calls[source] and size_of(source) >= LARGER * size_of(node) for source in inputs)
 
 
-# The labels of the graphs that are traced now.
+# The labels of the graphs that are traced now; and for each node of a norm that keeps its output, the norm's input.
 _labels: WeakKeyDictionary[fx.Graph, Labels] = WeakKeyDictionary()
+_inputs: WeakKeyDictionary[fx.Graph, dict[fx.Node, fx.Node]] = WeakKeyDictionary()
