@@ -25,13 +25,13 @@ LINEAR, SMOOTH, EXACT = "linear", "smooth", "exact"
 # Linear in each tensor.  Norms read their statistics, which are exact, and ops of backward are linear in the gradient
 # in any case.
 _LINEAR = {
-    "add", "sub", "rsub", "neg", "where", "sum", "mean", "cat", "stack", "constant_pad_nd", "clone", "copy", "_to_copy",
-    "_unsafe_view", "repeat", "convert_element_type", "index", "_unsafe_index", "masked_fill", "avg_pool2d",
-    "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "_native_batch_norm_legit_no_training",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
-    "replication_pad3d",
+    "add", "sub", "rsub", "neg", "where", "sum", "mean", "cat", "stack", "constant_pad_nd", "clone", "copy",
+    "_to_copy", "_unsafe_view", "repeat", "convert_element_type", "index", "_unsafe_index", "masked_fill",
+    "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    "_native_batch_norm_legit_no_training", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
 }  # fmt: skip
 # Products of tensors, linear in each alone: right on average where the tensors do not come from the same rounding.
 PRODUCTS = {
