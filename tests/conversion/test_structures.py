@@ -247,7 +247,7 @@ WRITES = {
 def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, how, write):
     """Network 195 of the hunt: backward of the converted network raised an error, and that of the stock one did not.
 
-    In a checkpoint that is not reentrant, its gradient was wrong without an error.
+    With ``torch._foreach_mul_`` in a checkpoint, and with ``.data``, gradients were wrong without an error.
     """
 
     class Changes(networks.Twice):
