@@ -44,10 +44,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.t.default: torch.t,
     aten.view.default: torch.Tensor.view,
     aten.detach.default: torch.detach,
-    torch.ops.fusedseg.interpolate.default: interpolate._forward,
-    torch.ops.fusedseg.interpolate_backward.default: interpolate._backward,
-    torch.ops.fusedseg.max_pool.default: pools._op,
-    torch.ops.fusedseg.max_pool_backward.default: pools._backward_op,
+    torch.ops.fusedseg.interpolate.default: interpolate.forward,
+    torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
+    torch.ops.fusedseg.max_pool.default: pools.functional,
+    torch.ops.fusedseg.max_pool_backward.default: pools.functional_backward,
 }
 
 

@@ -32,11 +32,11 @@ BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
 }
 
 
-def _forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
+def forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
     return F.interpolate(x, size, factors, mode, corners)
 
 
-def _backward(
+def backward(
     dy: Tensor, size: list[int], small: list[int], factors: list[float] | None, mode: str, corners: bool | None
 ) -> Tensor:
     kernel, takes_corners = BACKWARD[mode, len(size)]
@@ -59,11 +59,11 @@ def _enlarged(x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | 
 
 _ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
 interpolate_op = torch.library.custom_op(
-    "fusedseg::interpolate", _forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
+    "fusedseg::interpolate", forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
 )
 interpolate_backward_op = torch.library.custom_op(
     "fusedseg::interpolate_backward",
-    _backward,
+    backward,
     mutates_args=(),
     schema="(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners) -> Tensor",
 )
