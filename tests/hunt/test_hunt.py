@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from fusedseg import recompute
 from fusedseg.ops.recompute import saved
 from fusedseg.ops.recompute.guide import Observe
-from tests.hunt import crew
+from tests.hunt import crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
@@ -119,6 +120,32 @@ def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
         exec(compile(str(small), "<wrong>", "exec"), {})
 
 
+class Constants(nn.Module):
+    """Norms of constants, which magnify rounding by 1 / sqrt(eps)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True)
+        self.act, self.last = nn.ELU(), nn.InstanceNorm2d(4, affine=True)
+
+    def forward(self, x):
+        return self.last(self.act(self.norm(self.conv(x.sub(x))))).repeat(2, 1, 1, 1).flatten()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rounding_that_the_stock_network_magnifies_is_no_failure():
+    """A bias has a gradient of rounding alone, and network 325 counted its last bits as a failure once."""
+
+    def constants():
+        return prelude.seeded(Constants(), 325)
+
+    prelude.check_network(constants, (2, 4, 8, 8))
+    expected, other = (prelude.network_results(constants(), (2, 4, 8, 8), training=True) for _ in range(2))
+    other["gradient of conv.bias"] = other["gradient of conv.bias"] + 1e-3
+    rounded = prelude.network_results(prelude.rounded(constants()), (2, 4, 8, 8), training=True)
+    assert prelude.results_differ(expected, other, rounded).startswith("gradient of conv.bias differs")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_printed_program_runs_as_a_file(tmp_path):
@@ -131,7 +158,7 @@ def test_a_printed_program_runs_as_a_file(tmp_path):
 
 CRASHING = """
 import sys
-from tests.hunt import crew
+from tests.hunt import crew, prelude
 from tests.hunt.__main__ import main
 from tests.hunt.program import Program, Step
 abort = "__import__('os').abort()"

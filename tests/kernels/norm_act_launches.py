@@ -18,14 +18,14 @@ FORMATS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
 SHAPES = {"split": (8, 64, 512, 512), "huge": (16, 64, 1024, 1024), "onchip": (4, 512, 16, 16)}
 
 
-def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=False, groups=None,
+def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=0, groups=None,
            residual=False, keep="output"):  # fmt: skip
     x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
     C = shape[1]
     weight, bias, *running = torch.ones(4, C)
     if groups is not None:
         running = [None, None]
-    slots = (torch.full((C,), -1, dtype=torch.int32), 1) if kept else None
+    slots = (torch.full((C,), -1, dtype=torch.int32), kept) if kept else None
     layout = layout_of(x).by_sample(shape[0], groups)
     r, dr = (torch.empty_like(x) if residual else None for _ in range(2))
     mean, rstd, xhat = norm_act_fwd(x, x, layout, weight, bias, *running, training, 0.1, 1e-5, act, slots, residual=r)
@@ -43,7 +43,7 @@ def case(shape, dtype, fmt, **options):
 CASES = {"-".join(names): case(*names) for names in itertools.product(("split", "onchip"), DTYPES, FORMATS)}
 # Every other case is compiled once, in the dtype of training.
 CASES |= {f"huge-fp16-{fmt}": case("huge", "fp16", fmt) for fmt in FORMATS}
-CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=True) for fmt in FORMATS}
+CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=1) for fmt in FORMATS}
 CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
 CASES |= {f"selu-fp16-{fmt}": case("onchip", "fp16", fmt, act=("selu", 0.0)) for fmt in FORMATS}
 CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}

@@ -125,18 +125,21 @@ def test_on_a_cpu_a_change_through_data_is_seen_at_once():
     assert net._kept.kept.index.tolist() == [1]
 
 
-class Arrival:
+class Arrival(kept.Arriving):
     """A copy to the host that ends when the test says so."""
 
     made: ClassVar[list["Arrival"]] = []
 
     def __init__(self, mask):
         self.mask = mask.clone()
-        self.arrived = False
+        self.arrived = self.waited = False
         self.made.append(self)
 
     def here(self):
         return self.arrived
+
+    def wait(self):
+        self.arrived = self.waited = True
 
 
 @pytest.fixture
@@ -179,12 +182,12 @@ def test_list_lags_behind_an_optimizer_only(as_on_a_gpu):
     nn.init.zeros_(weight)
     tracker.forget()
     assert count() == 3
-    assert len(arrivals) == 1
+    assert [of.waited for of in arrivals] == [False, True]
     # Some optimizers step on ``.data``.
     weight.data.fill_(1)
     step_to(weight, [1.0, 1.0, 1.0])
-    assert (count(), len(arrivals)) == (3, 2)
-    arrivals[1].arrived = True
+    assert (count(), len(arrivals)) == (3, 3)
+    arrivals[2].arrived = True
     assert count() == 0
 
 
@@ -230,6 +233,76 @@ def test_a_step_asks_once_for_all_modules(as_on_a_gpu):
     refresh()
     as_on_a_gpu[-1].arrived = True
     assert refresh() == found
+
+
+def test_an_optimizer_without_hooks_makes_the_host_wait_once(as_on_a_gpu):
+    """Every module waited two or three times."""
+    weights, bias = [nn.Parameter(torch.ones(3)) for _ in range(18)], nn.Parameter(torch.zeros(3))
+    trackers = [KeptChannels() for _ in weights]
+
+    def refresh():
+        pairs = zip(trackers, weights, strict=True)
+        return [of.refresh(weight, bias, LEAKY, torch.float32) is not None for of, weight in pairs]
+
+    assert not any(refresh())
+    with torch.no_grad():
+        for weight in weights:
+            weight[1] = 0
+    assert all(refresh())
+    assert [of.waited for of in as_on_a_gpu] == [True]
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_list_must_be_known_before_a_capture(as_on_a_gpu, monkeypatch):
+    """The list of a module that had not run before the capture of a graph was taken as empty, or as that of fp32."""
+    weight, bias = (torch.tensor([0.0, of, 9.0]).as_subclass(OnGPU) for of in (1.0, 0.0))
+    tracker = KeptChannels()
+    monkeypatch.setattr(tracker, "_wait_for_slots", lambda slots: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run one forward pass of the same dtype before the capture"):
+        tracker.refresh(weight, bias, LEAKY, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = tracker.refresh(weight, bias, LEAKY, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tracker.refresh(weight, bias, LEAKY, torch.float32) is found
+    assert found.count == 1
+    with pytest.raises(RuntimeError, match="same dtype"):
+        tracker.refresh(weight, bias, LEAKY, torch.float16)
+
+
+class Stream:
+    """A stream that notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def record_event(self):
+        self.calls.append("record")
+        return self
+
+    def wait_event(self, event):
+        self.calls.append(("wait", event))
+
+
+def test_another_stream_waits_for_slots(monkeypatch):
+    """The event stood before the slots' copy, and the allocator could give the slots' memory away."""
+    used = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda slots, stream: used.append((slots, stream)))
+    tracker, first, second = KeptChannels(), Stream(), Stream()
+    for stream in (first, first, second, second):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        slots = tracker.kept.slots if tracker.kept else None
+        if slots is None:
+            tracker._use(torch.tensor([False, True]), torch.device("cpu"))
+            assert not first.calls
+            slots = tracker.kept.slots
+        tracker._wait_for_slots(slots)
+    assert first.calls == ["record"]
+    assert second.calls == [("wait", first)] * 2
+    assert used == [(slots, second)] * 2
 
 
 def test_a_step_on_fake_tensors_refreshes_real_modules(monkeypatch):

@@ -56,6 +56,7 @@ class Kept:
         return self.index[slots] - start, slots
 
 
+@functools.cache
 def floor_of(act: Activation, dtype: torch.dtype, residual: bool) -> float:
     """A channel with a smaller bias is judged as if its bias were this: outputs stay normal numbers after the slope."""
     inverse = TABLE[act.name].inverse
@@ -186,6 +187,17 @@ class Arriving:
     def here(self) -> bool:
         return "mask" in vars(self) or bool(self.event.query())
 
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @functools.cached_property
+    def empty(self) -> bool:
+        return not self.mask.any()
+
+    def of(self, part: slice) -> Tensor | None:
+        """The mask of one module; None stands for all False."""
+        return None if self.empty or not self.mask[part].any() else self.mask[part]
+
 
 def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each channel of several modules, the bias at least, and kappa.  ``kinds`` has the channels of each module."""
@@ -199,12 +211,12 @@ def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tupl
     return found
 
 
-def request(device: torch.device) -> None:
-    """Asks for the lists of all modules on a device whose parameters an optimizer may have changed, in six device ops.
+def request(device: torch.device) -> Arriving:
+    """Asks for the lists of all modules on a device whose parameters may have changed, in six device ops.
 
     Modules whose parameters have no memory now, as FSDP frees it, ask later by themselves.
     """
-    changed = [of for of in _trackers if of.may_have_changed(device)]
+    changed = [of for of in tuple(_trackers) if of.may_have_changed(device)]
     weights, biases = [of.parameters[0] for of in changed], [of.parameters[1] for of in changed]
     floors, kappas = limits_of(tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device)
     flat = torch.cat([*weights, *biases])
@@ -214,15 +226,17 @@ def request(device: torch.device) -> None:
     for of, w in zip(changed, weights, strict=True):
         of.asked(arriving, slice(first, first + len(w)))
         first += len(w)
+    return arriving
 
 
 class KeptChannels:
     """The kept channels of one module, found without making the host wait for the device.
 
-    On a CPU, every call finds the list.  On a GPU it is found at once at the first call, and after a change of the
-    parameters' versions that is not an optimizer's step.  After an optimizer's step, the first module that runs asks
-    for the lists of all modules.  They are copied to the host asynchronously, and used when they have arrived, so a
-    list may lag behind the parameters by one step.  A change through ``.data`` is seen after the next optimizer's step.
+    On a CPU, every call finds the list.  On a GPU it is found at once at the first call.  After a change of the
+    parameters, the first module that runs asks for the lists of all modules.  After an optimizer's step they are copied
+    to the host asynchronously, and used when they have arrived, so a list may lag behind the parameters by one step.
+    After another change of the parameters' versions, as by an optimizer without PyTorch's hooks, that module waits for
+    the copy.  A change through ``.data`` is seen after the next optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -252,21 +266,24 @@ class KeptChannels:
         first = weight if weight is not None else bias
         if first is None or first.is_meta or isinstance(first, FakeTensor):
             return None
+        kind = act, dtype, residual
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
-            if self._key is None:
+            if self._key is None or self.kind != kind:
                 raise RuntimeError(
                     "fusedseg: the values of norm weights cannot be read while a CUDA graph is captured; run one "
-                    "forward pass before the capture, as torch.cuda.make_graphed_callables does"
+                    "forward pass of the same dtype before the capture, as torch.cuda.make_graphed_callables does"
                 )
             return self.kept
-        kind, other = (act, dtype, residual), bias if bias is not None else first
-        key = _key_of(kind, first, other)
-        if key != self._key or (first.device.type == "cpu" and not self._may_lag(weight, bias)):
-            lags = self._may_lag(weight, bias)
+        other = bias if bias is not None else first
+        key, lags = _key_of(kind, first, other), self._may_lag(weight, bias)
+        if key != self._key or (first.device.type == "cpu" and not lags):
             known = self._key is not None and self.kind == kind
             self.kind, self.parameters = kind, (first.detach(), other.detach()) if lags else ()
-            if lags and known and _optimizer_steps != self._steps:
-                request(first.device)
+            if lags and known:
+                stepped = _optimizer_steps != self._steps
+                arriving = request(first.device)
+                if not stepped:
+                    arriving.wait()
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
                 self._key, self._steps = key, _optimizer_steps
@@ -274,14 +291,14 @@ class KeptChannels:
         if self._pending is not None and not recomputing() and self._pending[0].here():
             arrived, part = self._pending
             self._pending = None
-            self._use(arrived.mask[part], first.device)
+            self._use(arrived.of(part), first.device)
         if self.kept is not None and first.is_cuda:
             self._wait_for_slots(self.kept.slots)
         return self.kept
 
-    def _use(self, mask: Tensor, device: torch.device) -> None:
+    def _use(self, mask: Tensor | None, device: torch.device) -> None:
         """Takes a list that has arrived.  An equal list stays, so that nothing is copied to the device."""
-        if not mask.any():
+        if mask is None:
             self.kept = None
         elif self.kept is None or self.kept.mask is None or not torch.equal(mask, self.kept.mask):
             slots = slots_of(mask)
@@ -305,9 +322,10 @@ class KeptChannels:
         return True
 
     def may_have_changed(self, device: torch.device) -> bool:
-        if self._steps == _optimizer_steps or not self.parameters or self.parameters[0].device != device:
+        if not self.parameters or self.parameters[0].device != device:
             return False
-        return all(t.untyped_storage().nbytes() for t in self.parameters)
+        here = all(t.untyped_storage().nbytes() for t in self.parameters)
+        return here and _key_of(self.kind, *self.parameters) != self._key
 
     def asked(self, arriving: Arriving, part: slice) -> None:
         """Notes that the list for the present parameters is on its way."""
