@@ -6,12 +6,12 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import forms, joint, keep, simplify, split
+from . import forms, joint, keep, order, simplify, split, twice
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split)), __file__)
+FILES = (*(str(module.__file__) for module in (joint, keep, twice, forms, simplify, split)), __file__)
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
@@ -28,7 +28,10 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         prepare(module, options["num_fwd_outputs"], rounds=self.settings.codegen == "inductor")
         with _parts.config.patch(activation_memory_budget=1.0):
-            return _parts.min_cut(module, joint_inputs, **options)
+            forward, backward = _parts.min_cut(module, joint_inputs, **options)
+        if self.settings.codegen == "aten":
+            order.rewrite(backward)
+        return forward, backward
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, rounds: bool) -> keep.Plan:
