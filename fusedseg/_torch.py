@@ -389,6 +389,7 @@ nearest_exact_backward = {
 # What the compiler backend needs (``fusedseg/compiler/``).  Importing some of them takes seconds.
 _BACKEND = {
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
@@ -396,7 +397,7 @@ _BACKEND = {
     "config": "torch._functorch.config",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
-_FOR_INDUCTOR = ("CustomPartitionerFn", "get_hash_for_files", "compile_fx", "list_mode_options")
+_FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
 
 
 def compiler_parts() -> SimpleNamespace:
@@ -409,8 +410,9 @@ def compiler_parts() -> SimpleNamespace:
     for name, path in _BACKEND.items():
         if found[name] is _ABSENT and name not in _FOR_INDUCTOR:
             _raise(path, feature)
-    if found["CustomPartitionerFn"] is _ABSENT:
-        found["CustomPartitionerFn"] = object
+    for base in ("CustomPartitionerFn", "CustomGraphPass"):
+        if found[base] is _ABSENT:
+            found[base] = object
     return SimpleNamespace(**found)
 
 

@@ -63,10 +63,13 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+    from . import enlarged
     from .partition import Partition
+    from .weights import WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
-    patches = dict(settings.inductor)
+    enlarged.rewrite(module)
+    patches = {"post_grad_custom_pre_pass": WeightsAsTheyAre(), **settings.inductor}
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     return parts.compile_fx(

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .. import _torch
+from ..ops.recompute.cheap import size_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -18,6 +20,10 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 
 def is_op(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
+
+
+def is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
 def name_of(node: fx.Node) -> str:
@@ -39,6 +45,11 @@ def is_tensor(node: Any) -> bool:
 def items_of(node: fx.Node) -> dict[int, fx.Node]:
     """The nodes that pick one of the results of a node, by the place of the result."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of the largest result of a node."""
+    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:

@@ -1,8 +1,9 @@
 """Writing results over inputs that nobody reads again, for the codegen "aten".
 
 A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
-becomes its in-place form if its first argument is dead after it, is no argument of the graph, and has the dtype, shape
-and strides of the result.  Running statistics are written where they are, in place of a copy that is copied back.
+becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
+and has the dtype, shape and strides of the result.  Running statistics are written where they are, in place of a copy
+that is copied back.
 """
 
 from typing import Any
@@ -41,7 +42,7 @@ def rewrite(graph: fx.Graph) -> int:
     return _statistics(graph) + _activations(graph)
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its result lies in."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -67,20 +68,22 @@ def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node,
 
 
 def _activations(graph: fx.Graph) -> int:
-    roots = _roots(graph)
+    roots = roots_of(graph)
     last = _last_reads(graph, roots)
     count = 0
     for place, node in enumerate(graph.nodes):
         if node.op != "call_function" or node.target not in OVERWRITING:
             continue
         x = node.args[0]
-        if not isinstance(x, fx.Node) or not _is_alike(value_of(x), value_of(node)):
-            continue
-        root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
-        if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
-            continue
-        if not _is_whole(value_of(root), value_of(x)):
-            continue
+        if not _is_free(node, x, place, roots, last):
+            # A sum or a product has the same bits with its arguments exchanged.
+            if node.target not in (aten.add.Tensor, aten.mul.Tensor) or len(node.args) != 2 or node.kwargs:
+                continue
+            x = node.args[1]
+            if not _is_free(node, x, place, roots, last):
+                continue
+            node.args = (x, node.args[0])
+        root = roots[x]
         node.target = OVERWRITING[node.target]
         # The result lies in the memory of x, so that memory is read as long as the result is.
         for other, of in roots.items():
@@ -89,6 +92,16 @@ def _activations(graph: fx.Graph) -> int:
         last[root] = max(place, last.get(node, place))
         count += 1
     return count
+
+
+def _is_free(node: fx.Node, x: Any, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+    """Whether the result of the node at ``place`` may be written over its argument ``x``."""
+    if not isinstance(x, fx.Node) or not _is_alike(value_of(x), value_of(node)):
+        return False
+    root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
+    if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
+        return False
+    return _is_whole(value_of(root), value_of(x))
 
 
 def _is_alike(x: Any, result: Any) -> bool:

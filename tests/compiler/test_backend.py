@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import _torch
+from fusedseg import _torch, recompute
 from fusedseg.compiler import backend
 from fusedseg.compiler.settings import Settings, parse
 from tests.compiler.networks import compiled, kept, make, results, same
@@ -95,6 +95,20 @@ def test_inductor(name):
     for found, wanted in zip(results(model, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
     assert kept(model, run, inputs) < 0.7 * kept(twin, twin, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+def test_inductor_keeps_no_more_than_the_scope():
+    """Forward gave backward copies of the weights in channels_last, and backward interpolated again."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *blocks, nn.Upsample(scale_factor=2), nn.Conv2d(16, 4, 1)).double()
+    twin, scoped, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    run = compiled(model, "inductor")
+    for found, wanted in zip(results(model, run, [x], 1), results(twin, twin, [x], 1), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+    assert kept(model, run, [x]) <= kept(scoped, recompute()(scoped), [x])
 
 
 @pytest.mark.slow
