@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .. import _torch
@@ -57,6 +58,28 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
     """A second node of the same call that reads other inputs."""
     with graph.inserting_before(before):
         return graph.node_copy(node, lambda source: swapped.get(source, source))
+
+
+def is_alike(x: Any, result: Any) -> bool:
+    """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
+    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
+        return False
+    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
+        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
+        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
+            return False
+        return all(not isinstance(s, int) or s > 0 for s in x.stride())
+    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class Joint:
