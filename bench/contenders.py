@@ -21,6 +21,12 @@ INSTANCE_NORM = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 SLOPE = 0.01
 
 
+def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)
+
+
 class Compiled(nn.Module):
     """``torch.compile`` of a module; ``config`` has settings of the partitioner that differ from the defaults.
 
@@ -28,18 +34,16 @@ class Compiled(nn.Module):
     for example without a C++ compiler, becomes ``Missing``.
     """
 
-    def __init__(self, module: nn.Module, **config: Any) -> None:
+    def __init__(self, module: nn.Module, backend: Callable[..., Any] = inductor, **config: Any) -> None:
         super().__init__()
         self.module = module
 
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-            from torch._inductor.compile_fx import compile_fx
-
+        def own(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
             with torch._functorch.config.patch(**config):
-                return compile_fx(graph, inputs)
+                return backend(graph, inputs)
 
         # The shapes of a bench do not change.
-        self.compiled = torch.compile(module, backend=backend, dynamic=False)
+        self.compiled = torch.compile(module, backend=own, dynamic=False)
         self.works = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ class NetJob:
         return F.cross_entropy(out.float() if self.autocast else out, self.target, self.class_weight)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.loss(out), self.params)
+        # Networks of other packages have parameters that a step does not use.
+        return torch.autograd.grad(self.loss(out), self.params, materialize_grads=True)
 
     def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return {"logits": out.detach(), "gradients": torch.cat([grad.flatten() for grad in grads])}

@@ -428,6 +428,11 @@ def inductor_problem() -> str:
     return ""
 
 
+def decomposition(op: Any) -> Any:
+    """The function by which the compiler writes an op as simpler ones; None if it has none."""
+    return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
+
+
 def python_dispatcher() -> Any:
     """The context in which ops compute shapes from symbolic sizes."""
     return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()

@@ -6,7 +6,7 @@
         print(launch.name, launch.grid, launch.compiled.asm["ptx"])
 
 The launchers make the same decisions as for a real tensor of the same shape and dtype.  Only the number of
-multiprocessors is assumed (``launch.DEFAULT_SMS``).  Large tensors cost nothing, because the system does not commit
+multiprocessors is assumed (``MULTIPROCESSORS``).  Large tensors cost nothing, because the system does not commit
 memory that is never written.
 """
 
@@ -17,16 +17,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import launch
 from .launcher import FP_FUSION, forget_plans
 from .triton_names import GPUTarget, JITFunction, driver, interpreted
 
+# Multiprocessors of the largest GPU of an architecture that we know of: A100, H100 and H200, B200, MI300X.  For others
+# ``launch.DEFAULT_SMS`` is assumed.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}
+
 
 class Launch(NamedTuple):
-    """A launch of a kernel: its name, the compiled kernel, and its grid."""
+    """A launch of a kernel: its name, the compiled kernel, its grid, and its arguments by name."""
 
     name: str
     compiled: Any
     grid: tuple
+    arguments: dict[str, Any]
 
 
 def parse_target(name: str) -> GPUTarget:
@@ -75,16 +81,20 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
         # A kernel that is launched without a Launcher does not set this option.
         kwargs.setdefault("enable_fp_fusion", FP_FUSION)
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
-        launches.append(Launch(self.__name__, compiled, grid))
+        launches.append(Launch(self.__name__, compiled, grid, dict(zip(self.arg_names, args, strict=False)) | kwargs))
         return compiled
 
-    driver.set_active(_AbsentDevice(parse_target(target)))
+    gpu = parse_target(target)
+    driver.set_active(_AbsentDevice(gpu))
     JITFunction.run = compile_only
+    assumed = launch.DEFAULT_SMS
+    launch.DEFAULT_SMS = MULTIPROCESSORS.get(gpu.arch, assumed)
     # Plans for one GPU may not fit another.
     forget_plans()
     try:
         yield launches
     finally:
         JITFunction.run = run
+        launch.DEFAULT_SMS = assumed
         vars(driver).update(before)
         forget_plans()

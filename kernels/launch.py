@@ -4,6 +4,7 @@ Here and in the launchers, ``layout`` is a ``Layout`` of ``fusedseg/ops/layout.p
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,21 @@ TILE_BYTES, STATS_TILE_BYTES, THREADS = 8192, 16384, 256
 # The largest slab that one program keeps in registers, in bytes of one tensor.  Forward holds x; backward holds z and
 # dz.  PER_THREAD is the number of values per thread.
 ONCHIP_FWD, ONCHIP_BWD, PER_THREAD = 65536, 32768, 16
-# Programs per multiprocessor.  The loads of one program overlap with the arithmetic of another.  If there were more
-# programs than the registers allow at once, the last programs would run alone at the end.  In rows there are fewer
-# programs, because a thread holds parameters for every channel of its vector.
-PROGRAMS_PER_SM, ROWS_PER_SM = 4, 3
+# The same where an access takes fewer than four bytes: a thread makes 16 loads of each tensor, and has registers for
+# their addresses only if programs are smaller.
+ODD_TILE_BYTES, ODD_THREADS = 4096, 128
+# Programs per multiprocessor, which has REGISTERS registers.  The loads of one program overlap with the arithmetic of
+# another.  If there were more programs than the registers allow at once, the last programs would run alone at the end.
+# In backward of rows there are fewer programs, because a thread holds parameters for every channel of its vector.
+PROGRAMS_PER_SM, ROWS_PER_SM, REGISTERS = 4, 3, 65536
+# The largest number of kept channels of rows whose values every thread of backward loads.
+MAX_COLUMNS = 4
 # MAX_PARTIALS is the largest number of partial results of a channel that every program of the second launch merges for
 # itself.  A channel group of up to FEW_BYTES is split over at most MAX_PARTIALS programs, so that no separate launch is
 # needed to merge.
 MAX_PARTIALS, FEW_BYTES = 16, 2**20
+# The tiles whose time a program takes to load its parameters and to merge parts.
+START_TILES = 2
 # The largest number of partial results of a channel.  One tile of the merging kernel takes this many.
 MAX_SPLITS = 512
 # The bytes of adjacent channels that a program of rows reads in each row.
@@ -51,10 +59,13 @@ class Blocks(NamedTuple):
     meta: dict
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_SMS
+    # Without a GPU this is not cached, because ``dry_run`` assumes another number for each GPU.
+    return _multiprocessors_of(device) if device.type == "cuda" else DEFAULT_SMS
+
+
+@functools.cache
+def _multiprocessors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -84,6 +95,35 @@ def warps_of(elements: int, per_thread: int) -> int:
     return max(1, warps(elements, per_thread) * 32 // size)
 
 
+def most_registers(layout, dtype: torch.dtype, K: int, backward: bool) -> dict[str, int]:
+    """The option that lets as many programs be resident as are started for each multiprocessor.
+
+    The compiler takes a few registers more by itself: in rows a thread holds the parameters of 8 channels.  In fp64, or
+    with an address for each element of kept channels of rows, it would spill many.  AMD's compiler has no such option.
+    """
+    without_addresses = MAX_COLUMNS if backward else 0
+    if (layout.rows and without_addresses < K) or dtype == torch.float64 or interpreted():
+        return {}
+    if driver.active.get_current_target().backend != "cuda":
+        return {}
+    registers = REGISTERS // (THREADS * (ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM))
+    return {"maxnreg": registers // 8 * 8}
+
+
+def vector_of(layout, dtype: torch.dtype) -> int:
+    """How many adjacent elements an access takes: 16 bytes, or fewer if runs in memory are no multiples of 16 bytes."""
+    return math.gcd(layout.C if layout.rows else layout.S, 16 // dtype.itemsize)
+
+
+def shape_of(layout, dtype: torch.dtype, block_n: int, block_l: int) -> dict:
+    """The constants of a kernel that say how tensor and tiles lie in memory.
+
+    ``ALIGN`` is the vector, or 1 if Triton finds out by itself that runs are aligned.
+    """
+    align = vector_of(layout, dtype) if (layout.C if layout.rows else layout.S) % 16 else 1
+    return {"STAT": layout.stat, "ALIGN": align, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
+
+
 def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
     """Blocks for programs that read whole statistics groups at once; None if such a slab exceeds the capacity.
 
@@ -110,20 +150,45 @@ def onchip_blocks(layout, dtype: torch.dtype, capacity: int) -> Blocks | None:
         groups = layout.C
     if block_n * block_l * dtype.itemsize > capacity:
         return None
-    meta = {"STAT": stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
-    return Blocks(groups, 1, 1, meta | {"num_warps": warps(block_n * block_l, PER_THREAD)})
+    meta = shape_of(layout, dtype, block_n, block_l)
+    num_warps = warps(block_n * block_l, PER_THREAD)
+    if block_n * block_l == 8192 and capacity == ONCHIP_FWD:
+        num_warps = 8
+    return Blocks(groups, 1, 1, meta | {"num_warps": num_warps})
+
+
+def splits_of(groups: int, tiles: int, most: int, places: int) -> int:
+    """The number of programs that share a group, so that the fewest tiles follow each other.
+
+    ``places`` programs run at a time.  320 groups on 528 places would leave 208 places empty: three programs a group
+    take two waves of a third of the tiles.
+    """
+    if groups >= places:
+        return 1
+    least = places // groups
+
+    def tiles_in_turn(splits: int) -> int:
+        return triton.cdiv(groups * splits, places) * (triton.cdiv(tiles, splits) + START_TILES)
+
+    return min(range(min(least, most), min(max(least, MAX_PARTIALS), most) + 1), key=tiles_in_turn)
 
 
 def split_blocks(
-    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: bool = False
-) -> Blocks:
+    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: bool = False,
+    backward: bool = False,
+) -> Blocks:  # fmt: skip
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
-    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py``, so that tiles of rows must hold whole groups.
+    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py``, so that tiles of rows must hold whole groups;
+    ``backward`` says that it is one of those of backward, which hold more parameters.
     """
-    tile_bytes = STATS_TILE_BYTES if stats else TILE_BYTES
-    programs_per_sm = ROWS_PER_SM if layout.rows and not stats else PROGRAMS_PER_SM
+    tile_bytes, threads = STATS_TILE_BYTES if stats else TILE_BYTES, THREADS
+    programs_per_sm = ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM
+    vector = 16 // dtype.itemsize if layout.rows else vector_of(layout, dtype)
+    if vector * dtype.itemsize < 4:
+        programs_per_sm = programs_per_sm * THREADS // ODD_THREADS
+        tile_bytes, threads = min(tile_bytes, ODD_TILE_BYTES), ODD_THREADS
     tile = tile_bytes // dtype.itemsize
     if layout.rows:
         block_l = row_lanes(layout.C, (PACKED_ROW_BYTES if packs else ROW_BYTES) // dtype.itemsize)
@@ -135,16 +200,20 @@ def split_blocks(
     if packs and layout.rows:
         block_n = min(triton.next_power_of_2(layout.N), GROUP)
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
-    splits = min(tiles, max(1, programs_per_sm * multiprocessors(device) // groups))
+    most = tiles
     if reduces:
-        splits = min(splits, MAX_PARTIALS if tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
+        most = min(tiles, MAX_PARTIALS if tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
+    splits = splits_of(groups, tiles, most, programs_per_sm * multiprocessors(device))
     tiles_per_split = triton.cdiv(tiles, splits)
-    meta = {"STAT": layout.stat, "ROWS": layout.rows, "BLOCK_N": block_n, "BLOCK_L": block_l}
+    if layout.rows and tile_bytes < STATS_TILE_BYTES:
+        # Runs end where those of the statistics end, so that a walk back begins with what L2 holds.
+        tiles_per_split += tiles_per_split % (STATS_TILE_BYTES // tile_bytes)
+    meta = shape_of(layout, dtype, block_n, block_l)
     meta |= {"STAGES": STAGES, "EVICT": FIRST_PASS_EVICTION if reduces else OUTPUT_EVICTION}
     # The warps follow the true size, because a few small planes are less than a tile.
-    num_warps = warps(block_n * block_l, max(1, tile // THREADS))
-    # The number of 16-byte vectors of a tile that a thread holds.
-    fold = block_n * block_l * dtype.itemsize // (16 * 32 * num_warps)
+    num_warps = warps(block_n * block_l, max(1, tile // threads))
+    # The number of vectors of a tile that a thread holds; of planes that are not aligned, shorter ones.
+    fold = block_n * block_l // (vector * 32 * num_warps)
     meta |= {"num_warps": num_warps, "FOLD": max(1, min(fold, block_n) if layout.rows else fold)}
     meta["WHOLE"] = layout.N % block_n == 0 and (layout.C if layout.rows else layout.S) % block_l == 0
     return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)

@@ -15,6 +15,7 @@ launch would, which ``Spy`` finds out once in each process.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -131,6 +132,8 @@ def ready(compiled: Any) -> Ready:
 
 # Whether Triton passes to its launchers what direct launches pass; None until a launch has shown it.
 _agrees: bool | None = None
+# Launchers share compiled kernels.  A spy that leaves would take away that of another thread.
+_spying = threading.Lock()
 
 
 class Spy:
@@ -142,18 +145,23 @@ class Spy:
     def __init__(self, found: Ready) -> None:
         self.owner, self.name = (found.compiled.run, "launch") if found.packed else (found.compiled, "_run")
         self.original = found.call
+        self.thread = threading.get_ident()
         self.arguments: tuple | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        # Another thread may launch the same kernel meanwhile, with other arguments.
+        if threading.get_ident() == self.thread:
+            self.arguments = arguments
         self.original(*arguments)
 
     def __enter__(self) -> "Spy":
+        _spying.acquire()
         setattr(self.owner, self.name, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         setattr(self.owner, self.name, self.original)
+        _spying.release()
 
 
 def same(ours: Any, theirs: Any) -> bool:

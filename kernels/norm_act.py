@@ -20,11 +20,21 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .launch import ONCHIP_FWD, acc_dtype, onchip_blocks, split_blocks
+from .launch import ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
 from .low_bit_tile import Codes, kink_of, line_of, load_kink, load_saved, pack_tile, parts_of
 from .norm_stats import load_moments, merged, norm_stats
-from .tile import channel_sum, channels_of, group_sum, kept_offsets, slab_line, slab_offsets, tile_count, tile_offsets
+from .tile import (
+    aligned_sizes,
+    channel_sum,
+    channels_of,
+    group_sum,
+    kept_offsets,
+    slab_line,
+    slab_offsets,
+    tile_count,
+    tile_offsets,
+)
 
 
 @triton.jit
@@ -112,13 +122,15 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               tiles_per_split, partials, row_bytes, PACKS: tl.constexpr, BITS: tl.constexpr,
                               SOURCE: tl.constexpr,
                               EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                              ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                              ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+                              BLOCK_N: tl.constexpr,
                               BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                               EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd).
 
     PACKS is "output" or "input" if it writes a packed copy.  If it is "" and BITS is not 0, the codes are those of x.
     """
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
@@ -187,9 +199,10 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
                                lowest_ptr, highest_ptr, kink_ptr, momentum: tl.float64, key, I, N, C, S, K, row_bytes,
                                PACKS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, EPS: tl.constexpr,
                                D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr,
-                               STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                               STAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                                BLOCK_L: tl.constexpr):  # fmt: skip
     """Reads whole statistics groups, as one tile, once.  Unless they are saved, statistics take two passes over it."""
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     program = tl.program_id(0)
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = (i * C + c) // D
@@ -275,6 +288,8 @@ def apply_plan(source, layout, dtype, device, eps, act, K, partials, packing):
     """The launcher that applies given statistics, either merged or in ``partials`` parts."""
     blocks = split_blocks(layout, dtype, device, packs=packing.of != "")
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
+    if not packing.bits:
+        constants |= most_registers(layout, dtype, K, backward=False)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, packing.row_bytes)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
     return Launcher(norm_act_fwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)

@@ -33,12 +33,13 @@ import triton
 import triton.language as tl
 
 from .activation import act_grad, act_grad_of_input, act_inverse
-from .launch import ONCHIP_BWD, acc_dtype, onchip_blocks, split_blocks
+from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks
 from .launcher import Launcher, plan
 from .low_bit_tile import NO_CODES, Codes, line_of, load_kink, load_saved
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import (
+    aligned_sizes,
     as_rows,
     channel_sum,
     channels_of,
@@ -49,6 +50,7 @@ from .tile import (
     slab_offsets,
     tile_count,
     tile_offsets,
+    tile_start,
 )
 
 
@@ -66,9 +68,24 @@ def is_lost(w, b, HAS_RESIDUAL: tl.constexpr, CLAMP: tl.constexpr):
 
 
 @triton.jit
+def with_columns(xhat, kept_ptr, slot, j, i, N, FEW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """xhat of a tile of rows with that of the FEW kept channels.
+
+    All threads of a row load the same few values.  An address for each element of the tile would take 100 registers.
+    """
+    n0, _ = tile_start(j, 1, True, BLOCK_N, BLOCK_L)
+    n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    for k in tl.static_range(FEW):
+        column = tl.load(kept_ptr + (tl.cast(i, tl.int64) * N + n) * FEW + k, mask=n < N, other=0.0)
+        xhat = tl.where(slot == k, column.to(xhat.dtype), xhat)
+    return xhat
+
+
+@triton.jit
 def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
-                  KEEP: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr,
-                  STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+                  KEEP: tl.constexpr, FEW: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr,
+                  ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_L: tl.constexpr,
                   EVICT: tl.constexpr):  # fmt: skip
     """g and xhat of one tile; masked values are 0."""
     dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
@@ -84,9 +101,12 @@ def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kep
         inverse = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, w))
         xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
         if kept_ptr is not None:
-            kept = mask & (slot >= 0)
-            side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
-            xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
+            if FEW > 0:
+                xhat = with_columns(xhat, kept_ptr, slot, j, i, N, FEW, BLOCK_N, BLOCK_L)
+            else:
+                kept = mask & (slot >= 0)
+                side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
+                xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
     return g, xhat
 
 
@@ -118,14 +138,17 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
 def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                                bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr, highest_ptr,
                                kink_ptr, I, N, C, S, K, tiles_per_split, splits, row_bytes, BITS: tl.constexpr,
-                               KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
+                               KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                               PARAM: tl.constexpr,
+                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
+                               ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                                WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Leaves the sums of g and g * xhat of one split, per channel.
 
     With running statistics (dx_ptr is given) dx needs no sums, and is written here.
     """
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
@@ -147,7 +170,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
                            row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
+                                N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 EVICT)  # fmt: skip
         s1 += tl.sum(folded(g, FOLD), axis=0, keep_dims=True)
         s2 += tl.sum(folded(g * xhat, FOLD), axis=0, keep_dims=True)
@@ -166,11 +189,14 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
 def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                               bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr,
                               lowest_ptr, highest_ptr, kink_ptr, I, N, C, S, K, tiles_per_split, partials, row_bytes,
-                              BITS: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                              BITS: tl.constexpr, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr,
+                              ACT: tl.constexpr,
                               PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
+                              ALIGN: tl.constexpr,
                               ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                               WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
                               BLOCK_P: tl.constexpr):  # fmt: skip
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     valid = c < C
@@ -197,7 +223,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
         saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
                            row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
+                                N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 "")  # fmt: skip
         store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g,
                     EVICT)  # fmt: skip
@@ -207,9 +233,12 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
 def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr, mean_ptr,
                                rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr,
                                highest_ptr, kink_ptr, I, N, C, S, K, row_bytes, BITS: tl.constexpr,
-                               KEEP: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr,
+                               KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                               PARAM: tl.constexpr,
+                               CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
+                               ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     i, c, valid, offs, mask = slab_offsets(tl.program_id(0), I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = i * C + c
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
@@ -224,7 +253,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, load_kink(kink_ptr, u, valid), offs, mask, line,
                        0, I, N, C, S, row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
     g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
-                            N, S, K, KEEP, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
+                            N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
     s2 = channel_sum(g * xhat, STAT, ROWS)
     store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
@@ -239,9 +268,33 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
+@triton.jit
+def norm_over_samples_kernel(sums_ptr, dweight_ptr, dbias_ptr, rows, C, BLOCK_R: tl.constexpr,
+                             BLOCK_C: tl.constexpr):  # fmt: skip
+    """dbias and dweight, (C,), from the sums of g and g * xhat, (2, rows, C), added in a fixed order."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    r = tl.arange(0, BLOCK_R)[:, None]
+    s1 = tl.zeros((1, BLOCK_C), sums_ptr.dtype.element_ty)
+    s2 = tl.zeros((1, BLOCK_C), sums_ptr.dtype.element_ty)
+    for first in range(0, rows, BLOCK_R):
+        at = sums_ptr + (first + r) * C + c
+        mask = (first + r < rows) & (c < C)
+        s1 += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0, keep_dims=True)
+        s2 += tl.sum(tl.load(at + rows * C, mask=mask, other=0.0), axis=0, keep_dims=True)
+    store_dparams(dweight_ptr, dbias_ptr, s1, s2, c, c < C)
+
+
+@plan
+def over_samples_plan(rows, C):
+    block_r = min(64, triton.next_power_of_2(rows))
+    constants = {"BLOCK_R": block_r, "BLOCK_C": 16, "num_warps": 2}
+    return Launcher(norm_over_samples_kernel, (triton.cdiv(C, 16),), (rows, C), constants)
+
+
 def over_samples(sums, layout, dtype):
-    """The gradients dweight and dbias, from the sums of g and g * xhat, (2, parts, I C)."""
-    dbias, dweight = (s.sum((0, 1)).to(dtype) for s in sums.view(2, -1, layout.I, layout.C))
+    """The gradients dweight and dbias, from the sums of g and g * xhat, (2, parts, I C), in one launch."""
+    dweight, dbias = (torch.empty(layout.C, dtype=dtype, device=sums.device) for _ in range(2))
+    over_samples_plan(sums.numel() // (2 * layout.C), layout.C)((sums, dweight, dbias))
     return dweight, dbias
 
 
@@ -271,13 +324,14 @@ def kept_of(saved, mean):
     return whole(keep, saved.dtype), saved, NO_CODES
 
 
-def constants_of(tensor, layout, act):
+def constants_of(tensor, layout, act, K):
     name, param = act
     # This is the middle of the values that round to -1.  Its distance from -1 is a quarter of the spacing of numbers in
     # [0.5, 1).
     clamp = torch.finfo(tensor.dtype).eps / 8
     shape = {"D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(tensor.dtype)}
-    return shape | {"KEEP": tensor.keep, "BITS": tensor.bits}
+    few = K if layout.rows and K <= MAX_COLUMNS else 0
+    return shape | {"KEEP": tensor.keep, "FEW": few, "BITS": tensor.bits}
 
 
 @plan
@@ -287,25 +341,27 @@ def onchip_plan(tensor, layout, act, K):
     if blocks is None:
         return None
     sizes = (layout.I, layout.N, layout.C, layout.S, K, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act) | blocks.meta
+    constants = constants_of(tensor, layout, act, K) | blocks.meta
     return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes, constants)
 
 
 @plan
 def reduce_plan(tensor, layout, device, act, K):
     """The launcher that leaves sums, and the number of their parts."""
-    blocks = split_blocks(layout, tensor.dtype, device, reduces=True)
+    blocks = split_blocks(layout, tensor.dtype, device, reduces=True, backward=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act) | blocks.meta
+    constants = constants_of(tensor, layout, act, K) | blocks.meta
+    constants |= most_registers(layout, tensor.dtype, K, backward=True)
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 
 @plan
 def apply_plan(tensor, layout, device, act, K, partials):
     """The launcher that applies sums in ``partials`` parts."""
-    blocks = split_blocks(layout, tensor.dtype, device)
+    blocks = split_blocks(layout, tensor.dtype, device, backward=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act) | blocks.meta
+    constants = constants_of(tensor, layout, act, K) | blocks.meta
+    constants |= most_registers(layout, tensor.dtype, K, backward=True)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 

@@ -11,9 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import MAX_PARTIALS, MAX_SPLITS, acc_dtype, split_blocks
+from .launch import MAX_PARTIALS, MAX_SPLITS, acc_dtype, most_registers, split_blocks, vector_of
 from .launcher import Launcher, plan
-from .tile import as_rows, chan_merge, channel_sum, channels_of, cut_period, folded, tile_count, tile_offsets
+from .tile import (
+    aligned_sizes,
+    as_rows,
+    chan_merge,
+    channel_sum,
+    channels_of,
+    cut_period,
+    folded,
+    in_lanes,
+    lane_counts,
+    lane_sum,
+    tile_count,
+    tile_offsets,
+)
 
 
 @triton.jit
@@ -27,42 +40,54 @@ def merge_two(count, mean, m2, n, other_mean, other_m2):
 
 @triton.jit
 def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
+                      ALIGN: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
-                      WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+                      VECTOR: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+                      EVICT: tl.constexpr):  # fmt: skip
     """Leaves (count, mean, M2) of one split of a channel group.
 
     For each lane of a tile, a thread computes mean and M2 of the FOLD values that it holds, and merges them into the
-    lane's mean and M2.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.
+    lane's mean and M2.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.  In
+    planes that are cut short, VECTOR adjacent values are one lane, so that a thread has a single count.
     """
+    C, S = aligned_sizes(C, S, ROWS, ALIGN)
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     period = cut_period(N, S, ROWS, BLOCK_N, BLOCK_L)
 
-    LANES: tl.constexpr = BLOCK_N * BLOCK_L // FOLD
+    LANES: tl.constexpr = BLOCK_N * BLOCK_L // FOLD // VECTOR
     count = tl.full((), 0, ACC)
     mean = tl.zeros((1, LANES), ACC)
     m2 = tl.zeros((1, LANES), ACC)
-    for j in tl.range(first, last, num_stages=STAGES):
-        if WHOLE or (j + 1) % period != 0:
-            offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-            x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
-            x = folded(x.to(ACC), FOLD)
-            tile_mean = tl.sum(x, axis=0, keep_dims=True) * (1.0 / FOLD)
-            d = x - tile_mean
-            count, mean, m2 = merge_two(count, mean, m2, FOLD, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
+    if WHOLE or ROWS:
+        for j in tl.range(first, last, num_stages=STAGES):
+            if WHOLE or (j + 1) % period != 0:
+                offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+                x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+                x = folded(x.to(ACC), FOLD)
+                tile_mean = tl.sum(x, axis=0, keep_dims=True) * (1.0 / FOLD)
+                d = x - tile_mean
+                count, mean, m2 = merge_two(count, mean, m2, FOLD, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
 
     count += tl.zeros((1, LANES), ACC)
     if not WHOLE:
-        for j in range(first + period - 1 - first % period, last, period):
+        step = 1
+        if ROWS:
+            first = first + period - 1 - first % period
+            step = period
+        for j in tl.range(first, last, step, num_stages=STAGES):
             offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
-            x = folded(tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC), FOLD)
-            valid = folded(mask, FOLD)
-            n = tl.sum(valid.to(ACC), axis=0, keep_dims=True)
-            tile_mean = tl.sum(x, axis=0, keep_dims=True) / tl.maximum(n, 1.0)
-            d = tl.where(valid, x - tile_mean, 0.0)
-            count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
+            x = in_lanes(tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC), FOLD, VECTOR)
+            valid = in_lanes(mask, FOLD, VECTOR)
+            if ROWS:
+                n = lane_sum(valid.to(ACC))
+            else:
+                n = lane_counts(j, N, S, LANES, FOLD, VECTOR, BLOCK_N, BLOCK_L).to(ACC)
+            tile_mean = lane_sum(x) / tl.maximum(n, 1.0)
+            d = tl.where(valid, x - tile_mean[:, :, None], 0.0)
+            count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, lane_sum(d * d))
     if ROWS:
         count, mean, m2 = as_rows(count, BLOCK_L), as_rows(mean, BLOCK_L), as_rows(m2, BLOCK_L)
     n, mean, m2 = chan_merge(count, mean, m2, ROWS)
@@ -178,11 +203,14 @@ def merged(partial, layout, weight=None):
 def stats_plan(layout, dtype, device):
     """The launcher, and the number of parts that it leaves."""
     blocks = split_blocks(layout, dtype, device, reduces=True, stats=True)
-    if not blocks.meta["WHOLE"]:
+    if layout.rows and not blocks.meta["WHOLE"]:
         # The counts of every lane take registers as well.
         blocks = split_blocks(layout, dtype, device, reduces=True)
+        blocks = blocks._replace(meta=blocks.meta | most_registers(layout, dtype, K=0, backward=False))
     sizes = (layout.N, layout.C, layout.S, layout.I * layout.C, blocks.tiles_per_split, blocks.splits)
-    constants = {"ACC": acc_dtype(dtype), **blocks.meta}
+    constants = {"ACC": acc_dtype(dtype), "VECTOR": 1, **blocks.meta}
+    if not layout.rows and not blocks.meta["WHOLE"]:
+        constants["VECTOR"] = min(vector_of(layout, dtype), blocks.meta["BLOCK_L"])
     return Launcher(norm_stats_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 

@@ -31,6 +31,20 @@ def tiles_of(size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def aligned_sizes(C, S, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """C and S.  The compiler sees that runs in memory, S of planes and C of rows, are multiples of ALIGN.
+
+    By itself it sees multiples of 16 alone, so that 14 x 14 positions were read one at a time.
+    """
+    if ALIGN > 1:
+        if ROWS:
+            C = C // ALIGN * ALIGN
+        else:
+            S = S // ALIGN * ALIGN
+    return C, S
+
+
+@triton.jit
 def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     tiles = tiles_of(N, BLOCK_N)
     if not ROWS:
@@ -103,7 +117,8 @@ def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
         mask = (n0 + n < N) & (group * BLOCK_L + lane < C)
     elif BLOCK_N == 1:
         offs = (first * C + group) * S + s0 + lane
-        mask = s0 + lane < S
+        # 32 bits suffice after the subtraction, and take half of the instructions.
+        mask = lane < tl.cast(S - s0, tl.int32)
     else:
         offs = (first * C + group) * S + (n * C * S + lane)
         mask = (n0 + n < N) & (lane < S)
@@ -180,6 +195,33 @@ def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BL
 def folded(v, FOLD: tl.constexpr):
     """The tile as FOLD rows, so that a sum over the rows stays within a thread."""
     return tl.reshape(v, (FOLD, v.shape[0] * v.shape[1] // FOLD))
+
+
+@triton.jit
+def in_lanes(v, FOLD: tl.constexpr, VECTOR: tl.constexpr):
+    """The tile as (FOLD, lanes, VECTOR), so that a sum over the outer axes stays within a thread."""
+    return tl.reshape(v, (FOLD, v.shape[0] * v.shape[1] // FOLD // VECTOR, VECTOR))
+
+
+@triton.jit
+def lane_sum(v):
+    """The sums of ``in_lanes``, (1, lanes)."""
+    return tl.sum(tl.sum(v, axis=2), axis=0, keep_dims=True)
+
+
+@triton.jit
+def lane_counts(j, N, S, LANES: tl.constexpr, FOLD: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_L: tl.constexpr):  # fmt: skip
+    """How many values of each lane of ``in_lanes`` exist in tile j of planes, (1, lanes).
+
+    It is not a sum over the mask of the tile, which the compiler would hold in other threads.
+    """
+    n0, s0 = tile_start(j, S, False, BLOCK_N, BLOCK_L)
+    first = (tl.arange(0, FOLD)[:, None] * LANES + tl.arange(0, LANES)[None, :]) * VECTOR
+    left = tl.cast(S - s0, tl.int32) - first % BLOCK_L
+    n = tl.minimum(tl.maximum(left, 0), VECTOR)
+    n = tl.where(first // BLOCK_L < tl.cast(N - n0, tl.int32), n, 0)
+    return tl.sum(n, axis=0, keep_dims=True)
 
 
 @triton.jit

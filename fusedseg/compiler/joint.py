@@ -90,8 +90,8 @@ class Joint:
         backward: the nodes that follow from a gradient.
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
-        overwritten: arguments that forward writes to, such as running statistics, and views of them: backward would
-            find other values there.
+        overwritten: arguments that are written to before backward, such as running statistics, and views of them:
+            backward would find other values there.
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
@@ -109,6 +109,7 @@ class Joint:
         writing = [node for node in self.graph.nodes if _writes(node)]
         self.forward = set(self._before([*self.returned, *writing]))
         self.overwritten = {node.args[0] for node in writing}
+        self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
         for node in self.graph.nodes:
             if is_op(node) and node.target.is_view and any(n in self.overwritten for n in node.all_input_nodes):
                 self.overwritten.add(node)
@@ -127,3 +128,11 @@ class Joint:
 
 def _writes(node: fx.Node) -> bool:
     return is_op(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def _is_written_later(node: fx.Node) -> bool:
+    """Whether an argument may get a new value right after forward, outside of the graph.
+
+    Autograd knows such arguments, and so AOTAutograd lets the graph read a copy of the argument alone.
+    """
+    return node.op == "placeholder" and [name_of(user) for user in node.users] == ["clone"]

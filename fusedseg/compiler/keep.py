@@ -35,11 +35,15 @@ class Plan:
         kept: the nodes that forward keeps.
         again: the nodes that backward computes again, with the nodes from which it does.
         readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
+        reading: the nodes of backward, which read nodes of forward.
+        instead: nodes that backward reads in place of others, with the same value.
     """
 
     kept: set[fx.Node] = field(default_factory=set)
     again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    reading: list[fx.Node] = field(default_factory=list)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -51,18 +55,18 @@ def _has_foreign_label(node: fx.Node) -> bool:
     return LABEL in node.meta
 
 
-def _call_node(node: fx.Node) -> fx.Node:
+def call_node(node: fx.Node) -> fx.Node:
     """The call of which a node picks one of several results, or the node itself."""
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def is_view(node: fx.Node) -> bool:
-    call = _call_node(node)
+    call = call_node(node)
     return is_op(call) and call.target.is_view  # type: ignore[union-attr]
 
 
 def _may_run_again(node: fx.Node) -> bool:
-    call = _call_node(node)
+    call = call_node(node)
     if is_cheap(call) or forms.form_of(node) is not None:
         return True
     return is_op(call) and not call.all_input_nodes and not _is_random(call)
@@ -75,7 +79,7 @@ def _is_random(node: fx.Node) -> bool:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward computes a node again."""
     form = forms.form_of(node)
-    return list(_call_node(node).all_input_nodes) if form is None else form.sources()
+    return list(call_node(node).all_input_nodes) if form is None else form.sources()
 
 
 def readers_of_forward(joint: Joint) -> list[fx.Node]:
@@ -84,15 +88,15 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        return node.op == "call_function" and _call_node(node) not in joint.forward and not _may_run_again(node)
+        return node.op == "call_function" and call_node(node) not in joint.forward and not _may_run_again(node)
 
     return [node for node in joint.graph.nodes if is_of_backward(node)]
 
 
 def plan(joint: Joint) -> Plan:
-    found = Plan()
-    calls: dict[fx.Node, frozenset[str]] = {}
     reading = readers_of_forward(joint)
+    found = Plan(reading=reading)
+    calls: dict[fx.Node, frozenset[str]] = {}
     entries = [(reader, source) for reader in reading for source in reader.all_input_nodes]
     entries += [(joint.end, node) for node in joint.gradients]
     own = set(reading)
@@ -122,7 +126,7 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
             stack += open_ones
             continue
         stack.pop()
-        needed = frozenset({call_of(_call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
+        needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
         if not cheap or _is_worth_keeping(node, sources, calls, needed):
             calls[node] = frozenset()
             found.kept.add(node)
@@ -180,7 +184,7 @@ def _keep_later(found: Plan, joint: Joint) -> None:
         sources = found.again.pop(reader)
         found.kept.add(reader)
         waiting.append(reader)
-        _leave(reader, sources, found)
+        leave(reader, sources, found)
 
 
 def _only_reader(node: fx.Node, found: Plan) -> fx.Node | None:
@@ -189,7 +193,7 @@ def _only_reader(node: fx.Node, found: Plan) -> fx.Node | None:
     return reader if len(readers) == 1 and reader in found.again else None
 
 
-def _leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
+def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
     """``reader`` reads these sources no longer; what nobody reads is neither kept nor computed again."""
     for source in sources:
         readers = found.readers.get(source)
@@ -200,16 +204,17 @@ def _leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
             del found.readers[source]
             found.kept.discard(source)
             if source in found.again:
-                _leave(source, found.again.pop(source), found)
+                leave(source, found.again.pop(source), found)
 
 
-def apply(joint: Joint, decided: Plan) -> None:
-    """Labels the graph, and lets backward read what it computes again."""
+def apply(joint: Joint, decided: Plan, storage: Any = None) -> None:
+    """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
     for node in decided.kept:
-        for one in {node, _call_node(node)}:
-            one.meta.setdefault(LABEL, KEEP)
-    writer = _Writer(joint.graph, decided)
-    for reader in readers_of_forward(joint):
+        if storage is None or node not in storage.packed:
+            for one in {node, call_node(node)}:
+                one.meta.setdefault(LABEL, KEEP)
+    writer = _Writer(joint.graph, decided, storage)
+    for reader in decided.reading:
         read = functools.partial(writer.read, before=reader)
         reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
     (returned,) = joint.end.args
@@ -222,12 +227,15 @@ def apply(joint: Joint, decided: Plan) -> None:
 class _Writer:
     """Gives backward the nodes that it reads."""
 
-    def __init__(self, graph: fx.Graph, decided: Plan) -> None:
-        self.graph, self.decided = graph, decided
+    def __init__(self, graph: fx.Graph, decided: Plan, storage: Any) -> None:
+        self.graph, self.decided, self.storage = graph, decided, storage
         self.made: dict[fx.Node, fx.Node] = {}
 
     def read(self, node: Any, before: fx.Node) -> Any:
         """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
+        node = self.decided.instead.get(node, node)
+        if self.storage is not None and node in self.storage.packed:
+            return self.storage.read(node, before)
         if node not in self.decided.again:
             return node
         if node not in self.made:
@@ -241,7 +249,7 @@ class _Writer:
             made = form.write(self.graph, lambda n: self.read(n, before), before)
             _label_new(last, before)
             return made
-        call = _call_node(node)
+        call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
         if all(source is other for source, other in swapped.items()):
             return _labelled(node, call)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 OP = 'torch.compile(backend="fusedseg")'
+BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
 
 
@@ -14,15 +15,23 @@ class Settings:
 
     Attributes:
         codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
+        bits: the bits of a value that forward keeps for backward; None keeps values as they are.
+        seed: that of the rounding.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
     codegen: str | None = None
+    bits: int | None = None
+    seed: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.codegen is not None and self.codegen not in CODEGENS:
             raise ValueError(f"{OP}: option codegen must be one of {', '.join(CODEGENS)}, got {self.codegen!r}")
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
+            raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":

@@ -12,8 +12,8 @@ from torch.fx import Proxy
 
 from ..activation import OF_MODULE
 from ..nn.leaf import as_leaf
+from ..nn.stock_norm import Aside
 from ..ops.unfused import assume_constant_result
-from .aside import Aside
 
 
 def mark_applied(out: Tensor) -> Tensor:

@@ -10,14 +10,7 @@ from typing import Any
 
 from torch import nn
 
-
-class Aside:
-    """Whether norms and activations that belong together step aside in this forward; they share one such object.
-
-    It knows no modules, so that a copy of a part of a model does not copy the rest.
-    """
-
-    now = False
+from ..nn.stock_norm import Aside
 
 
 def share(norms_and_acts: list[tuple[nn.Module, ...]]) -> dict[nn.Module, Aside]:

@@ -9,12 +9,13 @@ from torch import nn
 
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
+from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
 from ..ops.recompute.choice import Budget
 from ..ops.recompute.packed import Rounding
 from . import scope
-from .applied import applied
-from .aside import Aside, share
+from .applied import applied, mark_applied
+from .aside import share
 from .budget import apply_budget
 from .flow import Flow, listed
 from .inputs import named, parse_inputs
@@ -242,7 +243,7 @@ def _make_leaky(flows: list[Flow], slope: float) -> None:
 
 def _apply(plan: Plan, asides: dict[nn.Module, Aside]) -> None:
     for fusion in plan.fusions:
-        fusion.twin.__dict__.update(_fusedseg_aside=asides[fusion.norm], _fusedseg_marks=fusion.marks)
+        fusion.twin.__dict__.update(_aside=asides[fusion.norm], _marked=mark_applied if fusion.marks else None)
         become(fusion.norm, fusion.twin)
     for act in (*plan.applied, *plan.shared):
         become(act, applied(act, plan.paths[act], asides[act], once=act in plan.shared))

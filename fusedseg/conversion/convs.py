@@ -71,7 +71,7 @@ class _LeanConv(nn.Module):
         """
         if type(norm) not in NORM_OF_CONV.values() or type(self).forward is not _LeanConv.forward:
             return False
-        return not norm._fusedseg_aside.now and is_called_unseen(self, norm)
+        return not norm._aside.now and is_called_unseen(self, norm)
 
     def _joined(self, sources: tuple[Source, ...], formed: Tensor) -> Tensor:
         conv: Any = self

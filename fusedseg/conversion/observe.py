@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
+from .._torch import DisableTorchFunction, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 from ..memory.fake import quiet
+from ..memory.meter import key_of, tensors_of
 from .flow import Call, Flow, is_leaf, paths_of
 from .unchanged import unchanged
 
@@ -38,7 +39,9 @@ class Observer:
         self._paths = {module: paths[0] for module, paths in paths_of(root).items()}
         self._values: dict[tuple[int, int], int] = {}
         # The tensors are held alive, because another tensor could take the id of a freed tensor.
-        self._held: list[tuple[int, int, Tensor]] = []
+        self._held: list[tuple[int, Tensor]] = []
+        # The values in each storage so far.
+        self._stored: dict[int, set[int]] = {}
         self._where: list[str] = [""]
         # This is the depth of nested calls inside a call that is being recorded.
         self._inside = 0
@@ -63,9 +66,8 @@ class Observer:
 
     def end(self) -> Flow:
         """Ends the recording.  A value that something outside still holds counts as leaving the model."""
-        self.flow.overwritten = {value for value, version, tensor in self._held if tensor._version != version}
         # Only the last value of each tensor counts.
-        last = {id(tensor): (value, weakref.ref(tensor)) for value, _, tensor in self._held}
+        last = {id(tensor): (value, weakref.ref(tensor)) for value, tensor in self._held}
         refs = [(value, ref) for value, ref in last.values() if self.flow.maker(value)]
         self._held.clear()
         if any(ref() is not None for _, ref in refs):
@@ -89,8 +91,21 @@ class Observer:
         key = (id(tensor), tensor._version)
         if key not in self._values:
             self._values[key] = len(self._values)
-            self._held.append((self._values[key], tensor._version, tensor))
+            self._held.append((self._values[key], tensor))
+            with DisableTorchFunction():
+                for stored in tensors_of(tensor):
+                    self._stored.setdefault(key_of(stored), set()).add(self._values[key])
         return self._values[key]
+
+    def writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Notes the values over which an op writes.
+
+        The version of a tensor does not tell all: ``.data`` has another one, and ``torch._foreach_mul_`` raises none.
+        """
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_of(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    self.flow.overwritten |= self._stored.get(key_of(tensor), set())
 
     def _begin(self, args: Any) -> list[tuple[Tensor, int]]:
         self._inside += 1
@@ -155,6 +170,7 @@ class _Ops(TorchDispatchMode):
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._observer.writes(func, args, kwargs or {})
         return self._observer.call(func.overloadpacket.__name__, func, args, kwargs or {})
 
 

@@ -18,7 +18,10 @@ ATTRIBUTES = {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is
 VIEWS = {
     "getitem", "view", "view_as", "reshape", "flatten", "unflatten", "narrow", "select", "unbind", "chunk", "split",
     "tensor_split", "transpose", "permute", "movedim", "swapaxes", "squeeze", "unsqueeze", "expand", "expand_as",
-    "contiguous", "detach", "t", "diagonal", "unfold", "to", "type_as",
+    "contiguous", "detach", "t", "diagonal", "unfold", "to", "type_as", "ravel", "swapdims", "moveaxis", "adjoint",
+    "hsplit", "vsplit", "dsplit", "split_with_sizes", "unsafe_chunk", "unsafe_split", "as_strided", "broadcast_to",
+    "atleast_1d", "atleast_2d", "atleast_3d", "data", "T", "mT", "H", "mH", "real", "imag", "view_as_real",
+    "view_as_complex", "Flatten", "Unflatten",
 }  # fmt: skip
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DROPOUT_FUNCTIONS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
@@ -73,33 +76,39 @@ def _flow(model: nn.Module, graph: fx.Graph, seen: list[tuple[nn.Module, fx.Node
         where = list((node.meta.get("nn_module_stack") or {"": None}).keys())
         path = where[-2] if module is not None and len(where) > 1 else where[-1] if module is None else ""
         flow.add(Call(name, module, path, read, (values[node],)))
-        if _may_write(node, module):
-            flow.overwritten.update(values[of] for of in _same_memory(node.all_input_nodes[:1]))
+        flow.overwritten.update(values[of] for of in _same_memory(_written(node, module), model))
     for seer, node in seen:
         flow.sees(seer, values[node])
     return flow
 
 
-def _may_write(node: fx.Node, module: Any) -> bool:
-    """Whether a call may write over its first argument.  ``torch.fx`` records ``y += x`` as ``y + x``."""
-    if module is not None:
-        return bool(getattr(module, "inplace", False))
+def _written(node: fx.Node, module: Any) -> list[fx.Node]:
+    """The arguments over which a call may write.  ``torch.fx`` records ``y += x`` as ``y + x``."""
     name = _name(node)
-    flags = [*node.args[1:], *node.kwargs.values()]
-    return (
-        (name.endswith("_") and not name.endswith("__"))
-        or any(flag is True for flag in flags)
-        or "out" in node.kwargs
-        or (node.target is getattr(operator, name, None) and f"i{name.strip('_')}" in vars(operator))
-    )
+    out = [leaf for leaf in tree_leaves(node.kwargs.get("out")) if isinstance(leaf, fx.Node)]
+    if module is not None:
+        writes = bool(getattr(module, "inplace", False))
+    else:
+        # PyTorch hands the arguments of its Python functions on by name.
+        writes = (
+            (name.endswith("_") and not name.endswith("__"))
+            or node.kwargs.get("inplace") is True
+            or (node.target is getattr(operator, name, None) and f"i{name.strip('_')}" in vars(operator))
+        )
+    first = [leaf for leaf in tree_leaves(node.args[:1]) if isinstance(leaf, fx.Node)] or node.all_input_nodes[:1]
+    return [*out, *first] if writes else out
 
 
-def _same_memory(nodes: list[fx.Node]) -> Iterator[fx.Node]:
+def _same_memory(nodes: list[fx.Node], model: nn.Module) -> Iterator[fx.Node]:
     """The nodes, and those of which they may be views."""
     for node in nodes:
         yield node
-        if _name(node) in VIEWS:
-            yield from _same_memory(node.all_input_nodes[:1])
+        if node.op == "call_module":
+            name = type(model.get_submodule(str(node.target))).__name__
+        else:
+            name = str(node.args[1]) if node.target is getattr else _name(node)
+        if name in VIEWS:
+            yield from _same_memory(node.all_input_nodes[:1], model)
 
 
 def _name(node: fx.Node) -> str:

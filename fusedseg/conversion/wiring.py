@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from .._module_hooks import has_global_hooks
+from ..nn.stock_norm import Aside
 from ..ops.recompute.choice import Choice
 from ..ops.recompute.guide import Guide
 from ..ops.recompute.packed import Rounding
 from ..ops.recompute.scope import recompute
 from .applied import Applied
-from .aside import Aside, is_watched_now
+from .aside import is_watched_now
 from .flow import CONVS
 from .twins import STOCK
 

@@ -11,6 +11,7 @@ from torch.fx import Proxy
 from .. import _torch
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
+from ..ops import unfused
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise_eagerly
@@ -19,6 +20,18 @@ from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from .leaf import Unscriptable, as_leaf
 from .norm_statistics import COUNTED, LookUp, Using, attributes, looked_up
+
+IDENTITY = Activation("identity", 0.0)
+
+
+class Aside:
+    """Whether norms and activations of a converted model step aside in this forward (``conversion/aside.py``).
+
+    Those that belong together share one such object.  It knows no modules, so that a copy of a part of a model does not
+    copy the rest.
+    """
+
+    now = False
 
 
 class StockNorm(Unscriptable, nn.Module):
@@ -48,6 +61,9 @@ class StockNorm(Unscriptable, nn.Module):
     eps: float
     _act: Activation
     _statistics: Callable[..., Using]
+    # ``convert`` sets these two: whether the stock norm runs without the activation, and what marks the output.
+    _aside = Aside()
+    _marked: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, *stock: Any, bias: bool = True, dtype: torch.dtype | None = None, **options: Any) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
@@ -59,9 +75,13 @@ class StockNorm(Unscriptable, nn.Module):
         super().__init__(*stock, dtype=dtype, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._aside.now and not isinstance(x, Proxy):
+            self._check_shape(x)
+            return self._without_activation(x)
         if torch.compiler.is_compiling():
             self._check_shape(x)
-            return self._in_program(x, residual)
+            z = self._in_program(x, residual)
+            return z if self._marked is None else self._marked(z)
         # The recompute scope does not watch the calls inside a fused op.
         with _torch.DisableTorchFunction():
             if isinstance(x, Proxy) or isinstance(residual, Proxy):
@@ -72,11 +92,27 @@ class StockNorm(Unscriptable, nn.Module):
                 x = x.clone()
             # An export counts as a compilation, so only TorchScript's tracer is left to ask for.
             if torch.jit.is_tracing():
-                return self._in_program(x, residual)
-            passed, spec = self._call(x, residual, looked_up)
-            check(self.OP, passed, spec)
-            kept = self._kept_eagerly(passed.weight, passed.bias, x.dtype, residual is not None)
-            return normalise_eagerly(passed, spec, kept)
+                z = self._in_program(x, residual)
+            else:
+                passed, spec = self._call(x, residual, looked_up)
+                check(self.OP, passed, spec)
+                kept = self._kept_eagerly(passed.weight, passed.bias, x.dtype, residual is not None)
+                z = normalise_eagerly(passed, spec, kept)
+        return z if self._marked is None else self._marked(z)
+
+    def _without_activation(self, x: Tensor) -> Tensor:
+        """What the stock norm returns, by the stock function if there is one."""
+        passed, spec = self._call(x, None, attributes)
+        momentum, running_mean = spec.momentum, self._buffers.get("running_mean")
+        if passed.running_mean is None and running_mean is not None:
+            # In a forward that is computed again nothing moves, but autograd must save as many tensors as before.
+            passed, momentum = passed._replace(running_mean=running_mean, running_var=self._buffers["running_var"]), 0.0
+        spec = Spec("input", IDENTITY, spec.eps, momentum, spec.own, spec.kind, spec.groups, spec.process_group)
+        if spec.process_group is not None:
+            return normalise(passed, spec)
+        if passed.batches is not None:
+            passed.batches.add_(1)
+        return unfused.norm_act(passed, spec)
 
     def _in_program(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``forward`` while the call is compiled, exported or traced."""

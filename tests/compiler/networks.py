@@ -70,7 +70,8 @@ def make(name):
 
 
 def compiled(model, codegen="aten", **options):
-    return torch.compile(model, backend="fusedseg", options={"codegen": codegen}, **options)
+    """``options`` are those of the backend."""
+    return torch.compile(model, backend="fusedseg", options={"codegen": codegen, **options})
 
 
 def results(net, run, inputs, steps=2):

@@ -173,6 +173,34 @@ def test_a_buffer_that_forward_writes_to(x):
     assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
 
 
+def test_an_argument_that_forward_writes_to_unseen_by_autograd():
+    """AOTAutograd writes the new value after the graph has run; what follows from the old one is not computed again."""
+
+    def run(p):
+        y = torch.relu(p)
+        y = y * y
+        p.data.mul_(2)
+        return y
+
+    found = []
+    for function in (torch.compile(run, backend=backend, options={"codegen": "aten"}), run):
+        p = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        function(p).sum().backward()
+        found.append([p.detach(), p.grad])
+    assert same(*found)
+
+
+def test_a_second_backward_of_a_dynamic_graph(x):
+    """PyTorch refuses it unless a setting of its own is changed, which its error names."""
+    net, twin = pair()
+    for run in (torch.compile(net, backend=backend, options={"codegen": "aten"}, dynamic=True), twin):
+        with torch._functorch.config.patch(donated_buffer=False):
+            loss = run(x).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert same(gradients(net), gradients(twin))
+
+
 def test_a_kept_value_that_changes_raises(x):
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
     out = compiled(net)(x)

@@ -55,7 +55,8 @@ def test_beside_the_compiler(name):
             print(f"| {name} | {' | '.join(line)} |", flush=True)
         assert not missed
         for _, compiled, rung, found in shown:
-            assert compiled.kept <= 1.02 * rung.kept
+            # Compiled code keeps the result of a pool where eager mode rebuilds it from a convolution that runs again.
+            assert compiled.kept <= 1.02 * rung.kept + MORE * eager.saved
             assert compiled.peak <= 1.01 * found.peak
 
 

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg.conversion import convs
 from fusedseg.memory import profile
-from fusedseg.nn import synchronised
 from fusedseg.ops.norm import eager
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
@@ -222,7 +221,7 @@ def test_hooks_of_this_package_and_of_other_modules_change_nothing(image, fused)
     assert len(fused) == 2
     profile(model, image)
     assert len(fused) > 2
-    assert not model[1]._fusedseg_aside.now
+    assert not model[1]._aside.now
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
@@ -232,7 +231,7 @@ def test_hooks_of_a_copy(copied, image):
     fusedseg.convert(model, example_inputs=image)
     other = copied(model)
     assert_habits_are_right(other, stock, image, "forward", "1")
-    assert not model[1]._fusedseg_aside.now
+    assert not model[1]._aside.now
 
 
 def test_hooks_of_modules_that_came_later(image):
@@ -248,15 +247,13 @@ def test_hooks_of_modules_that_came_later(image):
             assert_habits_are_right(copy.deepcopy(model), copy.deepcopy(stock), image, kind, path)
 
 
+@pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised")
 def test_hooks_of_a_synchronised_norm(image):
     stock = flat(nn.SiLU).double()
     model = copy.deepcopy(stock)
     fusedseg.convert(model, example_inputs=image)
     fusedseg.convert_sync(model)
-    # It warns once in a process.
-    synchronised._warn_alone.cache_clear()
-    with pytest.warns(UserWarning, match=r"torch\.distributed is not initialised"):
-        assert_habits_are_right(model, stock, image, "forward", "1")
+    assert_habits_are_right(model, stock, image, "forward", "1")
 
 
 def test_compiled_with_a_hook(image):

@@ -229,16 +229,34 @@ WRITES = {
     "y.mul_(x)": lambda y: y.mul_(2),
     "y[:, :1] += x": lambda y: y[:, :1].add_(1) is None or y,
     "F.relu(y, True)": lambda y: F.relu(y, True),
+    "F.threshold_": lambda y: F.threshold_(y, 0.1, 0.0),
+    "F.dropout": lambda y: F.dropout(y, 0.5, True, True),
+    "nn.Dropout": nn.Dropout(inplace=True),
+    "nn.ReLU": nn.ReLU(inplace=True),
+    "y.masked_fill_": lambda y: y.masked_fill_(y.detach() > 1, 0),
+    "y.copy_": lambda y: y.copy_(y * 2),
+    "out=": lambda y: torch.add(y.detach() * 1, 1, out=y.detach()) is None or y,
+    "y.data.mul_": lambda y: y.data.mul_(2) is None or y,
+    "y.T.mul_": lambda y: y.mT.mul_(2) is None or y,
+    "nn.Flatten": nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)),
+    "_foreach_mul_": lambda y: torch._foreach_mul_([y], 2.0) is None or y,
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, how, write):
-    """Network 195 of the hunt: backward of the converted network raised an error, and that of the stock one did not."""
+    """Network 195 of the hunt: backward of the converted network raised an error, and that of the stock one did not.
+
+    With ``torch._foreach_mul_`` in a checkpoint, and with ``.data``, gradients were wrong without an error.
+    """
 
     class Changes(networks.Twice):
+        def __init__(self, act):
+            super().__init__(act)
+            self.write = WRITES[write]
+
         def forward(self, x):
-            return WRITES[write](self.act(self.bn(self.conv(x))))
+            return self.write(self.act(self.bn(self.conv(x))))
 
     _, report = converted(lambda: Changes(nn.LeakyReLU()), image, **how)
     assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}

@@ -5,6 +5,7 @@
 * ``grow.py`` makes a program of a seed.  It runs each step in eager mode at once, so that it knows shapes and dtypes.
 * ``steps.py``, ``layers.py``, ``habits.py`` and ``blocks.py`` hold the steps that it chooses from.
 * ``networks.py`` makes a module of a seed, for ``fusedseg.convert``.
+* ``compiled.py`` makes functions of programs, and networks, for ``torch.compile(backend="fusedseg")``.
 * ``judge.py`` runs a program and gives the verdict; it drops steps from a program that fails.
 * ``crew.py`` runs seeds in processes of their own; ``python -m tests.hunt --help`` is its command line.
 """

@@ -19,7 +19,10 @@ def seeds_of(text: str) -> range:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
-    of_kinds = "programs in the scope; or networks that are converted, as they are, with a budget or with bits"
+    of_kinds = (
+        "programs in the scope; or networks that are converted, as they are, with a budget or with bits; "
+        "or programs and networks that are compiled"
+    )
     parser.add_argument("--kind", choices=KINDS, default="programs", help=of_kinds)
     parser.add_argument(
         "--seeds", type=seeds_of, default=range(200), help="first:last, without the last; default 0:200"

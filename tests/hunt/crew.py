@@ -13,14 +13,24 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from tests.hunt import compiled
+from tests.hunt.compiled import Compiled
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network, with_bits, with_budget
 from tests.hunt.program import Network, Program, nodes
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"programs": grown, "networks": grown_network, "budgets": with_budget, "bits": with_bits}
+KINDS = {
+    "programs": grown,
+    "networks": grown_network,
+    "budgets": with_budget,
+    "bits": with_bits,
+    "compiled": compiled.program,
+    "compiled-networks": compiled.network,
+}
 # Seconds; a program takes a few hundredths of a second.
 PATIENCE = 120.0
 CHUNK = 500
@@ -28,7 +38,7 @@ CHUNK = 500
 SHRUNK = 10
 
 
-def made(kind: str, seed: int) -> Program | Network:
+def made(kind: str, seed: int) -> Program | Network | Compiled:
     with quiet():
         return KINDS[kind](seed)
 
@@ -45,12 +55,22 @@ def work(kind: str, seeds: Iterable[int], file: Path, eager_only: bool = False) 
         for seed in seeds:
             tell("grow")
             try:
-                verdict = judged(made(kind, seed), tell)
+                program = made(kind, seed)
+                verdict = judged(program, tell)
+                if verdict.kind == "impossible":
+                    program, verdict = _without_impossible(program)
+                    out.write(json.dumps({"seed": seed, "dropped": program.dropped}) + "\n")
             except _Enough:
                 verdict = Verdict("same")
             except Exception as error:
                 verdict = Verdict("failure", f"the hunt itself raises {error!r}")
             out.write(json.dumps({"seed": seed, "verdict": verdict}) + "\n")
+
+
+def _without_impossible(program: Any) -> tuple[Compiled, Verdict]:
+    with quiet():
+        program = compiled.possible(program)
+    return program, judged(program)
 
 
 class _Enough(Exception):
@@ -65,6 +85,8 @@ class Report:
     failures: dict[str, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
     # Seeds whose program crashes PyTorch itself.
     crashes: list[int] = field(default_factory=list)
+    # The kinds of steps that PyTorch's compiler cannot do.
+    dropped: collections.Counter = field(default_factory=collections.Counter)
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.counts[verdict.kind] += 1
@@ -73,8 +95,17 @@ class Report:
         if verdict.kind == "crash of PyTorch":
             self.crashes.append(seed)
 
+    def take(self, line: dict[str, Any]) -> None:
+        """Adds a line that a worker has written."""
+        if "verdict" in line:
+            self.add(line["seed"], Verdict(*line["verdict"]))
+        self.dropped.update(line.get("dropped", ()))
+
     def __str__(self) -> str:
         lines = [f"{self.kind}: {sum(self.counts.values())} run, {dict(self.counts.most_common())}"]
+        if self.dropped:
+            kinds = dict(self.dropped.most_common())
+            lines.append(f"PyTorch's compiler raises in {self.dropped.total()} steps, which were dropped: {kinds}")
         if self.crashes:
             lines.append(f"PyTorch itself crashes in {self.crashes}")
         for cause, seeds in sorted(self.failures.items(), key=lambda row: -len(row[1])):
@@ -109,7 +140,10 @@ def printed(kind: str, seed: int) -> str:
 def text_of(kind: str, seed: int, whole: bool = False) -> str:
     """The program of a seed as code, without steps that its failure does not need, after a line of the steps' kinds."""
     program = made(kind, seed)
-    if not whole and judged(program).kind == "failure":
+    verdict = judged(program)
+    if verdict.kind == "impossible":
+        program, verdict = _without_impossible(program)
+    if not whole and verdict.kind == "failure":
         program = shrunk(program)
     kinds = {node.kind for part in program.parts for _, node in nodes(part)} - {
         "leaf",
@@ -172,8 +206,7 @@ def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
                 at_work.remove(worker)
                 lines = worker.lines()
                 for line in lines:
-                    if "verdict" in line:
-                        report.add(line["seed"], Verdict(*line["verdict"]))
+                    report.take(line)
                 if worker.process.returncode == 0:
                     continue
                 if not lines or "verdict" in lines[-1]:

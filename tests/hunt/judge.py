@@ -1,6 +1,7 @@
 """Runs a program in eager mode and in the scope, and says how they differ."""
 
 import contextlib
+import logging
 import re
 import warnings
 from collections import Counter
@@ -8,7 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import fusedseg
-from tests.hunt.prelude import difference, eager, network_difference, network_results, outcome, refused
+from tests.hunt.compiled import Compiled
+from tests.hunt.prelude import (
+    compiled_difference,
+    difference,
+    eager,
+    network_difference,
+    network_results,
+    outcome,
+    refused,
+)
 from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
 
 # The documented error in a backward pass, if a program writes to a source after the scope has ended.
@@ -24,6 +34,9 @@ class Verdict(NamedTuple):
         and what comes before is the same;
     documented: the program writes to a tensor after its scope, and the scope's error says so;
     unstable: eager mode gives other results the second time;
+    as aot_eager: compiled code has the bits of PyTorch's own compiled code, which are not those of eager mode;
+    nothing captured: PyTorch's compiler finds no graph in the program;
+    impossible: PyTorch's own compiled code raises;
     failure: anything else.
     """
 
@@ -40,13 +53,22 @@ class Verdict(NamedTuple):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences warnings, because PyTorch warns about many random programs."""
+    logger = logging.getLogger("torch")
+    level = logger.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        # The compiler logs breaks of graphs.
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def judged(
-    program: Program | Network, tell: Callable[[str], None] = lambda phase: None, scope: Any = fusedseg.recompute
+    program: Program | Network | Compiled,
+    tell: Callable[[str], None] = lambda phase: None,
+    scope: Any = fusedseg.recompute,
 ) -> Verdict:
     """Judges a program; calls ``tell`` with each phase that starts, because a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
@@ -59,6 +81,9 @@ def judged(
             how = network_difference(program.make(), program.shape, **program.options)
         return Verdict("same") if how is None else Verdict("failure", how)
     tell("eager")
+    if isinstance(program, Compiled):
+        with quiet():
+            return Verdict(*compiled_difference(program.run, program.dynamic, tell))
     with quiet():
         parts = program.callables()
         expected = outcome(parts, eager)
@@ -76,7 +101,7 @@ def judged(
     return Verdict("refused" if any(refused(log.error) for log in errors) else "raises", str(errors[0].error))
 
 
-def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
+def shrunk(program: Program | Network | Compiled, tries: int = 1000) -> Program | Network | Compiled:
     """The program without the steps that the failure does not need.
 
     A dropped step takes with it what needs its result; or the result's readers get one of the step's own inputs.
@@ -90,7 +115,7 @@ def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
             # Too little is left of the program, or it asks for more memory than the limit.
             return False
 
-    if len(program.parts) == 2:
+    if isinstance(program, Program) and len(program.parts) == 2:
         for i in (0, 1):
             alone = program._replace(parts=(program.parts[i],))
             if fails(alone):
@@ -99,7 +124,7 @@ def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
     again = True
     while again and tries > 0:
         again = False
-        tidy = program._replace(parts=tuple(_without_unused(part) for part in program.parts))
+        tidy = program._replace(parts=_without_unused(program.parts))
         if fails(tidy):
             program = tidy
         for part in range(len(program.parts)):
@@ -115,11 +140,12 @@ def shrunk(program: Program | Network, tries: int = 1000) -> Program | Network:
     return program
 
 
-def _without_unused(steps: Steps) -> Steps:
+def _without_unused(parts: tuple[Steps, ...]) -> tuple[Steps, ...]:
     """The steps without the leaves and modules that no other step names."""
-    named = Counter(name for _, node in nodes(steps) for name in dict.fromkeys(names_in(node)))
-    unused = {n for node in steps if node.kind in ("leaf", "module", "memory") for n in defined(node) if named[n] == 1}
-    return without(steps, unused)
+    named = Counter(name for steps in parts for _, node in nodes(steps) for name in dict.fromkeys(names_in(node)))
+    kinds = ("leaf", "module", "memory")
+    unused = {n for steps in parts for node in steps if node.kind in kinds for n in defined(node) if named[n] == 1}
+    return tuple(without(steps, set(unused)) for steps in parts)
 
 
 def _sort(verdict: Verdict) -> tuple[str, str]:

@@ -17,6 +17,9 @@ ACTIVATIONS = (
     "nn.PReLU()", "nn.LeakyReLU(0.0)", "nn.Softplus()", "nn.ELU(inplace=True)", "nn.Hardtanh()", "nn.Identity()",
 )  # fmt: skip
 
+# Those that have an inverse, so that norms are in place, and two others.
+CHAINED = ("nn.LeakyReLU(0.1, inplace=True)", "nn.LeakyReLU()", "nn.ELU()", "nn.ReLU()", "nn.SiLU()")
+
 
 def unit(g: Grower) -> None:
     """Convolution, norm and activation as modules, in one of the usual orders, some of them shared."""
@@ -57,6 +60,18 @@ def unit(g: Grower) -> None:
             continue
         # The result goes to the same variable, as people write it, or to a new one, so that both can be read again.
         name = g.step("unit", f"{part}({name})") or name
+
+
+def chain(g: Grower) -> None:
+    """Convolution, norm and activation in one expression: no other step reads what is between them."""
+    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
+    if name is None:
+        return
+    n, c = g.of(name).dim() - 2, g.of(name).shape[1]
+    norms = (f"nn.BatchNorm{n}d(4)", f"nn.InstanceNorm{n}d(4, affine=True)", "nn.GroupNorm(2, 4)")
+    conv = g.module(f"nn.Conv{n}d({c}, 4, 3, padding=1, bias={g.chance(0.5)})")
+    norm, act = g.module(g.rng.choice(norms[len(g.frames) > 1 :])), g.module(g.rng.choice(CHAINED))
+    g.step("unit", f"{act}({norm}({conv}({name})))")
 
 
 def residual(g: Grower) -> None:
@@ -109,7 +124,7 @@ def heads(g: Grower) -> None:
 
 
 MAKERS: list[tuple[int, Maker]] = [
-    (14, unit), (8, residual), (2, preactivated), (1, heads), (4, steps.activation), (3, steps.binary),
+    (10, unit), (8, chain), (8, residual), (2, preactivated), (1, heads), (4, steps.activation), (3, steps.binary),
     (2, steps.scalar_step), (3, layers.convolution),
     (3, layers.norm), (1, layers.norm_function), (1, layers.norm_twice), (3, layers.pool), (3, layers.interpolate),
     (2, layers.pad), (1, layers.dropout), (2, steps.view), (4, steps.join), (1, steps.split), (1, steps.reduction),
@@ -136,7 +151,7 @@ def grown_network(seed: int) -> Network:
     torch.set_default_dtype(torch.float64)
     try:
         with g.watch():
-            unit(g)
+            g.rng.choice((unit, chain))(g)
             some(g, 2, 9)
     finally:
         torch.set_default_dtype(before)

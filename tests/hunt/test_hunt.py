@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from fusedseg import recompute
 from fusedseg.ops.recompute import saved
 from fusedseg.ops.recompute.guide import Observe
-from tests.hunt import crew
+from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
@@ -37,9 +38,56 @@ def test_a_few(kind, count, least, tmp_path):
     crew.work(kind, range(count), tmp_path / "verdicts")
     report = crew.Report(kind)
     for line in map(json.loads, (tmp_path / "verdicts").read_text().splitlines()):
-        if "verdict" in line:
-            report.add(line["seed"], Verdict(*line["verdict"]))
+        report.take(line)
     found_nothing(report, least)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["compiled", "compiled-networks"])
+def test_a_few_that_are_compiled(kind, tmp_path):
+    crew.work(kind, (5, 8), tmp_path / "verdicts")
+    lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
+    verdicts = [Verdict(*line["verdict"]) for line in lines if "verdict" in line]
+    assert [v.kind for v in verdicts] == ["same", "same"], verdicts
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_defect_of_the_backend_is_found(monkeypatch):
+    """A product of the generated code is wrong."""
+    from fusedseg.compiler import emit
+
+    monkeypatch.setitem(emit.DIRECT, torch.ops.aten.mul.Tensor, lambda a, b: torch.mul(a, b) * 1.5)
+    program = compiled.program(8)
+    with quiet():
+        assert judged(program).kind == "failure"
+        assert exec_fails(str(program))
+
+
+def exec_fails(text):
+    try:
+        exec(compile(text, "<wrong>", "exec"), {})
+    except AssertionError as error:
+        return "differs" in str(error)
+    return False
+
+
+def test_a_step_that_the_compiler_cannot_do_is_dropped_and_counted(tmp_path, monkeypatch):
+    def refusing(graph, inputs):
+        if any(node.target is torch.sinh for node in graph.graph.nodes):
+            raise ValueError("not here")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    steps = ("t1 = p1 * 2", "t2 = torch.sinh(t1)", "t3 = t1 + 1", "loss = t3.sum()")
+    setup = (Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)"),)
+    body = tuple(Step("activation" if "sinh" in code else "loss", code) for code in steps)
+    monkeypatch.setattr(prelude, "stock_backend", refusing)
+    monkeypatch.setitem(crew.KINDS, "compiled", lambda seed: compiled.Compiled(seed, (setup, body)))
+    crew.work("compiled", (0,), tmp_path / "verdicts")
+    report = crew.Report("compiled")
+    for line in (tmp_path / "verdicts").read_text().splitlines():
+        report.take(json.loads(line))
+    assert (report.counts, report.dropped) == ({"same": 1}, {"activation": 1})
+    assert "PyTorch's compiler raises in 1 steps, which were dropped: {'activation': 1}" in str(report)
 
 
 # PyTorch itself crashes in seed 908, and these programs run in this process.
@@ -119,6 +167,32 @@ def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
         exec(compile(str(small), "<wrong>", "exec"), {})
 
 
+class Constants(nn.Module):
+    """Norms of constants, which magnify rounding by 1 / sqrt(eps)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True)
+        self.act, self.last = nn.ELU(), nn.InstanceNorm2d(4, affine=True)
+
+    def forward(self, x):
+        return self.last(self.act(self.norm(self.conv(x.sub(x))))).repeat(2, 1, 1, 1).flatten()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rounding_that_the_stock_network_magnifies_is_no_failure():
+    """A bias has a gradient of rounding alone, and network 325 counted its last bits as a failure once."""
+
+    def constants():
+        return prelude.seeded(Constants(), 325)
+
+    prelude.check_network(constants, (2, 4, 8, 8))
+    expected, other = (prelude.network_results(constants(), (2, 4, 8, 8), training=True) for _ in range(2))
+    other["gradient of conv.bias"] = other["gradient of conv.bias"] + 1e-3
+    rounded = prelude.network_results(prelude.rounded(constants()), (2, 4, 8, 8), training=True)
+    assert prelude.results_differ(expected, other, rounded).startswith("gradient of conv.bias differs")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_printed_program_runs_as_a_file(tmp_path):
@@ -131,7 +205,7 @@ def test_a_printed_program_runs_as_a_file(tmp_path):
 
 CRASHING = """
 import sys
-from tests.hunt import crew
+from tests.hunt import crew, prelude
 from tests.hunt.__main__ import main
 from tests.hunt.program import Program, Step
 abort = "__import__('os').abort()"

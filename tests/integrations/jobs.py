@@ -103,6 +103,8 @@ class StandIn:
         assert "norm" in inspect.signature(self.build_network_architecture).parameters
         self.network = self.build_network_architecture(self.norm)
         self.compiled = self._do_i_compile()
+        if self.compiled:
+            self.network = torch.compile(self.network)
         if self.is_ddp:
             self.network = nn.SyncBatchNorm.convert_sync_batchnorm(self.network)
         self.loss = self._build_loss()

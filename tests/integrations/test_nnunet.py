@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import fusedseg
+import fusedseg.compiler
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss, plan
@@ -104,6 +106,7 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     """On a GPU, where nnU-Net trains under float16 autocast; the network is still on the CPU when it is built."""
     reports = []
     monkeypatch.setattr(nnunet.trainer, "convert", lambda *a, **k: reports.append(fusedseg.convert(*a, **k)))
+    monkeypatch.setattr(StandIn, "_do_i_compile", lambda self: False)
     for device, dtype in (("cpu", "torch.float32"), ("cuda", "torch.float16 autocast")):
         trainer = FusedStandIn(nn.BatchNorm2d(8))
         trainer.device = torch.device(device)
@@ -112,6 +115,26 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     whole, half = (report.after.saved for report in reports)
     # The image and the statistics of the norm stay in fp32.
     assert 0.5 * whole < half < 0.6 * whole
+
+
+@pytest.mark.parametrize(("options", "ours"), [({}, True), ({"inplace": False}, True), ({"budget": 0.3}, False)])
+def test_a_network_that_is_compiled_stays_stock(options, ours, monkeypatch):
+    """The backend decides what is kept; a budget needs the converted network."""
+    used = []
+    stock = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **given: used.append(given) or stock(model, **given))
+    patched = torch.compile
+    monkeypatch.setattr(FusedStandIn, "convert_options", options)
+    trainer = FusedStandIn(nn.BatchNorm2d(8))
+    trainer.device = torch.device("cuda")
+    with warnings.catch_warnings():
+        # This small network cannot reach the budget.
+        warnings.simplefilter("ignore", UserWarning)
+        trainer.initialize()
+    assert torch.compile is patched
+    assert used == [{"backend": fusedseg.compiler.backend} if ours else {}]
+    assert (type(trainer.network._orig_mod[1]) is nn.BatchNorm2d) is ours
+    assert ('fusedseg: the network stays stock, for torch.compile(backend="fusedseg")' in trainer.log) is ours
 
 
 @pytest.mark.parametrize("bits", [8, 4])

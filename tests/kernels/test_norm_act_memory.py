@@ -147,8 +147,8 @@ class StepOfSamples:
 
 
 def assert_passes(found, expected):
-    # 0.03 covers partial results, parameters, and mean and rstd of each plane.
-    assert all(at_least <= value <= at_least + 0.03 for value, at_least in zip(found, expected, strict=True)), found
+    # 0.04 covers partial results, sums over samples, parameters, and mean and rstd of each plane.
+    assert all(at_least <= value <= at_least + 0.04 for value, at_least in zip(found, expected, strict=True)), found
 
 
 # Shape and number of groups.

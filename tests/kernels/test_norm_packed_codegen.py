@@ -11,6 +11,24 @@ SUITES = [("FEW", "sm_90")]
 SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
+# Bytes a thread that are known to spill.  ``most_registers`` asks for four resident programs of backward, where 74 to
+# 95 registers let two or three be resident.  On an H200 that saves a third of the predicted time.
+SPILLS = {
+    ("sm_80", "split-fp32-planes-4-output"): 8,
+    **{
+        ("sm_90", of): 8
+        for of in (
+            "split-fp16-planes-4-output",
+            "split-fp32-planes-4-output",
+            "instance-split-planes-output",
+            "group-split-planes-output",
+        )
+    },
+    **{("sm_100", f"split-{of}"): 8 for of in ("fp16-planes-8-output", "fp32-planes-4-input")},
+    ("sm_100", "split-fp32-planes-4-output"): 24,
+    **{("sm_100", f"{of}-split-planes-output"): 16 for of in ("instance", "group")},
+}
+
 
 @pytest.fixture
 def launches(compiled, cases, target):
@@ -19,8 +37,9 @@ def launches(compiled, cases, target):
 
 
 @suites
-def test_no_spills(launches, record_property):
-    assert check_spills(launches, {}, record_property) == {
+def test_no_spills(launches, target, record_property):
+    known = {case: most for (of, case), most in SPILLS.items() if of == target}
+    assert check_spills(launches, known, record_property) == {
         f"norm_act_{name}_kernel" for name in ("fwd_apply", "fwd_onchip", "bwd_reduce", "bwd_apply", "bwd_onchip")
     }
 

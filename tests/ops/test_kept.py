@@ -1,11 +1,14 @@
 """Which channels are kept, and when a module updates its list of kept channels."""
 
+import weakref
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg.activation import Activation
@@ -123,27 +126,41 @@ def test_on_a_cpu_a_change_through_data_is_seen_at_once():
 
 
 class Arrival:
-    """Replaces the event that marks the end of an asynchronous copy."""
+    """A copy to the host that ends when the test says so."""
 
-    def __init__(self):
-        self.here = False
+    made: ClassVar[list["Arrival"]] = []
 
-    def query(self):
-        return self.here
+    def __init__(self, mask):
+        self.mask = mask.clone()
+        self.arrived = self.waited = False
+        self.made.append(self)
+
+    def here(self):
+        return self.arrived
+
+    def wait(self):
+        self.arrived = self.waited = True
 
 
-def test_list_lags_behind_an_optimizer_only(monkeypatch):
-    """The rule for GPUs, with a copy that ends when the test says so."""
-    arrivals = []
-
-    def request(self, weight, bias, act, dtype, residual):
-        mask = torch.from_numpy((weight == 0).numpy().copy())
-        arrivals.append(Arrival())
-        self._pending = (kept.slots_of(mask), mask, arrivals[-1])
-
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The rule for GPUs, with copies that end when the test says so; returns the list of the copies."""
     kept._watch_optimizers()
-    monkeypatch.setattr(KeptChannels, "_may_lag", staticmethod(lambda weight, bias: True))
-    monkeypatch.setattr(KeptChannels, "_request", request)
+    monkeypatch.setattr(KeptChannels, "_may_lag", staticmethod(lambda weight, bias: bias is not None))
+    monkeypatch.setattr(kept, "Arriving", Arrival)
+    monkeypatch.setattr(kept, "_trackers", weakref.WeakSet())
+    monkeypatch.setattr(Arrival, "made", [])
+    return Arrival.made
+
+
+def step_to(weight, values):
+    """An optimizer's step."""
+    weight.grad = weight.detach() - torch.tensor(values)
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+def test_list_lags_behind_an_optimizer_only(as_on_a_gpu):
+    arrivals = as_on_a_gpu
     weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
     tracker = KeptChannels()
 
@@ -151,30 +168,141 @@ def test_list_lags_behind_an_optimizer_only(monkeypatch):
         found = tracker.refresh(weight, bias, LEAKY, torch.float32)
         return found.count if found else 0
 
-    def optimizer_step():
-        weight.grad = torch.tensor([1.0, 0.0, 0.0])
-        torch.optim.SGD([weight], lr=1.0).step()
-
     assert count() == 0
-    optimizer_step()
-    assert weight.tolist() == [0.0, 1.0, 1.0]
+    step_to(weight, [0.0, 1.0, 1.0])
     assert count() == 0
     assert count() == 0
-    arrivals[0].here = True
+    arrivals[0].arrived = True
     assert count() == 1
     assert len(arrivals) == 1
     # A change of the parameters without an optimizer is seen at once.
     nn.init.zeros_(weight)
     assert count() == 3
-    optimizer_step()
+    step_to(weight, [1.0, 0.0, 0.0])
     nn.init.zeros_(weight)
     tracker.forget()
     assert count() == 3
-    assert len(arrivals) == 1
+    assert [of.waited for of in arrivals] == [False, True]
     # Some optimizers step on ``.data``.
     weight.data.fill_(1)
-    optimizer_step()
-    assert (count(), len(arrivals)) == (3, 2)
+    step_to(weight, [1.0, 1.0, 1.0])
+    assert (count(), len(arrivals)) == (3, 3)
+    arrivals[2].arrived = True
+    assert count() == 0
+
+
+class Counted(TorchDispatchMode):
+    """The names of the ops that compute; views are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return found
+
+
+def test_a_step_asks_once_for_all_modules(as_on_a_gpu):
+    """Each of 18 modules made eleven device ops, a pinned allocation and an event after every step."""
+    layers = [fusedseg.InPlaceABN(4, activation=act) for act in ("leaky_relu", "elu") * 9]
+
+    def refresh():
+        return [layer._kept.refresh(layer.weight, layer.bias, layer._act, torch.float16) for layer in layers]
+
+    assert refresh() == [None] * 18
+    step_to(layers[3].weight, [1.0, 0.0, 1.0, 1.0])
+    with Counted() as first:
+        refresh()
+    # The first request also writes the limits of all channels to the device.
+    assert len(as_on_a_gpu) == 1
+    step_to(layers[5].weight, [0.0, 1.0, 1.0, 0.0])
+    with Counted() as counted:
+        assert refresh() == [None] * 18
+    # Detached tensors are no work for a device, and the clone stands for the copy to the host.
+    asked = [name for name in counted.names if name not in ("detach", "promote_types")]
+    assert asked == ["cat", "abs_", "maximum", "mul", "gt", "clone"]
+    assert len(first.names) <= len(counted.names) + 4
+    as_on_a_gpu[-1].arrived = True
+    found = refresh()
+    assert {k: of.slots.tolist() for k, of in enumerate(found) if of} == {3: [-1, 0, -1, -1], 5: [0, -1, -1, 1]}
+    # An equal list is not copied to the device again.
+    step_to(layers[0].weight, [1.0, 1.0, 1.0, 1.0])
+    refresh()
+    as_on_a_gpu[-1].arrived = True
+    assert refresh() == found
+
+
+def test_an_optimizer_without_hooks_makes_the_host_wait_once(as_on_a_gpu):
+    """Every module waited two or three times."""
+    weights, bias = [nn.Parameter(torch.ones(3)) for _ in range(18)], nn.Parameter(torch.zeros(3))
+    trackers = [KeptChannels() for _ in weights]
+
+    def refresh():
+        pairs = zip(trackers, weights, strict=True)
+        return [of.refresh(weight, bias, LEAKY, torch.float32) is not None for of, weight in pairs]
+
+    assert not any(refresh())
+    with torch.no_grad():
+        for weight in weights:
+            weight[1] = 0
+    assert all(refresh())
+    assert [of.waited for of in as_on_a_gpu] == [True]
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_list_must_be_known_before_a_capture(as_on_a_gpu, monkeypatch):
+    """The list of a module that had not run before the capture of a graph was taken as empty, or as that of fp32."""
+    weight, bias = (torch.tensor([0.0, of, 9.0]).as_subclass(OnGPU) for of in (1.0, 0.0))
+    tracker = KeptChannels()
+    monkeypatch.setattr(tracker, "_wait_for_slots", lambda slots: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run one forward pass of the same dtype before the capture"):
+        tracker.refresh(weight, bias, LEAKY, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = tracker.refresh(weight, bias, LEAKY, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tracker.refresh(weight, bias, LEAKY, torch.float32) is found
+    assert found.count == 1
+    with pytest.raises(RuntimeError, match="same dtype"):
+        tracker.refresh(weight, bias, LEAKY, torch.float16)
+
+
+class Stream:
+    """A stream that notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def record_event(self):
+        self.calls.append("record")
+        return self
+
+    def wait_event(self, event):
+        self.calls.append(("wait", event))
+
+
+def test_another_stream_waits_for_slots(monkeypatch):
+    """The event stood before the slots' copy, and the allocator could give the slots' memory away."""
+    used = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda slots, stream: used.append((slots, stream)))
+    tracker, first, second = KeptChannels(), Stream(), Stream()
+    for stream in (first, first, second, second):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        slots = tracker.kept.slots if tracker.kept else None
+        if slots is None:
+            tracker._use(torch.tensor([False, True]), torch.device("cpu"))
+            assert not first.calls
+            slots = tracker.kept.slots
+        tracker._wait_for_slots(slots)
+    assert first.calls == ["record"]
+    assert second.calls == [("wait", first)] * 2
+    assert used == [(slots, second)] * 2
 
 
 def test_a_step_on_fake_tensors_refreshes_real_modules(monkeypatch):

@@ -7,7 +7,7 @@ from .values import KINDS, size_of, unsigned
 FLOATS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "fma": "fma({0}, {1}, {2})",
     "neg": "-{0}", "abs": "absolute({0})", "sqrt": "sqrt({0})", "rcp": "(1.0 / {0}.astype(f8)).astype({kind})",
-    "ex2": "exp2({0}.astype(f8)).astype({kind})",
+    "ex2": "exp2({0}.astype(f8)).astype({kind})", "rsqrt": "(1.0 / sqrt({0}.astype(f8))).astype({kind})",
     "lg2": "log2({0}.astype(f8)).astype({kind})", "min": "extreme(fmin, {0}, {1})", "max": "extreme(fmax, {0}, {1})",
 }  # fmt: skip
 NAN = {"min": "extreme(minimum, {0}, {1})", "max": "extreme(maximum, {0}, {1})"}
@@ -21,7 +21,8 @@ LOGIC = {"and": "&", "or": "|", "xor": "^"}
 # Instructions whose operands have types of their own; an empty one is the type of the instruction.
 OTHERS = {"shl": ("shift_left({0}, {1}, {kind})", ("", "u4")), "shr": ("shift_right({0}, {1}, {kind})", ("", "u4")),
           "bfe": ("field({0}, {1}, {2}, {kind})", ("", "u4", "u4")), "selp": ("where({2}, {0}, {1})", ("", "", "b")),
-          "prmt": ("permute({0}, {1}, {2})", ("u4",) * 3), "shf": ("funnel({0}, {1}, {2})", ("u4",) * 3)}  # fmt: skip
+          "prmt": ("permute({0}, {1}, {2})", ("u4",) * 3), "shf": ("funnel({0}, {1}, {2})", ("u4",) * 3),
+          "popc": ("ones({0})", ("u4",))}  # fmt: skip
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -95,7 +96,9 @@ def other(w, i) -> None:
     form, kinds = OTHERS[i.op]
     result, *sources = i.operands
     kind = KINDS[i.modifiers[-1]]
-    if (i.op == "prmt" and i.modifiers != ("b32",)) or (i.op == "shf" and i.modifiers != ("l", "wrap", "b32")):
+    if (i.op in ("prmt", "popc") and i.modifiers != ("b32",)) or (
+        i.op == "shf" and i.modifiers != ("l", "wrap", "b32")
+    ):
         raise Unsupported("other modifiers")
     given = [w.array(source, of or kind) for source, of in zip(sources, kinds, strict=True)]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)

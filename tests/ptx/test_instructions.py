@@ -73,6 +73,7 @@ INTEGERS = {
     "bfe.u32 %r19, %r10, 3, 5;": lambda a, b, c: a >> 3 & 31,
     "bfe.s32 %r19, %r10, 4, 1;": lambda a, b, c: -(a >> 4 & 1),
     "bfe.s32 %r19, %r10, 28, 8;": lambda a, b, c: s32(a) >> 28,
+    "popc.b32 %r19, %r10;": lambda a, b, c: a.bit_count(),
     "prmt.b32 %r19, %r10, %r11, 0x5410U;": lambda a, b, c: a & 0xFFFF | (b & 0xFFFF) << 16,
     "prmt.b32 %r19, %r10, %r11, 0x7632U;": lambda a, b, c: a >> 16 | b >> 16 << 16,
     "prmt.b32 %r19, %r10, 0, 0x4140U;": lambda a, b, c: a & 255 | (a >> 8 & 255) << 16,

@@ -144,6 +144,12 @@ def field(x, position, length, kind):
     return np.where((length == 0) | (position >= bits), kind(0), out)
 
 
+def ones(x):
+    """popc: how many of 32 bits are 1."""
+    x = np.asarray(x).astype(u8)
+    return sum(x >> u8(bit) & u8(1) for bit in range(32)).astype(u4)
+
+
 def permute(x, y, selector):
     """prmt: each 4 bits of the selector choose a byte of y and x, or its sign."""
     both = (np.asarray(y).astype(u8) << u8(32)) | np.asarray(x).astype(u8)

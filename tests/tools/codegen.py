@@ -74,7 +74,8 @@ def type_bytes(text: str) -> int:
     return int(count or 1) * (BITS.get(element) or int(element[1:])) // 8
 
 
-NVIDIA_ACCESS = r"\b(ld|st)\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
+# Without a mask there is no predicate, so that a tab, \\09, comes before the instruction.
+NVIDIA_ACCESS = r"(?:\b|(?<=\\09))(ld|st)\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.b(\d+) .*ptr addrspace\(1\) (%[\w.]+)"
 # An asynchronous copy reads global memory and writes shared memory.
 ASYNC_COPY = r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x(\w+).*ptr addrspace\(1\) (%[\w.]+)"
 AMD_ACCESS = r"call .*buffer\.(load|store)\.(\w+)\(.*?ptr addrspace\(8\) (%[\w.]+)"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import autocast, nn
 
+from ...compiler import backend
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
@@ -30,6 +31,25 @@ def _synchronised_already() -> Iterator[None]:
         nn.SyncBatchNorm.convert_sync_batchnorm = stock  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _compiled_by_backend(trainer: Any) -> Iterator[None]:
+    """Lets nnU-Net's call of ``torch.compile`` on its network use the backend of this package."""
+    stock = torch.compile
+
+    def compiled(model: Any, *args: Any, **options: Any) -> Any:
+        return (
+            stock(model, *args, backend=backend, **options)
+            if model is trainer.network
+            else stock(model, *args, **options)
+        )
+
+    torch.compile = compiled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = stock
+
+
 # The trainer that follows in the order of base classes has the attributes that ``Fused`` reads.
 _Trainer: Any = object
 
@@ -37,8 +57,11 @@ _Trainer: Any = object
 class Fused(_Trainer):
     """The first base class of a trainer, such as ``class MyTrainer(Fused, nnUNetTrainer_250epochs): pass``.
 
-    * The network is converted when the trainer builds it for training, before ``torch.compile`` and before DDP.  With
-      DDP its BatchNorms get the statistics of all processes first.  Networks that are built for prediction stay stock.
+    * Where nnU-Net compiles, which it does on a GPU by default, the network stays stock, and
+      ``torch.compile(backend="fusedseg")`` decides what is kept; with a ``budget`` the network is converted and then
+      compiled as nnU-Net does it.
+    * Otherwise the network is converted when the trainer builds it for training, before DDP.  With DDP its BatchNorms
+      get the statistics of all processes first.  Networks that are built for prediction stay stock.
     * With ``bits`` the network is not compiled, although nnU-Net compiles on a GPU by default: compiled code keeps
       activations as they are.  The log says so.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
@@ -56,6 +79,8 @@ class Fused(_Trainer):
     build_network_architecture: Any
 
     def initialize(self) -> None:
+        # A budget and bits need the converted network.
+        by_backend = not any(map(self.convert_options.get, ("budget", "bits"))) and self._do_i_compile()
         # The method of the most derived class, which may stand before this one.
         build: Any = self.build_network_architecture
 
@@ -63,13 +88,20 @@ class Fused(_Trainer):
         @functools.wraps(build)
         def converted(*args: Any, **kwargs: Any) -> nn.Module:
             network = build(*args, **kwargs)
-            self._convert(network)
+            if by_backend:
+                self.print_to_log_file('fusedseg: the network stays stock, for torch.compile(backend="fusedseg")')
+            else:
+                self._convert(network)
             return network
 
         # A name of the object hides the static method, which prediction calls too.
         self.build_network_architecture = converted
         try:
-            with _synchronised_already() if self.is_ddp else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if by_backend:
+                    stack.enter_context(_compiled_by_backend(self))
+                elif self.is_ddp:
+                    stack.enter_context(_synchronised_already())
                 super().initialize()
         finally:
             del self.build_network_architecture

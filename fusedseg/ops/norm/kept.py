@@ -56,6 +56,14 @@ class Kept:
         return self.index[slots] - start, slots
 
 
+@functools.cache
+def floor_of(act: Activation, dtype: torch.dtype, residual: bool) -> float:
+    """A channel with a smaller bias is judged as if its bias were this: outputs stay normal numbers after the slope."""
+    inverse = TABLE[act.name].inverse
+    assert inverse is not None, act
+    return 1.0 if residual else max(torch.finfo(dtype).tiny / inverse.slope(act.param), LEAST * KAPPA[dtype])
+
+
 def kept_mask(
     weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False
 ) -> Tensor | None:
@@ -65,11 +73,7 @@ def kept_mask(
     Its size is assumed to be 1, the size of normalised values.  If the residual is many times larger, channels whose
     weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
-    # This is the smallest weight whose outputs stay normal numbers after the multiplication by the slope.
-    inverse = TABLE[act.name].inverse
-    assert inverse is not None, act
-    slope = inverse.slope(act.param)
-    floor = 1.0 if residual else max(torch.finfo(dtype).tiny / slope, LEAST * KAPPA[dtype])
+    floor = floor_of(act, dtype, residual)
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
         # These are few values in every step, and numpy's calls cost a tenth of aten's.  DLPack is used because
         # Tensor.numpy() would forbid resizing the storage, which FSDP does.
@@ -109,10 +113,9 @@ def find(
     if weight.is_meta or isinstance(weight, FakeTensor):
         return None
     mask = kept_mask(weight, bias, act, dtype, residual)
-    if mask is None or not mask.any():
-        return None
-    on_cpu = mask.cpu()
-    return Kept(slots_of(mask), int(on_cpu.sum()), on_cpu)
+    # There is one wait for the device, and a second copy only if there are kept channels.
+    on_cpu = None if mask is None else mask.cpu()
+    return None if on_cpu is None or not on_cpu.any() else Kept(slots_of(mask), int(on_cpu.sum()), on_cpu)  # type: ignore[arg-type]
 
 
 _optimizer_steps = 0
@@ -164,20 +167,80 @@ def serve_compiled_code() -> None:
         refresh_modules()
 
 
+_trackers: "weakref.WeakSet[KeptChannels]" = weakref.WeakSet()
+_limits: dict[tuple, tuple[Tensor, Tensor]] = {}
+Kind = tuple[Activation, torch.dtype, bool]
+
+
+class Arriving:
+    """The masks of many modules on their way to the host, one after the other in one tensor."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.on_cpu = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True).copy_(mask, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(mask.device))
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        return self.on_cpu.clone()
+
+    def here(self) -> bool:
+        return "mask" in vars(self) or bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each channel of several modules, the bias at least, and kappa.  ``kinds`` has the channels of each module."""
+    found = _limits.get((kinds, device))
+    if found is None:
+        floors = [floor_of(*kind) for kind, channels in kinds for _ in range(channels)]
+        kappas = [KAPPA[kind[1]] for kind, channels in kinds for _ in range(channels)]
+        if len(_limits) > 16:
+            _limits.clear()
+        found = _limits[kinds, device] = torch.tensor(floors, device=device), torch.tensor(kappas, device=device)
+    return found
+
+
+def request(device: torch.device) -> Arriving:
+    """Asks for the lists of all modules on a device whose parameters may have changed, in six device ops.
+
+    Modules whose parameters have no memory now, as FSDP frees it, ask later by themselves.
+    """
+    changed = [of for of in tuple(_trackers) if of.may_have_changed(device)]
+    weights, biases = [of.parameters[0] for of in changed], [of.parameters[1] for of in changed]
+    floors, kappas = limits_of(tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device)
+    flat = torch.cat([*weights, *biases])
+    weight, bias = flat.to(torch.promote_types(flat.dtype, torch.float32)).abs_().chunk(2)
+    arriving = Arriving(torch.maximum(bias, floors) > weight * kappas)
+    first = 0
+    for of, w in zip(changed, weights, strict=True):
+        of.asked(arriving, slice(first, first + len(w)))
+        first += len(w)
+    return arriving
+
+
 class KeptChannels:
     """The kept channels of one module, found without making the host wait for the device.
 
-    On a CPU, every call finds the list.  On a GPU it is found at once at the first call, and after a change of the
-    parameters' versions that is not an optimizer's step.  After an optimizer's step, a GPU's list is copied to the host
-    asynchronously, and used when it has arrived, so it may lag behind the parameters by one step.  A change through
-    ``.data`` is seen after the next optimizer's step.
+    On a CPU, every call finds the list.  On a GPU it is found at once at the first call.  After a change of the
+    parameters, the first module that runs asks for the lists of all modules.  After an optimizer's step they are copied
+    to the host asynchronously, and used when they have arrived, so a list may lag behind the parameters by one step.
+    After another change of the parameters' versions, as by an optimizer without PyTorch's hooks, that module waits for
+    the copy.  A change through ``.data`` is seen after the next optimizer's step.
     """
 
     def __init__(self) -> None:
         self.kept: Kept | None = None
+        # Detached tensors share memory and versions with the parameters.
+        self.parameters: tuple[Tensor, ...] = ()
+        self.kind: Any = None
         self._key: tuple | None = None
         self._steps = 0
-        self._pending: tuple[Tensor, Tensor, Any] | None = None
+        self._pending: tuple[Arriving, slice] | None = None
+        self._made: tuple[Tensor, Any, Any] | None = None
+        _trackers.add(self)
 
     def __reduce__(self):
         # A copy has parameters of its own, and finds its list again.
@@ -186,6 +249,7 @@ class KeptChannels:
     def forget(self) -> None:
         """Forgets the parameters, because they were replaced.  The next call finds the list at once."""
         self._key = self._pending = None
+        self.parameters = ()
 
     def refresh(
         self, weight: Tensor | None, bias: Tensor | None, act: Activation, dtype: torch.dtype, residual: bool = False
@@ -194,26 +258,53 @@ class KeptChannels:
         first = weight if weight is not None else bias
         if first is None or first.is_meta or isinstance(first, FakeTensor):
             return None
+        kind = act, dtype, residual
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self._key is None or self.kind != kind:
+                raise RuntimeError(
+                    "fusedseg: the values of norm weights cannot be read while a CUDA graph is captured; run one "
+                    "forward pass of the same dtype before the capture, as torch.cuda.make_graphed_callables does"
+                )
             return self.kept
         other = bias if bias is not None else first
-        kind = (act, dtype, residual)
-        # Some optimizers step on ``.data``, which no version counts.
-        key = (kind, first.data_ptr(), first._version, other.data_ptr(), other._version, _optimizer_steps)
-        lags = self._may_lag(weight, bias)
+        key, lags = _key_of(kind, first, other), self._may_lag(weight, bias)
         if key != self._key or (first.device.type == "cpu" and not lags):
-            known = self._key is not None and self._key[0] == kind
-            if lags and known and _optimizer_steps != self._steps:
-                self._request(weight, bias, *kind)
+            known = self._key is not None and self.kind == kind
+            self.kind, self.parameters = kind, (first.detach(), other.detach()) if lags else ()
+            if lags and known:
+                stepped = _optimizer_steps != self._steps
+                arriving = request(first.device)
+                if not stepped:
+                    arriving.wait()
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
-            self._key, self._steps = key, _optimizer_steps
+                self._key, self._steps = key, _optimizer_steps
         # A forward pass that is computed again must keep the same channels as the first one.
-        if self._pending is not None and not recomputing() and self._pending[2].query():
-            slots, mask, _ = self._pending
-            count = int(mask.sum())
-            self.kept, self._pending = (Kept(slots, count, mask) if count else None), None
+        if self._pending is not None and not recomputing() and self._pending[0].here():
+            arrived, part = self._pending
+            self._pending = None
+            self._use(arrived.mask[part], first.device)
+        if self.kept is not None and first.is_cuda:
+            self._wait_for_slots(self.kept.slots)
         return self.kept
+
+    def _use(self, mask: Tensor, device: torch.device) -> None:
+        """Takes a list that has arrived.  An equal list stays, so that nothing is copied to the device."""
+        if not mask.any():
+            self.kept = None
+        elif self.kept is None or self.kept.mask is None or not torch.equal(mask, self.kept.mask):
+            slots = slots_of(mask)
+            slots = slots.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else slots
+            self.kept = Kept(slots, int(mask.sum()), mask)
+
+    def _wait_for_slots(self, slots: Tensor) -> None:
+        """Lets the current stream use slots that another stream may have made."""
+        stream = torch.cuda.current_stream(slots.device)
+        if self._made is None or self._made[0] is not slots:
+            self._made = slots, stream, stream.record_event()
+        elif stream != self._made[1]:
+            stream.wait_event(self._made[2])
+            slots.record_stream(stream)
 
     @staticmethod
     def _may_lag(weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -222,11 +313,18 @@ class KeptChannels:
         _watch_optimizers()
         return True
 
-    def _request(self, weight, bias, act: Activation, dtype: torch.dtype, residual: bool) -> None:
-        mask = kept_mask(weight, bias, act, dtype, residual)
-        assert mask is not None
-        on_cpu = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True)
-        on_cpu.copy_(mask, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending = (slots_of(mask), on_cpu, arrived)
+    def may_have_changed(self, device: torch.device) -> bool:
+        if not self.parameters or self.parameters[0].device != device:
+            return False
+        here = all(t.untyped_storage().nbytes() for t in self.parameters)
+        return here and _key_of(self.kind, *self.parameters) != self._key
+
+    def asked(self, arriving: Arriving, part: slice) -> None:
+        """Notes that the list for the present parameters is on its way."""
+        self._pending = arriving, part
+        self._key, self._steps = _key_of(self.kind, *self.parameters), _optimizer_steps
+
+
+def _key_of(kind: Kind, weight: Tensor, bias: Tensor) -> tuple:
+    # Some optimizers step on ``.data``, which no version counts.
+    return kind, weight.data_ptr(), weight._version, bias.data_ptr(), bias._version, _optimizer_steps

@@ -31,7 +31,9 @@ class Budget:
     nbytes: int | None = None
     extra_flops: float | None = None
 
-    # The default of ``extra_flops``.  The last bytes cost most: without a limit, SwinUNETR repeats 0.89 of its forward.
+    # The default of ``extra_flops``.  The last bytes cost most.  With budget 0.3, MONAI's SwinUNETR of 12 features at
+    # 1 x 1 x 64^3 keeps 0.776 of the bytes and repeats 0.24 of its forward.  Without a limit it would keep 0.740 and
+    # repeat 1.81 of it.
     MOST = 0.35
 
     @classmethod

@@ -151,7 +151,9 @@ def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: A
     if own:
         found = statistics_of(collected, x.shape[1] * (x.shape[0] if func is F.instance_norm else 1))
     else:
-        found = mean, (var + eps).rsqrt()
+        # Instance norm saves a view with a channel for each channel of each sample.
+        samples = x.shape[0] if func is F.instance_norm else 1
+        found = mean.repeat(samples), (var + eps).rsqrt().repeat(samples)
     return None if found is None else kink_of(*found, weight, bias, x.shape)
 
 

@@ -1,0 +1,86 @@
+"""Norms whose time ``predict.py`` predicts: hard shapes, each with its reason, and all norms of some networks."""
+
+from typing import NamedTuple
+
+ACT = ("leaky_relu", 0.01)
+
+
+class Norm(NamedTuple):
+    """A norm with its activation: the shape of x with all positions in the last axis but one, and how often it occurs.
+
+    ``kind`` is "batch" or "instance"; ``keep`` is what is kept for backward, the "input" or the "output".
+    """
+
+    shape: tuple[int, int, int, int]
+    kind: str = "batch"
+    keep: str = "output"
+    act: tuple[str, float] = ACT
+    rows: bool = False
+    kept: bool = False
+    count: int = 1
+    dtype: str = "fp16"
+
+    def launch(self) -> None:
+        """Launches forward and backward on CPU tensors that no kernel touches."""
+        from tests.kernels.norm_act_launches import DTYPES, FORMATS, launch
+
+        launch(
+            self.shape, DTYPES[self.dtype], FORMATS["rows" if self.rows else "planes"], act=self.act,
+            kept=self.kept, groups=self.shape[1] if self.kind == "instance" else None, keep=self.keep,
+        )  # fmt: skip
+
+
+RELU = {"keep": "input", "act": ("relu", 0.0)}
+HARD = {
+    "large planes": Norm((8, 64, 512, 512)),
+    "large rows": Norm((8, 64, 512, 512), rows=True),
+    "rows, input kept": Norm((128, 64, 56, 56), rows=True, **RELU),
+    "rows of samples, input kept": Norm((2, 32, 128, 128 * 128), kind="instance", rows=True, **RELU),
+    "cut tiles 56": Norm((128, 64, 56, 56)),
+    "cut tiles 112": Norm((128, 64, 112, 112)),
+    "cut rows": Norm((2, 64, 513, 513), rows=True),
+    "planes of 14 x 14": Norm((128, 1024, 14, 14)),
+    "odd planes": Norm((8, 64, 513, 513)),
+    "C = 320": Norm((8, 320, 96, 96)),
+    "slabs of 64 KB": Norm((8, 512, 64, 64)),
+    "kept channel, rows": Norm((8, 64, 512, 512), rows=True, kept=True),
+    "kept channel, planes": Norm((8, 64, 512, 512), kept=True),
+    "slabs of 16 KB": Norm((8, 1024, 32, 32)),
+    "small, 216 positions": Norm((2, 256, 6, 36), kind="instance"),
+    "small": Norm((8, 64, 16, 16)),
+    **{
+        f"{name}{', rows' * rows}": Norm((8, 64, 512, 512), keep="input", act=(name, 0.0), rows=rows)
+        for name in ("silu", "gelu", "mish")
+        for rows in (False, True)
+    },
+    "elu": Norm((8, 64, 512, 512), act=("elu", 1.0)),
+}
+
+
+def stages(batch: int, sizes: list[tuple[int, int]], channels: list[int], counts: list[int], **options) -> list[Norm]:
+    """A norm for each stage.  ``sizes`` are the positions of a plane: (height, all others)."""
+    return [
+        Norm((batch, c, *size), count=n, **options) for size, c, n in zip(sizes, channels, counts, strict=True) if n
+    ]
+
+
+NNUNET = [32, 64, 128, 256, 320, 320]
+CUBE = [(s, s * s) for s in (128, 64, 32, 16, 8, 4)]
+# Patches of 320 x 320 x 16: the axis of 16 is halved twice.
+FLAT = [(16, 320 * 320), (16, 160 * 160), (8, 80 * 80), (4, 40 * 40), (4, 20 * 20), (4, 10 * 10), (4, 5 * 5)]
+# Norms of a stage, those of the encoder and those of the decoder.
+PLAIN, RESENC = [2 + 2] * 5 + [2], [2 + 1 + 1, 6 + 1, 8 + 1, 12 + 1, 12 + 1, 12]
+NETWORKS = {
+    "PlainConvUNet 128^3": stages(2, CUBE, NNUNET, PLAIN, kind="instance"),
+    "PlainConvUNet 320x320x16": stages(2, FLAT, [*NNUNET, 320], [*PLAIN[:5], 4, 2], kind="instance"),
+    "ResEnc-L 128^3": stages(2, CUBE, NNUNET, RESENC, kind="instance"),
+    "ResEnc-L 320x320x16": stages(2, FLAT, [*NNUNET, 320], [*RESENC[:5], 13, 12], kind="instance"),
+    "U-Net 8x512^2": stages(8, [(s, s) for s in (512, 256, 128, 64, 32)], [64, 128, 256, 512, 1024], [4, 4, 4, 4, 2]),
+    # Two 3 x 3 convolutions and the 1 x 1 convolution of each bottleneck; the first block of a stage has a shortcut.
+    "ResNet-50 128x224^2": [
+        Norm((128, 64, 112, 112), **RELU),
+        *stages(128, [(s, s) for s in (56, 28, 14, 7)], [64, 128, 256, 512], [6, 7, 11, 5], **RELU),
+        *stages(128, [(s, s) for s in (56, 28, 14)], [128, 256, 512], [1, 1, 1], **RELU),
+        *stages(128, [(s, s) for s in (56, 28, 14, 7)], [256, 512, 1024, 2048], [4, 5, 7, 4], **RELU),
+    ],
+}

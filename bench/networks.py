@@ -1,0 +1,139 @@
+"""Networks for the bench of the compiler's backend: the README's four, ResNets, and six of other packages.
+
+Widths and sizes are reduced, so that a CPU computes a step in a tenth of a second to a second.  A 3D network gets two
+volumes, because torch convolves one small volume on a CPU in a slow loop.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.resnet import ResNet18, ResNet50
+
+from .test_unet import CASES
+
+
+class Field(nn.Module):
+    """A network that is called with further arguments, and of whose output the tensor ``field`` is used."""
+
+    def __init__(self, net: nn.Module, field: str, *args: Any) -> None:
+        super().__init__()
+        self.net, self.field, self.args = net, field, args
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The outputs are dataclasses of the packages.
+        return getattr(self.net(x, *self.args), self.field)
+
+
+def nnunet(kind: str, blocks: dict[str, tuple[int, ...]]) -> nn.Module:
+    from dynamic_network_architectures.architectures import unet
+
+    return getattr(unet, kind)(
+        input_channels=1,
+        n_stages=4,
+        features_per_stage=(8, 16, 32, 64),
+        conv_op=nn.Conv3d,
+        kernel_sizes=3,
+        strides=(1, 2, 2, 2),
+        num_classes=3,
+        conv_bias=True,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": 1e-5, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"inplace": True},
+        deep_supervision=False,
+        **blocks,
+    )
+
+
+def plain() -> nn.Module:
+    return nnunet("PlainConvUNet", {"n_conv_per_stage": (2, 2, 2, 2), "n_conv_per_stage_decoder": (2, 2, 2)})
+
+
+def residual() -> nn.Module:
+    return nnunet("ResidualEncoderUNet", {"n_blocks_per_stage": (1, 2, 2, 2), "n_conv_per_stage_decoder": (1, 1, 1)})
+
+
+def swin_unetr() -> nn.Module:
+    from monai.networks.nets import SwinUNETR
+
+    return SwinUNETR(in_channels=1, out_channels=3, feature_size=12)
+
+
+def unetr(size: int) -> nn.Module:
+    from monai.networks.nets import UNETR
+
+    return UNETR(1, 3, (size,) * 3, feature_size=8, hidden_size=96, mlp_dim=192, num_heads=4)
+
+
+def segformer() -> nn.Module:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
+    sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "decoder_hidden_size": 64}
+    config = SegformerConfig(num_labels=4, drop_path_rate=0.0, **no_dropout, **sizes)
+    return Field(SegformerForSemanticSegmentation(config), "logits")
+
+
+def diffusion() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    net = UNet2DModel(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(32, 64, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+    timestep = 10
+    return Field(net, "sample", timestep)
+
+
+class Network(NamedTuple):
+    """How to build a network of stock modules, the shape of its input, and the package that it needs, if any."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    package: str = ""
+
+    def is_here(self) -> bool:
+        return not self.package or importlib.util.find_spec(self.package) is not None
+
+
+README = {
+    case.title: Network(partial(case.network, "eager"), (case.batch, sum(case.channels), *case.size))
+    for case in CASES["cpu"]
+    if case.both_compilers
+}
+NNUNET, VOLUME = "dynamic_network_architectures", (2, 1, 32, 32, 32)
+NETWORKS = {
+    **README,
+    "ResNet-18": Network(partial(ResNet18, width=32), (4, 3, 128, 128)),
+    "ResNet-50": Network(partial(ResNet50, width=16), (4, 3, 64, 64)),
+    "PlainConvUNet": Network(plain, VOLUME, NNUNET),
+    "ResidualEncoderUNet": Network(residual, VOLUME, NNUNET),
+    "SegFormer": Network(segformer, (2, 3, 128, 128), "transformers"),
+    "diffusion U-Net": Network(diffusion, (4, 3, 32, 32), "diffusers"),
+    "UNETR": Network(partial(unetr, 32), VOLUME, "monai"),
+    # Its last stage has a 32nd of the size, and an instance norm needs two positions.
+    "SwinUNETR": Network(swin_unetr, (2, 1, 64, 32, 32), "monai"),
+}
+
+
+def title_of(name: str) -> str:
+    return f"{name}, {'×'.join(map(str, NETWORKS[name].shape))}"
+
+
+@torch.no_grad()
+def batch_of(net: nn.Module, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """An input, and a class for each sample or position of the output."""
+    x = torch.randn(shape, device=device)
+    out = net(x)
+    return x, torch.randint(out.shape[1], (out.shape[0], *out.shape[2:]), device=device)

@@ -1,0 +1,373 @@
+"""Measures ``torch.compile(model, backend="fusedseg")`` beside eager mode, the scope, ``convert`` and the compiler.
+
+``test_bytes`` counts kept and peak bytes of real allocations for each network of ``networks.py`` and each way.  For
+some networks ``test_step`` times the step in turns with the other ways, and ``test_first_step`` the first step, with an
+empty folder of compiled code and with the folder that it has filled.  "ours" is the backend with Inductor, "aten" the
+backend with PyTorch's kernels, and "compiled" the compiler with its default budget.  The tables at the end are
+Markdown, and below them stands which goals are missed::
+
+    pip install -e ".[bench]" dynamic-network-architectures monai transformers diffusers
+    pytest bench/test_compiler.py -m slow -k test_bytes
+    pytest bench/test_compiler.py -m slow
+
+On a CPU bytes are counted with kernels of Inductor that only write zeros: the allocations are the same, and a C++
+compiler would take minutes for each network.  Networks whose package is not installed are skipped.
+``-k "ResNet-18"`` measures one network, and ``-k test_host_time`` times Python alone.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from statistics import median
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedseg
+import fusedseg.compiler
+from tests.resnet import ResNet50
+
+from .contenders import Compiled
+from .data import parametrize_pairs
+from .harness import Missing, Result, Timing, count_bytes, once
+from .jobs import NetJob, compete_networks
+from .networks import NETWORKS, README, Network, batch_of, title_of
+from .replay import CLOCK, report_step
+from .report import markdown
+from .results import Section, spread
+from .test_recompute import Scoped
+
+T = TypeVar("T")
+
+# Inductor takes minutes for each network, so only these are timed.
+TIMED = [*README, "ResNet-18"]
+SECONDS = {"cpu": 6.0, "cuda": 6.0}
+HOST = "host time: ResNet-50 of width 4"
+# The compiler's own budgets by the name of the contender.
+BUDGETS = {"compiled": 1.0, "budget 0.6": 0.6, "budget 0.5": 0.5}
+# The backend's two ways to generate code.
+BACKENDS = {"aten": "aten", "ours": "inductor"}
+# More kept bytes than this share of the scope's, or a peak above this share of the compiler's, miss the goal.
+NOISE = 1.005
+STEP_GOAL, HOST_GOAL = 1.02, 1.2
+
+
+def as_it_is(net: nn.Module, x: Tensor) -> nn.Module:
+    return net
+
+
+def scoped(net: nn.Module, x: Tensor) -> nn.Module:
+    return Scoped(net)
+
+
+def converted(net: nn.Module, x: Tensor) -> nn.Module:
+    fusedseg.convert(net, example_inputs=x)
+    return net
+
+
+def converted_and_compiled(net: nn.Module, x: Tensor) -> nn.Module:
+    return Compiled(converted(net, x))
+
+
+def aot_eager(net: nn.Module, x: Tensor) -> nn.Module:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return Compiled(net, aot_eager)
+
+
+def with_budget(budget: float) -> Callable[[nn.Module, Tensor], nn.Module]:
+    return lambda net, x: Compiled(net, activation_memory_budget=budget)
+
+
+def with_backend(codegen: str) -> Callable[[nn.Module, Tensor], nn.Module]:
+    return lambda net, x: Compiled(net, partial(fusedseg.compiler.backend, options={"codegen": codegen}))
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
+    "eager": as_it_is,
+    "scope": scoped,
+    "convert": converted,
+    "convert, compiled": converted_and_compiled,
+    "aot_eager": aot_eager,
+    **{name: with_budget(budget) for name, budget in BUDGETS.items()},
+    **{name: with_backend(codegen) for name, codegen in BACKENDS.items()},
+}
+UNCOMPILED = ("eager", "scope", "convert")
+COMPILED = [name for name in WAYS if name not in UNCOMPILED]
+# A C++ compiler takes minutes for each way of Inductor, so the steps of fewer ways are timed.
+STEP_WAYS = ["eager", "scope", "convert", "convert, compiled", "compiled", "budget 0.5", "aten", "ours"]
+HOST_WAYS = ["eager", "scope", "convert", "aot_eager", "aten"]
+HEADS = {
+    "compiled": "compile",
+    "budget 0.6": "compile, budget 0.6",
+    "budget 0.5": "compile, budget 0.5",
+    "aten": "fusedseg, aten",
+    "ours": "fusedseg, Inductor",
+}
+# The folder of compiled code that the first steps of a network and way have filled.
+FOLDERS: dict[tuple[str, str], str] = {}
+
+
+@contextmanager
+def compiled_code_in(folder: str) -> Iterator[None]:
+    """The compilers find and leave compiled code in this folder only, and not in this process."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton"):
+        yield
+    clear_caches()
+
+
+class Contest:
+    """The jobs of all ways for one network: equal weights, input and target."""
+
+    def __init__(self, title: str, network: Network, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.title, self.make, self.device = title, network.make, device
+        net = network.make().to(device)
+        self.state = net.state_dict()
+        self.x, self.target = batch_of(net, network.shape, device)
+
+    def build(self, way: str) -> NetJob:
+        """The job of a way after its first step, which compiles."""
+        net = self.make().to(self.device)
+        net.load_state_dict(self.state)
+        job = NetJob(WAYS[way](net, self.x), self.x, self.target)
+        if way in COMPILED:
+            folder = FOLDERS.get((self.title, way))
+            with compiled_code_in(folder) if folder else nullcontext():
+                job.backward(job.forward(job.prepare()))
+        return job
+
+    def first_steps(self, way: str) -> tuple[float, float]:
+        """The seconds of a first step with an empty folder of compiled code, and with the folder that it has filled."""
+        FOLDERS[self.title, way] = tempfile.mkdtemp(prefix="fusedseg-bench-")
+        seconds = []
+        for _ in range(2):
+            torch.compiler.reset()
+            start = time.perf_counter()
+            self.build(way)
+            seconds.append(time.perf_counter() - start)
+        torch.compiler.reset()
+        return seconds[0], seconds[1]
+
+
+def table(head: str, cases: Mapping[str, Mapping[str, T]], cell: Callable[[T], str]) -> list[str]:
+    """A row for each network and a column for each way."""
+    ways = [way for way in WAYS if any(way in of for of in cases.values())]
+    rows = [[case, *(cell(of[way]) if way in of else "–" for way in ways)] for case, of in cases.items()]
+    return [*markdown([head, *(HEADS.get(way, way) for way in ways)], rows), ""] if ways else []
+
+
+@dataclass
+class Sizes(Section):
+    """Kept and peak bytes; the results have no times."""
+
+    def case_to_json(self, case: str) -> dict[str, Any]:
+        counted = {
+            way: {"missing": of.missing} if of.missing else {"kept_bytes": of.kept, "peak_bytes": of.peak}
+            for way, of in self.cases[case].items()
+        }
+        return {"contenders": counted}
+
+    def lines(self) -> list[str]:
+        counted = {case: {way: of for way, of in ways.items() if of.kept} for case, ways in self.cases.items()}
+
+        def cell(of: Result) -> str:
+            return f"{of.kept / 2**20:.2f}, {of.peak / 2**20:.2f}"
+
+        goals = [line for case, results in counted.items() for line in missed_bytes(case, results)]
+        return [self.title, "", *table("kept, peak in MiB", counted, cell), *goals]
+
+
+@dataclass
+class Steps(Section):
+    """Times of steps, and ``first``: the seconds of the first steps of each network and way."""
+
+    first: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def case_to_json(self, case: str) -> dict[str, Any]:
+        content = super().case_to_json(case)
+        for way, (cold, warm) in self.first.get(case, {}).items():
+            content["contenders"].setdefault(way, {}).update(first_step_s=cold, first_step_warm_s=warm)
+        return content
+
+    def to_json(self) -> dict[str, Any]:
+        for case in self.first:
+            self.cases.setdefault(case, {})
+        return super().to_json()
+
+    def lines(self) -> list[str]:
+        ran = {case: {way: of for way, of in ways.items() if of.step} for case, ways in self.cases.items()}
+
+        def step(of: Result) -> str:
+            return "{median_ms:.1f} ({p20_ms:.1f} to {p80_ms:.1f})".format(**spread(of.step))
+
+        def first(of: tuple[float, float]) -> str:
+            return "{:.1f}, {:.1f}".format(*of)
+
+        goals = [line for case, results in ran.items() for line in missed_steps(case, results)]
+        steps = table("step in ms: median (fifths)", {case: of for case, of in ran.items() if of}, step)
+        firsts = table("first step in s: cold, warm cache", self.first, first)
+        return [self.title, "", *steps, *firsts, *goals, *self.refusals()]
+
+
+def missed_bytes(case: str, results: Mapping[str, Result]) -> Iterator[str]:
+    """The goals of kept and peak bytes that a network misses, a line each."""
+    for own in (way for way in BACKENDS if way in results):
+        result, scope = results[own], results["scope"]
+        if result.kept > NOISE * scope.kept:
+            yield f"{case}: {HEADS[own]} keeps {result.kept / scope.kept:.3f} of the scope's bytes"
+        for budget in (way for way in BUDGETS if way in results):
+            # About the same bytes or fewer.
+            other = results[budget]
+            if other.kept < 1.02 * result.kept and result.peak > NOISE * other.peak:
+                yield (
+                    f"{case}: {HEADS[own]} peaks at {result.peak / other.peak:.3f} of {HEADS[budget]}, "
+                    f"which keeps {other.kept / result.kept:.3f} of its bytes"
+                )
+
+
+def ratio_of(results: Mapping[str, Result], own: str, rival: str) -> float:
+    """The median over the rounds of the ratio of two steps."""
+    return median(a / b for a, b in zip(results[own].step, results[rival].step, strict=True))
+
+
+def missed_steps(case: str, results: Mapping[str, Result]) -> Iterator[str]:
+    """The goal of the step's time that a network misses.
+
+    The rival is the compiler with the budget that keeps the fewest bytes among those that keep no fewer than ours.
+    """
+    larger = [
+        way
+        for way in BUDGETS
+        if way in results and "ours" in results and results[way].kept > 0.98 * results["ours"].kept
+    ]
+    if larger:
+        rival = min(larger, key=lambda way: results[way].kept)
+        ratio = ratio_of(results, "ours", rival)
+        if ratio > STEP_GOAL:
+            yield f"{case}: a step of {HEADS['ours']} takes {ratio:.3f} of {HEADS[rival]}"
+    elif case == HOST and {"aten", "eager"} <= results.keys():
+        ratio = ratio_of(results, "aten", "eager")
+        if ratio > HOST_GOAL:
+            yield f"{case}: a step of {HEADS['aten']} takes {ratio:.3f} of eager"
+
+
+@contextmanager
+def kernels_of_zeros() -> Iterator[None]:
+    """In place of Inductor's C++ kernels run functions that write zeros into their outputs."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def kernel(compiling: AsyncCompile, types: list[str], source: str) -> Callable[..., None]:
+        written = [place for place, text in enumerate(types) if "*" in text and "const" not in text]
+
+        def run(*args: Any) -> None:
+            for place in written:
+                args[place].zero_()
+
+        return run
+
+    with (
+        mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
+        tempfile.TemporaryDirectory() as folder,
+        compiled_code_in(folder),
+    ):
+        yield
+
+
+@cache
+def warmed_up(device: torch.device) -> None:
+    """Compiles a small network, so that the first network's seconds are not those of imports."""
+    small = Network(partial(nn.Conv2d, 1, 2, 1), (1, 1, 4, 4))
+    for way in ("compiled", "ours", "aten"):
+        Contest("warm-up", small, device).build(way)
+
+
+@once
+def first_steps(case: str, way: str, device: torch.device) -> tuple[float, float]:
+    warmed_up(device)
+    return Contest(case, NETWORKS[case], device).first_steps(way)
+
+
+@once
+def count(case: str, way: str, device: torch.device) -> Result:
+    """The bytes of a way; a compiled step is counted after the first one."""
+    torch.compiler.reset()
+    with kernels_of_zeros() if device.type == "cpu" else nullcontext():
+        try:
+            kept, peak, _ = count_bytes(Contest(case, NETWORKS[case], device).build(way), device)
+        except Missing as reason:
+            return Result(missing=str(reason))
+    return Result(kept=kept, peak=peak)
+
+
+@once
+def run(case: str, device: torch.device) -> dict[str, Result]:
+    contest = Contest(case, NETWORKS[case], device)
+    return compete_networks(STEP_WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
+
+
+@once
+def run_host(case: str, device: torch.device) -> dict[str, Result]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        contest = Contest(case, Network(partial(ResNet50, width=4), (4, 3, 16, 16)), device)
+        return compete_networks(HOST_WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def steps_of(report: Any) -> Steps:
+    return report.section("compiler", Steps("torch.compile, a training step"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = {
+        "test_bytes": (NETWORKS, WAYS),
+        "test_first_step": (TIMED, [way for way in STEP_WAYS if way in COMPILED]),
+        "test_step": (TIMED, STEP_WAYS),
+        "test_host_time": ([HOST], HOST_WAYS),
+    }
+    names, ways = cases[metafunc.function.__name__]
+    parametrize_pairs(metafunc, [(name, ways, True) for name in names])
+
+
+def test_bytes(case, contender, device, report):
+    network = NETWORKS[case]
+    if not network.is_here():
+        pytest.skip(f"needs the package {network.package}")
+    section = report.section("compiler-bytes", Sizes("torch.compile, bytes of a training step"))
+    result = section.cases.setdefault(title_of(case), {})[contender] = count(case, contender, device)
+    if result.missing:
+        pytest.skip(result.missing)
+
+
+def test_first_step(case, contender, device, report):
+    try:
+        seconds = first_steps(case, contender, device)
+    except Missing as reason:
+        pytest.skip(str(reason))
+    steps_of(report).first.setdefault(title_of(case), {})[contender] = seconds
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_step(case, contender, device, report, benchmark):
+    results = steps_of(report).cases[title_of(case)] = run(case, device)
+    report_step(benchmark, f"step of {case}", contender, results[contender])
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_host_time(case, contender, device, report, benchmark):
+    """Nearly all of the time is Python's: the tensors are small, and there is one thread."""
+    results = steps_of(report).cases[case] = run_host(case, device)
+    report_step(benchmark, case, contender, results[contender])

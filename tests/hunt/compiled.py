@@ -1,0 +1,144 @@
+"""Programs and networks that are compiled, for the backend of ``fusedseg.compiler``.
+
+A program's steps become one function, which is compiled.  Its leaves and modules are made outside of it, and the
+backward passes run outside.  A network is compiled as a module.  A step at which PyTorch's compiler itself raises is
+dropped, and counted.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from tests.hunt import prelude
+from tests.hunt.grow import grown
+from tests.hunt.networks import grown_network
+from tests.hunt.prelude import Log, aot_eager, eager_call, network_logs, outcome
+from tests.hunt.program import Block, Network, Node, Step, Steps, defined, names_in, nodes, script, without
+
+SETUP = ("leaf", "module", "memory")
+# What belongs to the scope, to the log or to the time after forward, and steps that raise in eager mode.
+NO_STEPS = ("note", "backward", "return", "attempt")
+# The last tensors, which are returned beside the loss.  A tensor that is returned is not computed again.
+RETURNED = 3
+# The most steps that are dropped from one program.
+DROPPED = 3
+
+
+class Compiled(NamedTuple):
+    """A program whose function is compiled, or a network that is.
+
+    Attributes:
+        parts: the steps that make leaves and modules, and the steps of the function.
+        shape: the shape of a network's input; None for a program.
+        dynamic: whether it is compiled for all sizes.
+        dropped: the kinds of the steps at which PyTorch's compiler raised.
+    """
+
+    seed: int
+    parts: tuple[Steps, ...]
+    shape: tuple[int, ...] | None = None
+    dynamic: bool = False
+    dropped: tuple[str, ...] = ()
+
+    def functions(self) -> str:
+        if self.shape is not None:
+            return self._network().functions()
+        setup, body = ([f"    {line}" for node in part for line in node.lines()] for part in self.parts)
+        loss = ["loss"] if any("loss = " in line for line in body) else []
+        found = ", ".join(f"{name!r}: {name}" for name in [*self._tensors()[-RETURNED:], *loss])
+        lines = ["def part0(run, log):", *setup, "    def forward():", *(f"    {line}" for line in body),
+                 f"        return {{{found}}}", "    finish(run(forward)(), log)"]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def _tensors(self) -> list[str]:
+        names = [name for node in self.parts[1] if _is_run(node) for name in defined(node) if name[0] == "t"]
+        return list(dict.fromkeys(names))
+
+    def _network(self) -> Network:
+        last = Step("return", f"return joined({', '.join(self._tensors() or ['t0'])})")
+        return Network(self.seed, ((*self.parts[0], *self.parts[1], last),), self.shape or (), {})
+
+    def run(self, how: Callable) -> list[Log]:
+        """What it gives if ``how`` compiles it."""
+        if self.shape is not None:
+            return network_logs(self._network().make(), self.shape, how)
+        namespace = dict(vars(prelude))
+        exec(compile(self.functions(), f"<compiled program {self.seed}>", "exec"), namespace)
+        return outcome([namespace["part0"]], how)
+
+    def __str__(self) -> str:
+        run = "outcome([part0], how)"
+        if self.shape is not None:
+            run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
+        call = f"check_compiled(lambda how: {run}, {self.dynamic})"
+        head = f"# compiled {'program' if self.shape is None else 'network'} {self.seed} of the hunt"
+        return script(self.functions(), f"{head}\ntorch.set_num_threads(1)\n{call}\n")
+
+
+def _is_run(node: Node) -> bool:
+    """Whether a node's steps are steps of the function itself."""
+    return not (isinstance(node, Block) and node.header.startswith("def"))
+
+
+def _steps(steps: Steps) -> Steps:
+    """The steps without scopes, in which they lie."""
+    out: list[Node] = []
+    for node in steps:
+        if isinstance(node, Block) and node.kind == "scope":
+            out += _steps(node.body)
+        elif isinstance(node, Block) and node.kind != "attempt":
+            # A function keeps its return.
+            last = [inner for inner in node.body if inner.kind == "return"]
+            out.append(replace(node, body=(*_steps(node.body), *last)))
+        elif node.kind not in NO_STEPS and "scope()" not in node.lines()[0]:
+            out.append(node)
+    return tuple(out)
+
+
+def program(seed: int) -> Compiled:
+    """The first function of the program of a seed.  What follows its loss may change what forward has read."""
+    steps = grown(seed).parts[0]
+    setup = tuple(node for node in steps if node.kind in SETUP and re.match(r"[pmb]\d+ = ", node.lines()[0]))
+    rest = [node for node in steps if node not in setup]
+    end = max((i for i, node in enumerate(rest) if node.kind == "loss"), default=len(rest) - 1)
+    return Compiled(seed, (setup, _known(setup, _steps(tuple(rest[: end + 1])))), dynamic=seed % 8 == 7)
+
+
+def network(seed: int) -> Compiled:
+    made = grown_network(seed)
+    setup = tuple(node for node in made.parts[0] if node.kind in SETUP)
+    rest = tuple(node for node in made.parts[0] if node not in setup)
+    return Compiled(seed, (setup, _known(setup, _steps(rest))), made.shape, dynamic=seed % 8 == 7)
+
+
+def _known(setup: Steps, body: Steps) -> Steps:
+    """The steps without those that need the result of a step that is gone."""
+    every = [node for steps in (setup, body) for _, node in nodes(steps)]
+    # The arguments of a function are names too.
+    heads = {name for node in every if isinstance(node, Block) for name in names_in(node)}
+    made = {name for node in every for name in defined(node)} | heads | {"t0"}
+    named = {name for node in every for name in names_in(node) if name[0] in "tf"}
+    return without(body, named - made)
+
+
+def _raises(of: Compiled) -> bool:
+    """Whether only PyTorch's compiler raises."""
+    return of.run(aot_eager(of.dynamic))[0].error is not None and of.run(eager_call)[0].error is None
+
+
+def possible(of: Compiled) -> Compiled:
+    """Without the steps at which PyTorch's compiler raises; with some of them if they are more than ``DROPPED``."""
+    while of.parts[1] and len(of.dropped) < DROPPED and _raises(of):
+        body = of.parts[1]
+        # The first ``most`` steps raise, and the first ``least`` do not.
+        least, most = 0, len(body)
+        while most - least > 1:
+            middle = (least + most) // 2
+            if _raises(of._replace(parts=(of.parts[0], body[:middle]))):
+                most = middle
+            else:
+                least = middle
+        rest = without((*body[:least], *body[most:]), set(defined(body[least])))
+        of = of._replace(parts=(of.parts[0], rest), dropped=(*of.dropped, body[least].kind))
+    return of
