@@ -173,6 +173,13 @@ def is_served(x: Any) -> bool:
     return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
 
 
+def content_of(value: Any) -> Any:
+    """What a node computes: equal for two views, or two repetitions, of one tensor."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(content_of, value))
+    return (value.target, *map(content_of, value.args)) if name_of(value) in (*VIEWS, "repeat") else value
+
+
 class Chain(NamedTuple):
     """An activation's input, as far as the norm: ``view`` of the norm's output, or None, and what is added to it."""
 
@@ -228,7 +235,7 @@ def _statistics(graph: fx.Graph) -> Iterator[tuple[Any, tuple[fx.Node, fx.Node]]
         if name_of(node) in GRADIENTS:
             given, (_, mean, rstd) = arguments_of(node), GRADIENTS[name_of(node)]
             if given.get("train", True):
-                yield (given["input"], given["weight"]), (given[mean], given[rstd])
+                yield content_of([given["input"], given["weight"]]), (given[mean], given[rstd])
 
 
 def _backward(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int]) -> bool:
@@ -249,7 +256,8 @@ def _backward(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int]) -> bool
     if chain is None or (chain.view is None) != (view is None):
         return False
     norm = chain.norm
-    alike = norm.x is given["input"] and norm.weight is given["weight"] and norm.spec.own == given.get("train", True)
+    alike = content_of([norm.x, norm.weight]) == content_of([given["input"], given["weight"]])
+    alike = alike and norm.spec.own == given.get("train", True)
     alone = len(slope.users) == 1 and (view is None or len(view.users) == 1)
     if not alike or not (alone or chain.residual is not None):
         return False
@@ -308,7 +316,7 @@ def _forward(graph: fx.Graph, node: fx.Node, statistics: dict[Any, Any], place: 
     early = chain.residual is None or place[chain.residual] < place[norm.node]
     if not early and any(user.op != "output" for item in others for user in item.users):
         return False
-    known = statistics.get((norm.x, norm.weight)) if spec.own and norm.mean is None and not others else None
+    known = statistics.get(content_of([norm.x, norm.weight])) if spec.own and norm.mean is None and not others else None
     first = norm.node if early else node
     if known is not None and any(place[source] >= place[first] for source in known):
         known = None

@@ -97,7 +97,7 @@ def close(found, wanted):
 def test_gradients_are_those_of_float64(name, sources):
     """Outputs, gradients and running statistics of two steps; the graphs call no stock norm and no stock activation."""
     net, twin = pair(name)
-    x = torch.randn(2, 2, 6, 5)
+    x = torch.randn(2, 2, 14, 13)
     close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
     found = calls(sources)
     # Two outputs of forward, which backward computes again unless they are kept, and their gradients.
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_float64(name, sources):
 def test_channels_last(name):
     net, twin = pair(name)
     net, twin = (model.to(memory_format=torch.channels_last) for model in (net, twin))
-    x = torch.randn(2, 2, 6, 5).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 2, 14, 13).to(memory_format=torch.channels_last)
     run = compiled(net)
     assert run(x).stride() == twin(x.double()).stride()
     close(results(net, run, [x]), results(twin, twin, [x.double()]))
@@ -121,7 +121,7 @@ def test_channels_last(name):
 def test_eval_mode(name, sources):
     """With gradients, and without: then each result is written over its input."""
     net, twin = pair(name, training=False)
-    x = torch.randn(2, 2, 6, 5)
+    x = torch.randn(2, 2, 14, 13)
     close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
     assert calls(sources).count("norm_act_backward") == 2
     sources.clear()
@@ -143,7 +143,7 @@ def test_one_graph_for_all_sizes():
     net, twin = pair("instance")
     run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"}, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for size in (6, 9):
+        for size in (14, 17):
             x = torch.randn(2, 2, size, size + 1)
             close(results(net, run, [x], 1), results(twin, twin, [x.double()], 1))
 
@@ -154,7 +154,7 @@ def test_frozen_norms_and_parts():
     for model in (net, twin):
         for p in (*model.norms.parameters(), *model.first.parameters()):
             p.requires_grad_(False)
-    x, found = torch.randn(2, 2, 6, 5), []
+    x, found = torch.randn(2, 2, 14, 13), []
     for model, run, image in ((net, compiled(net), x), (twin, twin, x.double())):
         run(image).square().mean().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
