@@ -7,6 +7,7 @@ from torch import fx
 
 from .. import _torch
 from . import forms, joint, keep, simplify, split
+from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -26,9 +27,12 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepare(module, options["num_fwd_outputs"], rounds=self.settings.codegen == "inductor")
+        outputs, fused = options["num_fwd_outputs"], self.settings.codegen == "inductor"
+        plan = prepare(module, outputs, rounds=fused)
         with _parts.config.patch(activation_memory_budget=1.0):
-            return _parts.min_cut(module, joint_inputs, **options)
+            parts = _parts.min_cut(module, joint_inputs, **options)
+        note_after(plan, parts, outputs, fused)
+        return parts
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, rounds: bool) -> keep.Plan:
