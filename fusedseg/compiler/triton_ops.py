@@ -250,8 +250,12 @@ def _backward(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int]) -> bool
     of_act = arguments_of(slope)
     # Some gradients read the output of the activation, others its input.
     y = of_act["self_or_result"] if "self_or_result" in of_act else of_act["self"]
-    if activation_of(y) == act:
-        y = y.args[0]
+    out = y
+    while name_of(out) in VIEWS:
+        # An activation that writes over a view is traced with views of its output there and back.
+        out = out.args[0]
+    if isinstance(out, fx.Node) and activation_of(out) == act and is_alike(value_of(out), value_of(y)):
+        y = out.args[0]
     chain, dz = chain_of(y), of_act["grad_output"]
     if chain is None or (chain.view is None) != (view is None):
         return False
