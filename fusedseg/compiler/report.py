@@ -6,7 +6,6 @@ All bytes are counted on the graphs, without what a kernel allocates inside itse
 import contextvars
 import copy
 import json
-import operator
 import warnings
 import weakref
 from collections import Counter
@@ -227,9 +226,9 @@ def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], ou
         # Comparing symbolic sizes would make guards of them.
         return
     graph.ours = after(parts, outputs, fused)
-    again = [node for node in plan.again if not keep.is_view(node)]
-    # A result of several stands for its call.
-    calls: dict[Any, None] = dict.fromkeys(n.args[0] if n.target is operator.getitem else n for n in again)
+    # A result of several stands for its call; a node that the graph has no longer has no arguments.
+    again = [n for n in map(keep.call_node, plan.again) if isinstance(n, fx.Node) and not keep.is_view(n)]
+    calls: dict[Any, None] = dict.fromkeys(again)
     graph.again = dict(Counter(_readable(node) for node in calls))
     graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
 
