@@ -151,9 +151,7 @@ def _group_norm(made: Any, items: dict[int, fx.Node]) -> GroupNorm | None:
     values = [value_of(t) for t in (x, weight, bias, items[1])]
     sizes = values[0].shape
     alike = values[0].dtype in (torch.float32, torch.float64) and len({t.dtype for t in values}) == 1
-    # Where the ops of this package serve, ``triton_ops.py`` rebuilds the output.
-    elsewhere = values[0].device.type != "cpu" or _backend.takes_triton(values[0].device)
-    if not alike or elsewhere or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
+    if not alike or values[0].device.type != "cpu" or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
         return None
     return GroupNorm(x, weight, bias, items[1], items[2]) if values[0].is_contiguous() else None
 

@@ -19,11 +19,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .. import _backend
 from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
-from .joint import Joint, copied, is_op, is_random, nbytes_of, value_of
+from .joint import Joint, copied, is_op, is_random, nbytes_of
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -216,12 +215,8 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
 
 
 def _take_along(found: Plan) -> None:
-    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm.
-
-    Where the ops of this package serve, norms do not run again: ``triton_ops.py`` rebuilds them from their statistics.
-    """
-    items = [node for node in found.kept if node.target is operator.getitem]
-    for node in [node for node in items if not _backend.takes_triton(value_of(node).device)]:
+    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
+    for node in [node for node in found.kept if node.target is operator.getitem]:
         others = (other for other in call_node(node).users if other in found.again and forms.form_of(other) is None)
         other = next(others, None)
         if other is not None:

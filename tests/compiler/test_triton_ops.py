@@ -44,17 +44,12 @@ def instance():
     return nn.InstanceNorm2d(4, affine=True)
 
 
-def group():
-    return nn.GroupNorm(2, 4)
-
-
 CASES = {
     "relu": (batch, nn.ReLU(True)), "no parameters": (lambda: nn.BatchNorm2d(4, affine=False), nn.ReLU()),
     "batch alone": (lambda: nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU()), "gelu": (batch, nn.GELU()),
     "elu": (batch, nn.ELU(0.7)), "relu6": (batch, nn.ReLU6()), "mish": (batch, nn.Mish()),
     "hardswish": (batch, nn.Hardswish()), "softplus": (batch, nn.Softplus()),
     "instance": (instance, nn.LeakyReLU(0.01, True)), "plain instance": (lambda: nn.InstanceNorm2d(4), nn.ReLU()),
-    "group": (group, nn.SiLU(True)), "plain group": (lambda: nn.GroupNorm(4, 4, affine=False), nn.GELU("tanh")),
 }  # fmt: skip
 
 
