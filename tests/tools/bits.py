@@ -55,7 +55,7 @@ def cases():
             yield f"{dtype}{end}", ((4, 8, 112, 112), "batch", True, "leaky_relu", 0, dtype, rows)
         for count in (1, 4, 8):
             yield f"{count} kept channels{end}", ((4, 16, 128, 128), "batch", True, "leaky_relu", count, half, rows)
-        for act in ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "relu6", "softplus", "selu"):
+        for act in ("relu", "silu", "gelu", "mish", "hardswish", "relu6", "softplus", "selu"):
             yield f"{act}, input kept{end}", ((4, 8, 128, 128), "batch", False, act, 0, half, rows)
         for act in ("elu", "selu", "identity"):
             yield f"{act}{end}", ((4, 8, 128, 128), "batch", True, act, 0, half, rows)
