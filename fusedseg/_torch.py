@@ -13,6 +13,8 @@ classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documen
 """
 
 import importlib
+import inspect
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -389,6 +391,7 @@ nearest_exact_backward = {
 # What the compiler backend needs (``fusedseg/compiler/``).  Importing some of them takes seconds.
 _BACKEND = {
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
@@ -396,7 +399,7 @@ _BACKEND = {
     "config": "torch._functorch.config",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
-_FOR_INDUCTOR = ("CustomPartitionerFn", "get_hash_for_files", "compile_fx", "list_mode_options")
+_FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
 
 
 def compiler_parts() -> SimpleNamespace:
@@ -409,8 +412,9 @@ def compiler_parts() -> SimpleNamespace:
     for name, path in _BACKEND.items():
         if found[name] is _ABSENT and name not in _FOR_INDUCTOR:
             _raise(path, feature)
-    if found["CustomPartitionerFn"] is _ABSENT:
-        found["CustomPartitionerFn"] = object
+    for base in ("CustomPartitionerFn", "CustomGraphPass"):
+        if found[base] is _ABSENT:
+            found[base] = object
     return SimpleNamespace(**found)
 
 
@@ -431,6 +435,34 @@ def inductor_problem() -> str:
 def decomposition(op: Any) -> Any:
     """The function by which the compiler writes an op as simpler ones; None if it has none."""
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
+
+
+def uncompiled(compiled: Any) -> Any:
+    """The module or function of which ``torch.compile`` has made ``compiled``."""
+    if is_optimized_module(compiled):
+        return compiled._orig_mod
+    return inspect.unwrap(getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+def compiling() -> Any:
+    """The module or function that the compiler compiles now, further down in this stack; None if it is not found."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("eval_frame.py") and "fn" in frame.f_locals:
+            # The compiler wraps the modules of PyTorch itself.
+            target = inspect.unwrap(frame.f_locals["fn"])
+            return getattr(target, "__self__", target)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def reason_of_break(module: Any) -> str:
+    """Why a captured graph ends before the end of the model, and where; "" if it does not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    place = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+    return f"{place}: {reason.reason.strip().splitlines()[0]}"
 
 
 def python_dispatcher() -> Any:

@@ -132,6 +132,8 @@ def ready(compiled: Any) -> Ready:
 
 # Whether Triton passes to its launchers what direct launches pass; None until a launch has shown it.
 _agrees: bool | None = None
+# Launchers share compiled kernels.  A spy that leaves would take away that of another thread.
+_spying = threading.Lock()
 
 
 class Spy:
@@ -153,11 +155,13 @@ class Spy:
         self.original(*arguments)
 
     def __enter__(self) -> "Spy":
+        _spying.acquire()
         setattr(self.owner, self.name, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         setattr(self.owner, self.name, self.original)
+        _spying.release()
 
 
 def same(ours: Any, theirs: Any) -> bool:

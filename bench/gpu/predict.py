@@ -2,7 +2,7 @@
 
     python -m bench.gpu.predict                        the norms of whole networks, on an A100, an H100 and an H200
     python -m bench.gpu.predict --shapes --gpu H200    every launch of the shapes that are hard to serve
-    python -m bench.gpu.predict --published            a kernel that is not ours, beside its published times
+    python -m bench.gpu.predict --published            kernels that are not ours, beside their published times
 
 No constant was fitted to our kernels.  Registers, warps and shared memory say how many programs a multiprocessor holds
 at once (``resident``).  The machine code says how many bytes of loads a thread asks for before it needs the first of
@@ -64,6 +64,14 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*
 BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
+# Tensors that each launch reads and writes, forward and backward.  A compiler fuses norm and activation, and computes
+# the gate of the activation again; eager mode has a launch more each way.  They are lower bounds: eager's InstanceNorm
+# of rows also copies to planes and back.
+COMPILER = [(1, 0), (1, 1)], [(2, 0), (2, 1)]
+EAGER = [(1, 0), (1, 1), (1, 1)], [(2, 1), (2, 0), (2, 1)]
+OTHERS = COMPILER, EAGER
+
+
 class Instruction(NamedTuple):
     address: int
     name: str
@@ -89,12 +97,15 @@ class Code(NamedTuple):
 
 class Prediction(NamedTuple):
     """Of one launch.  ``waves`` is a fraction: 1.5 if the second wave is half full.  ``fraction`` is that of a copy's
-    bandwidth on ``nbytes``, ``kilobytes`` those of loads under way in a multiprocessor."""
+    bandwidth on ``nbytes``, ``kilobytes`` those of loads under way in a multiprocessor.  ``runs`` says how the launch
+    cuts its tensors."""
 
     kernel: str
     registers: int
+    warps: int
     resident: int
     programs: int
+    runs: tuple
     waves: float
     kilobytes: float
     cycles: int
@@ -146,7 +157,16 @@ def cycles_of(code: Sequence[Instruction], arch: str) -> int:
     return max(len(code), 8 * special, floats * (2 if arch == "sm_80" else 1))
 
 
+_codes: dict[str, Code] = {}
+
+
 def code_of(compiled: Any, arch: str) -> Code:
+    if compiled.hash not in _codes:
+        _codes[compiled.hash] = read_code(compiled, arch)
+    return _codes[compiled.hash]
+
+
+def read_code(compiled: Any, arch: str) -> Code:
     registers, instructions = disassembled(compiled)
     body = max(loops_of(instructions), key=lambda loop: sum(of.bytes_loaded for of in loop), default=[])
     loops = any(of.bytes_loaded for of in body)
@@ -165,8 +185,11 @@ def combined(chain: float, busy: float, sharpness: float) -> float:
     return (chain**sharpness + busy**sharpness) ** (1 / sharpness)
 
 
-def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
-    """``before`` is the launch that has read the same tensors, if there is one."""
+def predict(launch: Any, device: Device, before: Any = None, tiles: float | None = None) -> Prediction:
+    """``before`` is the launch that has read the same tensors, if there is one.
+
+    ``tiles``: how often a program runs its loop; by default, the argument ``tiles_per_split`` says so.
+    """
     from tests.tools.codegen import accesses
 
     code = code_of(launch.compiled, device.arch)
@@ -177,7 +200,7 @@ def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
     read = sum(sizes[name] for name, kinds in touched.items() if kinds["load"])
     nbytes = read + sum(sizes[name] for name, kinds in touched.items() if kinds["store"])
     hits = 0.0 if before is None else read * hit_rate(read, device, runs_of(before) == runs_of(launch))
-    tiles = launch.arguments.get("tiles_per_split", 1)
+    tiles = tiles or launch.arguments.get("tiles_per_split", 1)
     share = ((nbytes - hits) / device.bandwidth + hits / device.l2_bandwidth) / (programs * tiles)
     waits = -(-code.loaded // max(1, code.under_way))
     chain = waits * LATENCY + DEPENDENT * code.cycles / device.clock
@@ -192,8 +215,8 @@ def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
     seconds = START + (programs // places) * wave(places) + (wave(programs % places) if programs % places else 0)
     kilobytes = min(resident, programs / device.multiprocessors) * code.under_way * 32 * warps / 1024
     name = launch.name.removeprefix("norm_").removesuffix("_kernel")
-    return Prediction(name, code.registers, resident, programs, programs / places, kilobytes, code.cycles, nbytes, hits,
-                      seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
+    return Prediction(name, code.registers, warps, resident, programs, runs_of(launch), programs / places, kilobytes,
+                      code.cycles, nbytes, hits, seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
 
 
 def runs_of(launch: Any) -> tuple:
@@ -252,19 +275,62 @@ def print_shapes(device: Device, names: Sequence[str]) -> None:
             print(f"| {name} | **{way}** | | | | | | | {1e6 * seconds:.1f} | {fraction:.2f} |")
 
 
+def seconds_of_passes(nbytes: int, launches: Sequence[tuple[int, int]], device: Device) -> float:
+    """The time of launches that read and write so many tensors of ``nbytes``, each at a copy's full bandwidth.
+
+    A launch finds in L2 what the model's L2 holds of the tensors that the launch before has left.
+    """
+    seconds = 0.0
+    for k, (read, written) in enumerate(launches):
+        hits = read * nbytes * hit_rate(read * nbytes, device, equal=False) if k else 0.0
+        seconds += START + ((read + written) * nbytes - hits) / device.bandwidth + hits / device.l2_bandwidth
+    return seconds
+
+
 def print_networks(devices: Sequence[str]) -> None:
-    """The time of all norms of a training step, and the same bytes at a copy's bandwidth."""
-    print("| network | format | GPU | forward, ms | backward, ms | fraction |")
-    print("|---|---|---|---|---|---|")
+    """The time of all norms of a training step, the same bytes at a copy's bandwidth, and what others should take."""
+    print("| network | format | GPU | forward, ms | backward, ms | fraction | fused by a compiler, ms | eager, ms |")
+    print("|---|---|---|---|---|---|---|---|")
     for (name, norms), rows, gpu in itertools.product(NETWORKS.items(), (False, True), devices):
-        device, seconds, nbytes = DEVICES[gpu], [0.0, 0.0], 0
+        device, seconds, nbytes, others = DEVICES[gpu], [0.0, 0.0], 0, [0.0] * len(OTHERS)
         for norm in norms:
             for way, launches in enumerate(both_ways(norm._replace(rows=rows), device)):
                 seconds[way] += norm.count * sum(of.seconds for of in launches)
                 nbytes += norm.count * sum(of.nbytes for of in launches)
+            for k, ways in enumerate(OTHERS):
+                others[k] += norm.count * sum(seconds_of_passes(2 * prod(norm.shape), way, device) for way in ways)
         fraction = nbytes / device.bandwidth / sum(seconds)
-        times = " | ".join(f"{1e3 * of:.2f}" for of in seconds)
-        print(f"| {name} | {'rows' if rows else 'planes'} | {gpu} | {times} | {fraction:.2f} |", flush=True)
+        times = [*(f"{1e3 * of:.2f}" for of in seconds), f"{fraction:.2f}", *(f"{1e3 * of:.2f}" for of in others)]
+        print(f"| {name} | {'rows' if rows else 'planes'} | {gpu} | {' | '.join(times)} |", flush=True)
+
+
+def print_change(before: dict, after: dict, device: Device) -> None:
+    """The launches that have changed, and both passes of every shape, before -> after."""
+    print("| shape | kernel | registers | resident | waves | KB | us | fraction |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, ways in after.items():
+        for way, launches, old in zip(("forward", "backward"), ways, before[name], strict=True):
+            for of in launches:
+                was = [one for one in old if one["kernel"] == of["kernel"]][:1]
+                print(f"| {name} | {of['kernel']} | {changed(was, of)} |")
+            print(f"| {name} | **{way}** | | | | | {changed([total(old, device)], total(launches, device))} |")
+
+
+def total(launches: Sequence[dict], device: Device) -> dict:
+    seconds, nbytes = sum(of["seconds"] for of in launches), sum(of["nbytes"] for of in launches)
+    return {"seconds": seconds, "fraction": nbytes / device.bandwidth / seconds}
+
+
+SHOWN = {"registers": "d", "resident": "d", "waves": ".2f", "kilobytes": ".0f", "seconds": ".1f", "fraction": ".2f"}
+
+
+def changed(was: Sequence[dict], now: dict) -> str:
+    cells = []
+    for name, form in SHOWN.items():
+        if name in now:
+            texts = [format(of[name] * (1e6 if name == "seconds" else 1), form) for of in (*was, now)]
+            cells.append(texts[-1] if texts[0] == texts[-1] else " → ".join(texts))
+    return " | ".join(cells)
 
 
 def main() -> None:
@@ -272,6 +338,7 @@ def main() -> None:
     parser.add_argument("--gpu", choices=DEVICES, action="append", help="default: all")
     parser.add_argument("--shapes", nargs="*", help="print the launches of these hard shapes, or of all of them")
     parser.add_argument("--json", action="store_true", help="print the launches of --shapes as JSON, for tests")
+    parser.add_argument("--before", metavar="FILE", help="compare --shapes with such JSON of other kernels")
     parser.add_argument("--published", action="store_true", help="compare the model with published times")
     given = parser.parse_args()
     gpus = given.gpu or list(DEVICES)
@@ -281,9 +348,14 @@ def main() -> None:
         published.print_table()
     elif given.shapes is None:
         print_networks(gpus)
-    elif given.json:
-        found = {name: both_ways(HARD[name], DEVICES[gpus[0]]) for name in given.shapes or HARD}
-        print(json.dumps({name: [of._asdict() for way in ways for of in way] for name, ways in found.items()}))
+    elif given.json or given.before:
+        device = DEVICES[gpus[0]]
+        found = {name: both_ways(HARD[name], device) for name in given.shapes or HARD}
+        after = {name: [[of._asdict() for of in way] for way in ways] for name, ways in found.items()}
+        if given.before:
+            print_change(json.loads(Path(given.before).read_text()), after, device)
+        else:
+            print(json.dumps(after))
     else:
         for gpu in gpus:
             print(f"\n{gpu}\n")

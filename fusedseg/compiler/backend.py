@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
+from .report import noting
 from .settings import OP, Settings, parse
 
 
@@ -25,7 +26,8 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
-    return compiler(module, example_inputs, settings, mode)
+    with noting(module, example_inputs, _torch.compiling()):
+        return compiler(module, example_inputs, settings, mode)
 
 
 def chosen(settings: Settings) -> Settings:
@@ -63,10 +65,13 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+    from . import enlarged
     from .partition import Partition
+    from .weights import WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
-    patches = dict(settings.inductor)
+    enlarged.rewrite(module)
+    patches = {"post_grad_custom_pre_pass": WeightsAsTheyAre(), **settings.inductor}
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     return parts.compile_fx(

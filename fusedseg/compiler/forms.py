@@ -3,7 +3,10 @@
 Batch norm would move its running statistics again.  On a CPU its output is rebuilt in one pass, from the mean and
 1 / sqrt(var + eps) that backward reads anyway: aten rounds weight / sqrt(var + eps) once in both calls, so the bits are
 the same.  Elsewhere it runs again with the statistics of the batch.  Instance norm is traced as the batch norm of one
-sample that has the channels of all samples.  Norms in eval mode, group norms and layer norms run again as they are.
+sample that has the channels of all samples.  Norms in eval mode run again as they are.
+
+A group norm with parameters is written as such a batch norm too, which saves its pass over the statistics.  A layer
+norm runs again: its rows lie in the cache, and one kernel takes less time than a difference, a product and a sum.
 
 Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
 """
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .. import _torch
+from .. import _backend, _torch
 from .joint import call, is_tensor, items_of, name_of, value_of
 
 aten = torch.ops.aten
@@ -56,6 +59,43 @@ class BatchNorm(NamedTuple):
         return call(graph, operator.getitem, again, 0, before=before)
 
 
+class GroupNorm(NamedTuple):
+    """The output of a group norm, from its statistics of shape (N, groups)."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node
+    mean: fx.Node
+    rstd: fx.Node
+
+    def sources(self) -> list[fx.Node]:
+        return list(self)
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        x, weight, bias, mean, rstd = map(read, self)
+        shape, (N, G) = value_of(x).shape, value_of(mean).shape
+        C = shape[1]
+
+        def make(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            return call(graph, op, *args, before=before, **kwargs)
+
+        def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
+            """The product of a value for each group and one for each channel, for all channels of all samples."""
+            whole = make(aten.mul.Tensor, make(aten.unsqueeze.default, statistic, 2), by)
+            return make(aten.view.default, whole, [N * C])
+
+        value = value_of(mean)
+        one = make(aten.full.default, [N * C], 1, dtype=value.dtype, device=value.device, pin_memory=False)
+        per_channel = make(aten.view.default, one, [N, G, C // G])
+        scale = spread(rstd, make(aten.view.default, weight, [G, C // G]))
+        shift = make(aten.mul.Tensor, make(aten.view.default, one, [N, C]), bias)
+        flat = make(aten.view.default, x, [1, N * C, value_of(x).numel() // (N * C)])
+        given = (flat, scale, make(aten.view.default, shift, [N * C]), spread(mean, per_channel), one, False, 0.0, 0.0)
+        again = make(operator.getitem, make(aten.native_batch_norm.default, *given), 0)
+        return make(aten.view.default, again, list(shape))
+
+
 class Dropout(NamedTuple):
     """The output of a dropout that has drawn a mask."""
 
@@ -84,7 +124,7 @@ NORMS = {
 WITHOUT_RUNNING = (3, 5)
 
 
-def form_of(node: fx.Node) -> BatchNorm | Dropout | None:
+def form_of(node: fx.Node) -> BatchNorm | GroupNorm | Dropout | None:
     """The form in which backward computes ``node`` again, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
@@ -92,6 +132,8 @@ def form_of(node: fx.Node) -> BatchNorm | Dropout | None:
     name, items = name_of(made), items_of(made)
     if name == "native_dropout" and 1 in items and made.args[2] is not False:
         return Dropout(made.args[0], items[1], made.args[1])
+    if name == "native_group_norm":
+        return _group_norm(made, items)
     if name not in NORMS:
         return None
     training, eps = WITHOUT_RUNNING if made.target._overloadname == "no_stats" else NORMS[name]
@@ -99,6 +141,19 @@ def form_of(node: fx.Node) -> BatchNorm | Dropout | None:
         return None
     norm = BatchNorm(made.args[0], made.args[1], made.args[2], made.args[eps], items.get(1), items.get(2))
     return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
+
+
+def _group_norm(made: Any, items: dict[int, fx.Node]) -> GroupNorm | None:
+    """The norm if a batch norm gives the same bits, as it does in contiguous memory for parameters of one dtype."""
+    x, weight, bias = made.args[:3]
+    if weight is None or bias is None or not {1, 2} <= set(items):
+        return None
+    values = [value_of(t) for t in (x, weight, bias, items[1])]
+    sizes = values[0].shape
+    alike = values[0].dtype in (torch.float32, torch.float64) and len({t.dtype for t in values}) == 1
+    if not alike or values[0].device.type != "cpu" or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
+        return None
+    return GroupNorm(x, weight, bias, items[1], items[2]) if values[0].is_contiguous() else None
 
 
 def _is_certain(norm: BatchNorm) -> bool:
@@ -109,7 +164,9 @@ def _is_certain(norm: BatchNorm) -> bool:
     """
     x = value_of(norm.x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if norm.mean is None or norm.rstd is None or x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
+    # Where the ops of this package serve, ``triton_ops.py`` rebuilds the output.
+    elsewhere = x.device.type != "cpu" or _backend.takes_triton(x.device)
+    if norm.mean is None or norm.rstd is None or elsewhere or value_of(norm.mean).dtype != wide:
         return False
     dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
     return dense and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))

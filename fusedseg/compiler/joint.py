@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .. import _torch
+from ..ops.recompute.cheap import size_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -18,6 +20,10 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 
 def is_op(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
+
+
+def is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
 def name_of(node: fx.Node) -> str:
@@ -41,6 +47,11 @@ def items_of(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of the largest result of a node."""
+    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
+
+
 def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
     """A new node before another one; its result is computed on tensors without values."""
     with graph.inserting_before(before):
@@ -57,6 +68,28 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
     """A second node of the same call that reads other inputs."""
     with graph.inserting_before(before):
         return graph.node_copy(node, lambda source: swapped.get(source, source))
+
+
+def is_alike(x: Any, result: Any) -> bool:
+    """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
+    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
+        return False
+    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
+        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
+        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
+            return False
+        return all(not isinstance(s, int) or s > 0 for s in x.stride())
+    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class Joint:

@@ -1,6 +1,7 @@
 """What forward keeps for backward, decided once for a joint graph, by the rules of the recompute scope.
 
-Results of products and of random ops are kept.  Everything cheap is computed again from them, with these exceptions:
+Results of products and of random ops are kept, but for those products of which a second run is nearly free
+(``twice.py``).  Everything cheap is computed again from them, with these exceptions:
 a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
 end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
 
@@ -20,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
-from . import forms
-from .joint import Joint, copied, is_op
+from . import forms, twice
+from .joint import Joint, copied, is_op, is_random, nbytes_of
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -69,11 +70,7 @@ def _may_run_again(node: fx.Node) -> bool:
     call = call_node(node)
     if is_cheap(call) or forms.form_of(node) is not None:
         return True
-    return is_op(call) and not call.all_input_nodes and not _is_random(call)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return is_op(call) and not call.all_input_nodes and not is_random(call)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -93,7 +90,20 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
     return [node for node in joint.graph.nodes if is_of_backward(node)]
 
 
-def plan(joint: Joint) -> Plan:
+def plan(joint: Joint, repeats: bool = True) -> Plan:
+    """What backward reads of forward; with ``repeats`` products that are nearly free may run again."""
+    first = _plan(joint, set())
+    twice_run = twice.chosen(first.kept, joint) if repeats else set()
+    found = _plan(joint, twice_run) if twice_run else first
+    for one in {id(first): first, id(found): found}.values():
+        _keep_later(one, joint)
+        _take_along(one)
+    # A product that runs again may need an input that backward would not keep otherwise.
+    return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
+
+
+def _plan(joint: Joint, products: set[fx.Node]) -> Plan:
+    """What backward reads if these products run again."""
     reading = readers_of_forward(joint)
     found = Plan(reading=reading)
     calls: dict[fx.Node, frozenset[str]] = {}
@@ -103,12 +113,13 @@ def plan(joint: Joint) -> Plan:
     for reader, node in entries:
         if node not in own and not is_free(node):
             found.readers.setdefault(node, set()).add(reader)
-            _decide(node, joint, found, calls)
-    _keep_later(found, joint)
+            _decide(node, joint, found, calls, products)
     return found
 
 
-def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]]) -> None:
+def _decide(
+    entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]], products: set[fx.Node]
+) -> None:
     """Decides about a node, and about those from which it is computed again."""
     stack = [entry]
     while stack:
@@ -116,7 +127,7 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
         if node in calls:
             stack.pop()
             continue
-        cheap = node not in joint.returned and _may_run_again(node)
+        cheap = node not in joint.returned and (node in products or _may_run_again(node))
         sources = _sources(node) if cheap else []
         if not is_view(node) and any(source in joint.overwritten for source in sources):
             # Backward would read what forward has written there.
@@ -165,10 +176,6 @@ def _read(node: fx.Node, found: Plan) -> None:
                 stack.append(source)
 
 
-def _nbytes(node: fx.Node) -> int:
-    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
-
-
 def _keep_later(found: Plan, joint: Joint) -> None:
     """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
     waiting = [node for node in found.kept if node not in joint.returned]
@@ -179,7 +186,7 @@ def _keep_later(found: Plan, joint: Joint) -> None:
         reader = _only_reader(node, found)
         while reader is not None and is_view(reader):
             reader = _only_reader(reader, found)
-        if reader is None or _nbytes(reader) > _nbytes(node):
+        if reader is None or nbytes_of(reader) > nbytes_of(node):
             continue
         sources = found.again.pop(reader)
         found.kept.add(reader)
@@ -205,6 +212,17 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
             found.kept.discard(source)
             if source in found.again:
                 leave(source, found.again.pop(source), found)
+
+
+def _take_along(found: Plan) -> None:
+    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
+    for node in [node for node in found.kept if node.target is operator.getitem]:
+        others = (other for other in call_node(node).users if other in found.again and forms.form_of(other) is None)
+        other = next(others, None)
+        if other is not None:
+            found.kept.remove(node)
+            found.again[node] = found.again[other]
+            _read(node, found)
 
 
 def apply(joint: Joint, decided: Plan, storage: Any = None) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, forms, joint, keep, rounded, simplify, split
+from . import branches, forms, joint, keep, order, rounded, simplify, split, twice
+from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split, branches, rounded)), __file__)
+_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded)
+FILES = (*(str(module.__file__) for module in _OURS), __file__)
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
@@ -26,9 +28,14 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepare(module, options["num_fwd_outputs"], self.settings)
+        outputs = options["num_fwd_outputs"]
+        plan = prepare(module, outputs, self.settings)
         with _parts.config.patch(activation_memory_budget=1.0):
-            return _parts.min_cut(module, joint_inputs, **options)
+            forward, backward = _parts.min_cut(module, joint_inputs, **options)
+        if self.settings.codegen == "aten":
+            order.rewrite(backward)
+        note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
+        return forward, backward
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
@@ -46,7 +53,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.bits is not None:
         branches.simplify_backward(of)
         of = joint.Joint(module, forward_outputs)
-    decided = keep.plan(of)
+    decided = keep.plan(of, repeats=settings.bits is None)
     if settings.bits is not None:
         storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
     keep.apply(of, decided, storage)

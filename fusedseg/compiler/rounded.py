@@ -250,17 +250,18 @@ class Storage:
         order = [node for node in graph.nodes if node in rounded.bits or node in rounded.masks]
         key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
         for place, node in enumerate(order):
-            after = _after(node)
+            after, stride = _after(node), list(value_of(node).stride())
             if node in rounded.masks:
-                self.packed[node] = _keep(call(graph, ops.bits_pack._opoverload, node, before=after))
+                self.packed[node] = _keep(call(graph, ops.bits_pack._opoverload, node, stride, before=after))
                 continue
             bits, kink = rounded.bits[node], None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = _after(call_node(norm.mean))  # type: ignore[arg-type]
-                given = (norm.mean, norm.rstd, norm.weight, norm.bias, value_of(norm.mean).numel())
-                kink = _keep(call(graph, ops.norm_kink._opoverload, *given, before=after))
-            codes = _keep(call(graph, ops.round_op._opoverload, node, bits, key, place, kink, before=after))
+                of_norm = (norm.mean, norm.rstd, norm.weight, norm.bias, value_of(norm.mean).numel())
+                kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
+            given = (node, bits, key, place, kink, stride)
+            codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
             results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
             self.packed[node] = (*results, kink, bits)
 

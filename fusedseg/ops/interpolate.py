@@ -6,7 +6,7 @@ op stays one node, and both directions run the kernels of eager mode.  A backend
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
 }
 
 
-def _forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
+def forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
     return F.interpolate(x, size, factors, mode, corners)
 
 
-def _backward(
+def backward(
     dy: Tensor, size: list[int], small: list[int], factors: list[float] | None, mode: str, corners: bool | None
 ) -> Tensor:
     kernel, takes_corners = BACKWARD[mode, len(size)]
@@ -59,11 +59,11 @@ def _enlarged(x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | 
 
 _ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
 interpolate_op = torch.library.custom_op(
-    "fusedseg::interpolate", _forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
+    "fusedseg::interpolate", forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
 )
 interpolate_backward_op = torch.library.custom_op(
     "fusedseg::interpolate_backward",
-    _backward,
+    backward,
     mutates_args=(),
     schema="(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners) -> Tensor",
 )
@@ -92,7 +92,17 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 interpolate_op.register_autograd(_gradient, setup_context=_setup_context)
 
 
-def interpolate(
+class Call(NamedTuple):
+    """The arguments of the op."""
+
+    x: Tensor
+    size: Any
+    factors: list[float] | None
+    mode: str
+    corners: bool | None
+
+
+def parse(
     input: Tensor,  # noqa: A002
     size: Sizes = None,
     scale_factor: Factors = None,
@@ -100,14 +110,14 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Tensor:
-    """``F.interpolate`` as the op where its kernels have a backward that this file knows, otherwise as it is."""
+) -> Call | None:
+    """The arguments of ``F.interpolate`` as those of the op; None where its kernels have no backward that we know."""
     x, dims = input, input.dim() - 2
     if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
-        return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return None
     if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
         # The stock function chooses another form then.
-        return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor)
+        return None
     if x.is_cpu and torch.is_autocast_enabled("cpu"):
         # Autocast does the same for the stock function on a CPU.
         x = x.float()
@@ -115,4 +125,10 @@ def interpolate(
     factors = [scale_factor] * dims if isinstance(scale_factor, int | float) else scale_factor
     if factors is not None and recompute_scale_factor:
         sizes, factors = _enlarged(x, None, factors), None
-    return interpolate_op(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
+    return Call(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
+
+
+def interpolate(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.interpolate`` as the op where ``parse`` knows the call, otherwise as it is."""
+    call = parse(*args, **kwargs)
+    return F.interpolate(*args, **kwargs) if call is None else interpolate_op(*call)

@@ -1,7 +1,13 @@
 """The table of the compiler's backend, and the goals that it names as missed."""
 
-from bench.harness import Result
-from bench.test_compiler import Steps, missed_bytes, missed_steps
+import pytest
+import torch
+from torch import nn
+
+from bench.harness import Result, count_bytes
+from bench.networks import Network
+from bench.test_compiler import Contest, Steps, kernels_of_zeros, missed_bytes, missed_steps
+from fusedseg import _torch
 
 
 def result(kept: int, peak: int, step: float = 1.0) -> Result:
@@ -32,3 +38,20 @@ def test_first_steps_without_steps():
     section = Steps("title", first={"net": {"ours": (20.0, 3.0)}})
     assert section.to_json() == {"net": {"contenders": {"ours": {"first_step_s": 20.0, "first_step_warm_s": 3.0}}}}
     assert section.lines()[-2:] == ["| net | 20.0, 3.0 |", ""]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+def test_kernels_of_zeros_allocate_as_real_ones():
+    def counted() -> tuple[int, int, int]:
+        torch.compiler.reset()
+        job = Contest("net", Network(net, (2, 1, 18, 18)), torch.device("cpu")).build("ours")
+        return count_bytes(job, torch.device("cpu"))
+
+    with kernels_of_zeros():
+        without = counted()
+    assert without == counted()

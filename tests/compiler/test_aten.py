@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedseg import recompute
+from fusedseg.compiler import forms
 from tests.compiler.networks import NETWORKS, compiled, kept, make, results, same
 
 
@@ -75,6 +76,24 @@ def test_norms_and_activations(norm, act):
     # With momentum=None the norm reads its counter as a number, which breaks the graph.
     if getattr(norm, "momentum", 0) is not None:
         assert kept(net, compiled(net), x) < kept(twin, twin, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((3, 2, 9), 4), ((1, 2, 1, 1), 4), ((2, 2, 33, 17), 1), ((2, 2, 5, 3, 4), 2)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_group_norm_from_statistics(shape, groups, dtype, monkeypatch):
+    """Its output is rebuilt by a batch norm with statistics, whose bits are the same."""
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(shape) - 3]
+    net = nn.Sequential(conv(2, 8, 1), nn.GroupNorm(groups, 8), nn.SiLU(), conv(8, 2, 1)).to(dtype)
+    nn.init.normal_(net[1].weight)
+    nn.init.normal_(net[1].bias)
+    x = [torch.randn(shape, dtype=dtype)]
+    twin, written = copy.deepcopy(net), []
+    original = forms.GroupNorm.write
+    monkeypatch.setattr(forms.GroupNorm, "write", lambda *args: written.append(1) or original(*args))
+    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    assert written == [1]
 
 
 def test_views_of_channels_last_and_of_strange_strides():

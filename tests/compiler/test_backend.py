@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import _torch
-from fusedseg.compiler import backend
+from fusedseg import _torch, recompute
+from fusedseg.compiler import backend, report
 from fusedseg.compiler.settings import Settings, parse
 from tests.compiler.networks import compiled, kept, make, results, same
 
@@ -72,14 +72,21 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
 
 def test_modes_are_those_of_inductor():
     with pytest.raises(ValueError, match="codegen='aten' has no modes"):
-        backend(None, [], options={"codegen": "aten"}, mode="max-autotune")
+        backend(torch.fx.symbolic_trace(net()), [], options={"codegen": "aten"}, mode="max-autotune")
 
 
 def test_model_compile():
-    model, x = net(), torch.randn(2, 1, 6, 6)
+    """A class of its own: PyTorch compiles nothing if ``compile`` of a module of torch.nn is called."""
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)
+
+    model, x = Own(*net()), torch.randn(2, 1, 6, 6)
     twin = copy.deepcopy(model)
     model.compile(backend="fusedseg", options={"codegen": "aten"})
     assert same(results(model, model, [x]), results(twin, twin, [x]))
+    assert len(report(model).graphs) == 1
 
 
 @pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
@@ -95,6 +102,20 @@ def test_inductor(name):
     for found, wanted in zip(results(model, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
     assert kept(model, run, inputs) < 0.7 * kept(twin, twin, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+def test_inductor_keeps_no_more_than_the_scope():
+    """Forward gave backward copies of the weights in channels_last, and backward interpolated again."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *blocks, nn.Upsample(scale_factor=2), nn.Conv2d(16, 4, 1)).double()
+    twin, scoped, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    run = compiled(model, "inductor")
+    for found, wanted in zip(results(model, run, [x], 1), results(twin, twin, [x], 1), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+    assert kept(model, run, [x]) <= kept(scoped, recompute()(scoped), [x])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedseg.compiler import emit, reinplace, simplify, split
 from fusedseg.compiler.joint import name_of
 from tests.compiler.networks import compiled, same
+from tests.compiler.networks import kept as kept_bytes
 
 aten = torch.ops.aten
 
@@ -68,9 +69,24 @@ def test_reinplace_writes_over_what_nobody_reads():
         return aten.add(w, z)
 
     module = traced(run, torch.randn(4))
-    reinplace.rewrite(module.graph)
+    reinplace.results(module.graph)
     # x is the caller's, and z is read after the sigmoid.
     assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
+
+
+def test_reinplace_exchanges_the_terms_of_a_sum():
+    """The first term is the caller's; a scaled second term stays where it is."""
+
+    def run(x):
+        return aten.add(x, aten.cos(x)), aten.add(x, aten.sin(x), alpha=2)
+
+    x = torch.randn(4)
+    module = traced(run, x)
+    expected = module(x)
+    reinplace.results(module.graph)
+    module.recompile()
+    assert names(module.graph) == ["cos", "add_", "sin", "add"]
+    assert same(module(x), expected)
 
 
 def test_reinplace_knows_views():
@@ -87,7 +103,7 @@ def test_reinplace_knows_views():
     for function in (run, part):
         module = traced(function, torch.randn(4))
         before = names(module.graph)
-        reinplace.rewrite(module.graph)
+        reinplace.results(module.graph)
         # Only the sum may be written over v, whose memory nobody reads after it.
         assert [name.replace("add_", "add") for name in names(module.graph)] == before
 
@@ -102,7 +118,7 @@ def test_reinplace_moves_statistics_where_they_are():
         return out[0]
 
     module = traced(run, torch.randn(4, 3), torch.zeros(3), torch.ones(3), torch.tensor(0))
-    assert reinplace.rewrite(module.graph) == 2
+    assert reinplace.statistics(module.graph) == 2
     assert [name for name in names(module.graph) if "getitem" not in name] == ["add_", "_native_batch_norm_legit"]
 
 
@@ -150,6 +166,14 @@ def test_keep_products_and_statistics():
     norm = "_native_batch_norm_legit_functional"
     assert kept == [norm, norm, "convolution"]
     assert again == [norm, "relu"]
+
+
+def test_statistics_come_with_a_norm_that_runs_again():
+    """The layer norm reads what a batch norm gives, so that backward has another node of it."""
+    net = nn.Sequential(nn.Conv1d(1, 4, 1), nn.BatchNorm1d(4), nn.LayerNorm(8), nn.Conv1d(4, 1, 1))
+    x = torch.randn(16, 1, 8)
+    convolution, statistics = 16 * 4 * 8 * 4, 2 * 4 * 4
+    assert kept_bytes(net, compiled(net), [x]) == convolution + statistics
 
 
 def test_keep_the_activation_if_nobody_reads_the_product():

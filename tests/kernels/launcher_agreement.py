@@ -12,6 +12,8 @@ import types
 from unittest import mock
 
 import torch
+from fusedseg.kernels.dry_run import dry_run
+from fusedseg.kernels.launch import multiprocessors
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
@@ -95,6 +97,40 @@ def a_spy_ignores_other_threads() -> None:
         assert 1.0 in spy.arguments
 
 
+def spies_wait_for_each_other() -> None:
+    """A spy that left took away that of another thread, which then saw no launch and switched direct launches off."""
+    with mock.patch.object(launcher, "_agrees", None), recorder():
+        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
+        launch(tensors, 1.0)
+        (found,) = launch._once.values()
+        entered, left = threading.Event(), threading.Event()
+        seen = []
+
+        def second() -> None:
+            with launcher.Spy(found) as spy:
+                entered.set()
+                left.wait()
+                launch._launch(tensors, (2.0,))
+            seen.append(spy.arguments)
+
+        thread = threading.Thread(target=second)
+        with launcher.Spy(found):
+            thread.start()
+            entered.wait(0.1)
+        left.set()
+        thread.join()
+        assert seen[0] is not None
+
+
+def a_dry_run_plans_for_its_gpu() -> None:
+    """A cached number made dry runs of an A100 plan for an H100."""
+    before = multiprocessors(torch.device("cpu"))
+    for target, expected in (("sm_80", 108), ("sm_90", 132)):
+        with dry_run(target):
+            assert multiprocessors(torch.device("cpu")) == expected
+    assert multiprocessors(torch.device("cpu")) == before
+
+
 def kernels_stay_loaded() -> None:
     """A captured graph goes on launching its kernels after their launchers and tensors are gone."""
     with recorder() as record:
@@ -119,5 +155,7 @@ CHECKS = (
     one_launch_proves_the_arguments,
     a_failed_launch_leaves_no_spy,
     a_spy_ignores_other_threads,
+    spies_wait_for_each_other,
+    a_dry_run_plans_for_its_gpu,
     kernels_stay_loaded,
 )

@@ -12,6 +12,7 @@ import random
 import sys
 import traceback
 import warnings
+import weakref
 from typing import NamedTuple
 from unittest import mock
 
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from fusedseg.kernels.dry_run import dry_run
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -28,6 +30,7 @@ from triton.runtime.jit import JITFunction
 import fusedseg
 from fusedseg import _backend
 from fusedseg.kernels import launcher
+from fusedseg.ops.norm import kept
 
 # The most calls of a training step that has one launch each way: forward, backward.  Five and three of them ask whether
 # the elements of parameters and statistics are adjacent in memory.
@@ -335,6 +338,68 @@ def a_step_of_a_norm_makes_few_calls() -> None:
             assert counted[1] <= backward, f"{cls.__name__}: backward {counted[1]} > {backward}"
 
 
+class Counted(TorchDispatchMode):
+    """The names of the ops that compute; views and new tensors without values are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("detach", "empty", "empty_like", "new_empty", "promote_types"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Arriving(kept.Arriving):
+    """A copy to the host, and its event."""
+
+    made = waits = 0
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        Arriving.made += 1
+        self.mask = mask.clone()
+
+    def here(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        Arriving.waits += 1
+
+
+def a_step_of_18_norms_makes_few_device_ops() -> None:
+    """The rule for GPUs.  Each norm asked for its kept channels in 11 ops, and summed over samples in two to four."""
+    chosen = {("norm", torch.float32, torch.device("cpu")): ""}
+    lags = staticmethod(lambda weight, bias: bias is not None)
+    with (
+        recorder() as record,
+        mock.patch.dict(_backend._reasons, chosen),
+        mock.patch.multiple(kept, Arriving=Arriving, _trackers=weakref.WeakSet()),
+        mock.patch.object(kept.KeptChannels, "_may_lag", lags),
+    ):
+        kept._watch_optimizers()
+        norms = torch.nn.ModuleList(fusedseg.InPlaceInstanceNormAct(4, affine=True) for _ in range(18))
+        # No kernel runs, so gradients are whatever memory held.
+        optimizer = torch.optim.SGD(norms.parameters(), 0.0)
+        dz = torch.ones(2, 4, 3, 3)
+        for _ in range(3):
+            inputs = [torch.randn(2, 4, 3, 3, requires_grad=True).clone() for _ in norms]
+            record.launched.clear()
+            Arriving.made = Arriving.waits = 0
+            with Counted() as counted:
+                outputs = [norm(x) for norm, x in zip(norms, inputs, strict=True)]
+                torch.autograd.backward(outputs, [dz] * 18)
+            optimizer.step()
+            optimizer.zero_grad()
+    # Forward, backward, and the sums of the parameters' gradients over the samples.
+    assert len(record.launched) == 3 * 18, len(record.launched)
+    # One copy and one event for all.  The clone stands for the copy; the last two look at the list on the host.
+    assert (Arriving.made, Arriving.waits) == (1, 0)
+    asked = ["cat", "abs_", "maximum", "mul", "gt", "clone", "any", "_local_scalar_dense"]
+    assert counted.names == asked, counted.names
+
+
 def unknown_versions_take_the_public_way() -> None:
     with recorder() as record, mock.patch.object(launcher, "KNOWN", False):
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
@@ -355,6 +420,7 @@ CHECKS = (
     a_dry_run_makes_its_own_plans,
     the_function_in_c_gets_what_triton_gives_it,
     a_step_of_a_norm_makes_few_calls,
+    a_step_of_18_norms_makes_few_device_ops,
     unknown_versions_take_the_public_way,
 )
 

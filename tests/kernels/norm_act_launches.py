@@ -18,14 +18,14 @@ FORMATS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
 SHAPES = {"split": (8, 64, 512, 512), "huge": (16, 64, 1024, 1024), "onchip": (4, 512, 16, 16)}
 
 
-def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=False, groups=None,
+def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=0, groups=None,
            residual=False, keep="output"):  # fmt: skip
     x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
     C = shape[1]
     weight, bias, *running = torch.ones(4, C)
     if groups is not None:
         running = [None, None]
-    slots = (torch.full((C,), -1, dtype=torch.int32), 1) if kept else None
+    slots = (torch.full((C,), -1, dtype=torch.int32), kept) if kept else None
     layout = layout_of(x).by_sample(shape[0], groups)
     r, dr = (torch.empty_like(x) if residual else None for _ in range(2))
     mean, rstd, xhat = norm_act_fwd(x, x, layout, weight, bias, *running, training, 0.1, 1e-5, act, slots, residual=r)
@@ -43,7 +43,7 @@ def case(shape, dtype, fmt, **options):
 CASES = {"-".join(names): case(*names) for names in itertools.product(("split", "onchip"), DTYPES, FORMATS)}
 # Every other case is compiled once, in the dtype of training.
 CASES |= {f"huge-fp16-{fmt}": case("huge", "fp16", fmt) for fmt in FORMATS}
-CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=True) for fmt in FORMATS}
+CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=1) for fmt in FORMATS}
 CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
 CASES |= {f"selu-fp16-{fmt}": case("onchip", "fp16", fmt, act=("selu", 0.0)) for fmt in FORMATS}
 CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}
@@ -58,6 +58,10 @@ for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "o
 EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "softplus", "selu", "relu6")
 for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
     CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
+# 216 positions are a multiple of 16 bytes, but not of 16 elements.
+CASES["instance-216-fp16-planes"] = partial(launch, (2, 256, 6, 36), torch.float16, FORMATS["planes"], groups=256)
+# Planes of 513 x 513 positions begin at any address.
+ODD = {"odd-fp16-planes": partial(launch, (8, 64, 513, 513), torch.float16, FORMATS["planes"])}
 
 # Every run compiles these: each path, statistic and layout, and the launches that need the most registers.  `-m slow`
 # compiles all.
@@ -71,6 +75,7 @@ FEW = {
         "instance-split-output-fp16-rows",
         "group-split-input-fp16-planes",
         "group-onchip-output-fp16-rows",
+        "instance-216-fp16-planes",
         "gelu_tanh-onchip-fp16-rows",
     )
 }

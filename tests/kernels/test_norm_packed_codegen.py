@@ -24,6 +24,8 @@ SPILLS = {
             "group-split-planes-output",
         )
     },
+    # A kernel with 255 registers, in rows.
+    **{(of, f"onchip-{dtype}-rows-8-input"): 8 for of in ("sm_90", "sm_100") for dtype in ("fp16", "bf16")},
     **{("sm_100", f"split-{of}"): 8 for of in ("fp16-planes-8-output", "fp32-planes-4-input")},
     ("sm_100", "split-fp32-planes-4-output"): 24,
     **{("sm_100", f"{of}-split-planes-output"): 16 for of in ("instance", "group")},

@@ -125,7 +125,7 @@ def test_on_a_cpu_a_change_through_data_is_seen_at_once():
     assert net._kept.kept.index.tolist() == [1]
 
 
-class Arrival:
+class Arrival(kept.Arriving):
     """A copy to the host that ends when the test says so."""
 
     made: ClassVar[list["Arrival"]] = []

@@ -129,18 +129,18 @@ def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
     return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
 
 
-def _op(x, *flat):
+def functional(x, *flat):
     """The functional op: returns z and the codes; the codes are empty unless ``coded``."""
     *window, coded = flat
     z, codes = forward(x, _pool(*window), coded)
     return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
 
 
-def _backward_op(dz, codes, size, rows, *window):
+def functional_backward(dz, codes, size, rows, *window):
     return backward(dz, codes, size, rows, _pool(*window))
 
 
-def _pick_op(ddx, codes, size, rows, *window):
+def functional_pick(ddx, codes, size, rows, *window):
     return pick(ddx, codes, rows, _pool(*window))
 
 
@@ -151,11 +151,11 @@ def _custom_op(name: str, function: Callable, schema: str) -> Any:
     return op
 
 
-max_pool_op = _custom_op("max_pool", _op, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
+max_pool_op = _custom_op("max_pool", functional, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
 # Both ops are linear in their first argument, and each is the transpose of the other.
 LINEAR = f"(Tensor t, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
-max_pool_backward_op = _custom_op("max_pool_backward", _backward_op, LINEAR)
-max_pool_pick_op = _custom_op("max_pool_pick", _pick_op, LINEAR)
+max_pool_backward_op = _custom_op("max_pool_backward", functional_backward, LINEAR)
+max_pool_pick_op = _custom_op("max_pool_pick", functional_pick, LINEAR)
 
 
 def _setup_context(ctx, inputs, output):

@@ -190,6 +190,14 @@ class Arriving:
     def wait(self) -> None:
         self.event.synchronize()
 
+    @functools.cached_property
+    def empty(self) -> bool:
+        return not self.mask.any()
+
+    def of(self, part: slice) -> Tensor | None:
+        """The mask of one module; None stands for all False."""
+        return None if self.empty or not self.mask[part].any() else self.mask[part]
+
 
 def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each channel of several modules, the bias at least, and kappa.  ``kinds`` has the channels of each module."""
@@ -283,14 +291,14 @@ class KeptChannels:
         if self._pending is not None and not recomputing() and self._pending[0].here():
             arrived, part = self._pending
             self._pending = None
-            self._use(arrived.mask[part], first.device)
+            self._use(arrived.of(part), first.device)
         if self.kept is not None and first.is_cuda:
             self._wait_for_slots(self.kept.slots)
         return self.kept
 
-    def _use(self, mask: Tensor, device: torch.device) -> None:
+    def _use(self, mask: Tensor | None, device: torch.device) -> None:
         """Takes a list that has arrived.  An equal list stays, so that nothing is copied to the device."""
-        if not mask.any():
+        if mask is None:
             self.kept = None
         elif self.kept is None or self.kept.mask is None or not torch.equal(mask, self.kept.mask):
             slots = slots_of(mask)

@@ -38,14 +38,18 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
 
+def hint_of(size: Any) -> int:
+    """A size as a number.  A symbolic size has the size of the example as its hint; reading the hint adds no guard."""
+    return size if isinstance(size, int) else size.node.hint or 1
+
+
 def size_of(node: fx.Node) -> int:
     """The number of elements of the largest result."""
     largest = 0
     for t in tensors_of(node):
         count = 1
         for size in t.shape:
-            # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
-            count *= size if isinstance(size, int) else size.node.hint or 1
+            count *= hint_of(size)
         largest = max(largest, count)
     return largest
 

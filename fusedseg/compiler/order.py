@@ -1,0 +1,212 @@
+"""The order in which backward computes values of forward again, and how often; for the codegen "aten".
+
+Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
+way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
+the first to the last.  Where it lies at the peak and nobody reads it there, it is computed once more for its later
+readers, if that lowers the peak.
+"""
+
+import operator
+
+from torch import fx
+
+from . import reinplace
+from .joint import is_op, is_random, nbytes_of, value_of
+
+# How many repetitions are tried for one graph.
+TRIALS = 200
+
+
+class Step:
+    """One node in its turn; a node that is computed twice has two steps.
+
+    reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
+    """
+
+    __slots__ = ("first", "nbytes", "node", "reads")
+
+    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int) -> None:
+        self.node, self.reads, self.nbytes = node, reads, nbytes
+        self.first: Step = self if root is node else next(step.first for step in reads if step.first.node is root)
+
+
+class Backward:
+    """A graph of backward: which of its nodes compute values of forward again, and what each needs of memory."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.roots = reinplace.roots_of(graph)
+        self.again: set[fx.Node] = set()
+        follows: set[fx.Node] = set()
+        for node in graph.nodes:
+            if _is_gradient(node) or any(source in follows for source in node.all_input_nodes):
+                follows.add(node)
+            elif node.op == "call_function" and node.users and _is_pure(node):
+                self.again.add(node)
+        self.needs: dict[fx.Node, int] = {}
+        self._inputs: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            held = need = 0
+            for source in self.inputs(node):
+                need = max(need, held + self.needs[source])
+                held += self.nbytes(source)
+            self.needs[node] = max(need, held + self.nbytes(node))
+
+    def nbytes(self, node: fx.Node) -> int:
+        """The bytes that a node allocates.  Parameters are alive anyway."""
+        if node.op == "output" or self.roots[node] is not node or str(node.target).startswith("primals"):
+            return 0
+        # Each of several results has a node of its own.
+        return 0 if isinstance(value_of(node), (tuple, list)) else nbytes_of(node)
+
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that are computed again, in the best order."""
+        if node not in self._inputs:
+            rebuilt = [source for source in node.all_input_nodes if source in self.again]
+            self._inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - self.needs[source])
+        return self._inputs[node]
+
+    def in_turn(self) -> list[Step]:
+        """The nodes, each value of forward right before its first reader."""
+        done: dict[fx.Node, Step] = {}
+        steps: list[Step] = []
+        for node in self.graph.nodes:
+            if node not in self.again:
+                self.compute(node, done, steps)
+        return steps
+
+    def compute(self, node: fx.Node, done: dict[fx.Node, Step], steps: list[Step]) -> None:
+        """Appends a step for a node, after steps for those of its inputs that are not done."""
+        stack = [node]
+        while stack:
+            now = stack[-1]
+            missing = next((source for source in self.inputs(now) if source not in done), None)
+            if now not in done and missing is not None:
+                stack.append(missing)
+                continue
+            stack.pop()
+            # All results of a call follow it at once, so that those that nobody reads are let go.
+            items = [user for user in now.users if now in self.again and user.target is operator.getitem]
+            for one in (now, *items):
+                if one not in done:
+                    done[one] = self.step(one, [done[source] for source in one.all_input_nodes])
+                    steps.append(done[one])
+
+    def step(self, node: fx.Node, reads: list[Step]) -> Step:
+        return Step(node, reads, self.roots[node], self.nbytes(node))
+
+    def parted(self, steps: list[Step], top: int) -> list[Step] | None:
+        """The steps with one value computed twice, so that fewer bytes are alive at the place ``top``; or None."""
+        now = Alive(steps)
+        crossing = [
+            step
+            for step in steps[:top]
+            if step.node in self.again and step.nbytes and now.last[step] > top and step not in now.read_at(top)
+        ]
+        for step in sorted(crossing, key=lambda step: -step.nbytes):
+            found = self._twice(steps, step, top, now)
+            if Alive(found).peak < now.peak:
+                return found
+        return None
+
+    def _twice(self, steps: list[Step], old: Step, top: int, now: "Alive") -> list[Step]:
+        """The steps with ``old`` computed again for its readers after the place ``top``."""
+        found = steps[: top + 1]
+        made: dict[Step, Step] = {}
+        for place, step in enumerate(steps[top + 1 :], top + 1):
+            reads = [self._again(read, old, place, now, made, found) for read in step.reads]
+            if reads == step.reads:
+                found.append(step)
+            else:
+                made[step] = self.step(step.node, reads)
+                found.append(made[step])
+        return found
+
+    def _again(
+        self, read: Step, old: Step, place: int, now: "Alive", made: dict[Step, Step], found: list[Step]
+    ) -> Step:
+        """What a reader at ``place`` reads in place of ``read``, if ``old`` is gone by then."""
+        if read in made:
+            return made[read]
+        gone = now.last[read.first] < place if read.first is not old else True
+        if not gone or read.node not in self.again or now.places[read] > place:
+            return read
+        made[read] = self.step(read.node, [self._again(r, old, place, now, made, found) for r in read.reads])
+        found.append(made[read])
+        return made[read]
+
+
+class Alive:
+    """Which bytes are alive when.
+
+    Attributes:
+        places: the place of each step.  last: for each memory the place of its last reader.
+        top: the place of the peak.  peak: its bytes, and the number of places that have them.
+    """
+
+    def __init__(self, steps: list[Step]) -> None:
+        self.steps = steps
+        self.places = {step: place for place, step in enumerate(steps)}
+        self.last = dict(self.places)
+        for place, step in enumerate(steps):
+            for read in step.reads:
+                self.last[read.first] = place
+        gone: list[list[Step]] = [[] for _ in steps]
+        for step in steps:
+            if step.first is step:
+                gone[self.last[step]].append(step)
+        bytes_at = []
+        alive = sum(step.nbytes for step in steps if step.node.op == "placeholder")
+        for place, step in enumerate(steps):
+            alive += step.nbytes * (step.node.op != "placeholder")
+            bytes_at.append(alive - self._written_over(step, place))
+            alive -= sum(one.nbytes for one in gone[place])
+        most = max(bytes_at)
+        self.top = bytes_at.index(most)
+        self.peak = (most, bytes_at.count(most))
+
+    def _written_over(self, step: Step, place: int) -> int:
+        """The bytes of an input that the result is written over."""
+        if step.node.target not in reinplace.OVERWRITING:
+            return 0
+        memory = [read.first for read in step.reads if read.first.nbytes == step.nbytes]
+        dead = any(m.node.op == "call_function" and self.last[m] == place for m in memory)
+        return step.nbytes if dead else 0
+
+    def read_at(self, place: int) -> set[Step]:
+        return {read.first for read in self.steps[place].reads}
+
+
+def rewrite(module: fx.GraphModule) -> None:
+    """Puts the nodes of a graph of backward into this order."""
+    backward = Backward(module.graph)
+    if not backward.again:
+        return
+    steps = backward.in_turn()
+    for _ in range(TRIALS):
+        found = backward.parted(steps, Alive(steps).top)
+        if found is None:
+            break
+        steps = found
+    module.graph = _written(steps)
+    module.recompile()
+
+
+def _written(steps: list[Step]) -> fx.Graph:
+    graph = fx.Graph()
+    made: dict[Step, fx.Node] = {}
+    for step in steps:
+        swapped = {source: made[read] for source, read in zip(step.node.all_input_nodes, step.reads, strict=True)}
+        made[step] = graph.node_copy(step.node, swapped.__getitem__)
+    return graph
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node may run at another place, and twice."""
+    if node.target is operator.getitem:
+        return True
+    return is_op(node) and not node.target._schema.is_mutable and not is_random(node)  # type: ignore[union-attr]

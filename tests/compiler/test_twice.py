@@ -1,0 +1,78 @@
+"""Products whose second run is nearly free."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.compiler.networks import compiled, kept, results, same
+
+
+class Windows(nn.Module):
+    """Attention in windows with a bias of positions, whose scores are much larger than queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.randn(2, 64, 64))
+
+    def forward(self, x):
+        B, N, C = x.shape
+        x = F.layer_norm(x, [C])
+        q, k, v = self.qkv(x).reshape(B, N, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
+        scores = (q * 0.5) @ k.transpose(-2, -1) + self.bias
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
+
+
+def test_scores_of_attention_are_not_kept():
+    """They were nine tenths of what a SwinUNETR kept."""
+    torch.manual_seed(0)
+    net, x = Windows(), torch.randn(6, 64, 8)
+    twin, scores = copy.deepcopy(net), 6 * 2 * 64 * 64 * 4
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert kept(twin, twin, [x]) > scores
+    assert kept(net, compiled(net), [x]) < scores / 2
+
+
+def test_a_fiftieth_of_the_arithmetic_runs_again():
+    """A 1x1 convolution of an image runs again; another one, of as many bytes for more arithmetic, does not."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shortcut, self.first = nn.Conv2d(1, 8, 1), nn.Conv2d(1, 8, 3, padding=1)
+            self.second, self.norms = nn.Conv2d(8, 8, 3, padding=1), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+
+        def forward(self, x):
+            y = self.second(torch.relu(self.norms[0](self.first(x))))
+            return torch.relu(self.norms[1](y) + self.norms[2](self.shortcut(x))).mean()
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(1, 1, 32, 32)
+    twin, plane = copy.deepcopy(net), 8 * 32 * 32 * 4
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert 2 * plane <= kept(net, compiled(net), [x]) < 2.1 * plane
+
+
+def test_a_product_whose_input_would_have_to_be_kept_runs_once():
+    """The weight is frozen, so that backward needs no input of the product."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow, self.last = nn.Conv2d(2, 8, 5), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 16, 7)
+            self.narrow.weight.requires_grad_(False)
+
+        def forward(self, x):
+            return self.last(torch.sin(self.narrow(torch.exp(self.wide(x)))))
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(1, 2, 20, 20)
+    twin = copy.deepcopy(net)
+    assert same(results_of_trained(net, compiled(net), x), results_of_trained(twin, twin, x))
+    assert kept(net, compiled(net), [x]) <= kept(twin, twin, [x])
+
+
+def results_of_trained(net, run, x):
+    return torch.autograd.grad(run(x).square().mean(), [p for p in net.parameters() if p.requires_grad])
