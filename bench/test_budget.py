@@ -120,6 +120,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # The smallest budget asks for more than the default of `extra_flops` buys.
 @pytest.mark.filterwarnings("ignore:.*cannot be reached")
+@pytest.mark.filterwarnings("ignore:fusedseg.convert. compiled code")
 @pytest.mark.benchmark(timer=CLOCK)
 def test_step(case, contender, device, report, benchmark):
     results, work = run(case, device)

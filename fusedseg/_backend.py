@@ -134,6 +134,11 @@ def explain(device: torch.device) -> tuple[str, str]:
     return "aten", f"'auto' takes Triton on GPUs only, and this is {device.type}"
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether Triton serves tensors on a device, as far as this is known before a kernel has run there."""
+    return explain(device)[0] == "triton"
+
+
 def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
     """Whether Triton kernels of a family ("norm", "conv", "pool", "sums" or "low_bit") serve ``x``.
 

@@ -13,6 +13,8 @@ classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documen
 """
 
 import importlib
+import inspect
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -433,6 +435,34 @@ def inductor_problem() -> str:
 def decomposition(op: Any) -> Any:
     """The function by which the compiler writes an op as simpler ones; None if it has none."""
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
+
+
+def uncompiled(compiled: Any) -> Any:
+    """The module or function of which ``torch.compile`` has made ``compiled``."""
+    if is_optimized_module(compiled):
+        return compiled._orig_mod
+    return inspect.unwrap(getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+def compiling() -> Any:
+    """The module or function that the compiler compiles now, further down in this stack; None if it is not found."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("eval_frame.py") and "fn" in frame.f_locals:
+            # The compiler wraps the modules of PyTorch itself.
+            target = inspect.unwrap(frame.f_locals["fn"])
+            return getattr(target, "__self__", target)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def reason_of_break(module: Any) -> str:
+    """Why a captured graph ends before the end of the model, and where; "" if it does not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    place = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+    return f"{place}: {reason.reason.strip().splitlines()[0]}"
 
 
 def python_dispatcher() -> Any:

@@ -35,6 +35,8 @@ MAX_COLUMNS = 4
 MAX_PARTIALS, FEW_BYTES = 16, 2**20
 # The tiles whose time a program takes to load its parameters and to merge parts.
 START_TILES = 2
+# Tensors of fewer bytes stay in L2 as a whole.
+HOT_BYTES = 2**24
 # The largest number of partial results of a channel.  One tile of the merging kernel takes this many.
 MAX_SPLITS = 512
 # The bytes of adjacent channels that a program of rows reads in each row.
@@ -99,20 +101,35 @@ def most_registers(layout, dtype: torch.dtype, K: int, backward: bool) -> dict[s
     """The option that lets as many programs be resident as are started for each multiprocessor.
 
     The compiler takes a few registers more by itself: in rows a thread holds the parameters of 8 channels.  In fp64, or
-    with an address for each element of kept channels of rows, it would spill many.  AMD's compiler has no such option.
+    with an address for each element of kept channels of rows, it would spill many.
     """
     without_addresses = MAX_COLUMNS if backward else 0
-    if (layout.rows and without_addresses < K) or dtype == torch.float64 or interpreted():
+    if (layout.rows and without_addresses < K) or dtype == torch.float64:
         return {}
-    if driver.active.get_current_target().backend != "cuda":
+    return registers_for(THREADS * (ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM))
+
+
+def registers_for(threads: int) -> dict[str, int]:
+    """The option that lets so many threads be resident in a multiprocessor.  AMD's compiler has no such option."""
+    if interpreted() or driver.active.get_current_target().backend != "cuda":
         return {}
-    registers = REGISTERS // (THREADS * (ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM))
-    return {"maxnreg": registers // 8 * 8}
+    return {"maxnreg": REGISTERS // threads // 8 * 8}
 
 
 def vector_of(layout, dtype: torch.dtype) -> int:
     """How many adjacent elements an access takes: 16 bytes, or fewer if runs in memory are no multiples of 16 bytes."""
     return math.gcd(layout.C if layout.rows else layout.S, 16 // dtype.itemsize)
+
+
+def peel_of(layout, dtype: torch.dtype, tile: int) -> int:
+    """The elements of a vector if planes begin anywhere and are read by vectors all the same; 1 otherwise.
+
+    The vectors at both ends hold elements of other planes (``lanes_before``), so none of them may leave the tensor, and
+    no program may write to it meanwhile.  Planes of less than half a tile share tiles.
+    """
+    vector, elements = 16 // dtype.itemsize, layout.I * layout.N * layout.C * layout.S
+    peels = not layout.rows and layout.S % vector and elements % vector == 0 and tile < 2 * layout.S < 2**31
+    return vector if peels else 1
 
 
 def shape_of(layout, dtype: torch.dtype, block_n: int, block_l: int) -> dict:
@@ -184,8 +201,12 @@ def split_blocks(
     ``backward`` says that it is one of those of backward, which hold more parameters.
     """
     tile_bytes, threads = STATS_TILE_BYTES if stats else TILE_BYTES, THREADS
+    if stats and not layout.rows and triton.cdiv(layout.S * dtype.itemsize, TILE_BYTES) in (3, 5, 7):
+        # A quarter of the last tile, or more, would be empty, and two tiles of another pass would not be one of this.
+        tile_bytes = TILE_BYTES
     programs_per_sm = ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM
-    vector = 16 // dtype.itemsize if layout.rows else vector_of(layout, dtype)
+    peel = peel_of(layout, dtype, tile_bytes // dtype.itemsize) if stats else 1
+    vector = 16 // dtype.itemsize if layout.rows or peel > 1 else vector_of(layout, dtype)
     if vector * dtype.itemsize < 4:
         programs_per_sm = programs_per_sm * THREADS // ODD_THREADS
         tile_bytes, threads = min(tile_bytes, ODD_TILE_BYTES), ODD_THREADS
@@ -199,15 +220,14 @@ def split_blocks(
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
     if packs and layout.rows:
         block_n = min(triton.next_power_of_2(layout.N), GROUP)
-    tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S, block_l))
-    most = tiles
-    if reduces:
-        most = min(tiles, MAX_PARTIALS if tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
-    splits = splits_of(groups, tiles, most, programs_per_sm * multiprocessors(device))
-    tiles_per_split = triton.cdiv(tiles, splits)
-    if layout.rows and tile_bytes < STATS_TILE_BYTES:
-        # Runs end where those of the statistics end, so that a walk back begins with what L2 holds.
-        tiles_per_split += tiles_per_split % (STATS_TILE_BYTES // tile_bytes)
+    tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S + peel - 1, block_l))
+    # All passes over a large tensor end their runs at the same places, so that a walk back begins with what L2 holds.
+    # Passes over odd planes have other tiles and numbers of programs.
+    unit = STATS_TILE_BYTES // tile_bytes if threads == THREADS and groups * tiles * tile_bytes > HOT_BYTES else 1
+    units = triton.cdiv(tiles, unit)
+    most = min(units, MAX_PARTIALS if reduces and tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
+    splits = splits_of(groups, units, most, programs_per_sm * multiprocessors(device))
+    tiles_per_split = unit * triton.cdiv(units, splits)
     meta = shape_of(layout, dtype, block_n, block_l)
     meta |= {"STAGES": STAGES, "EVICT": FIRST_PASS_EVICTION if reduces else OUTPUT_EVICTION}
     # The warps follow the true size, because a few small planes are less than a tile.
@@ -215,5 +235,7 @@ def split_blocks(
     # The number of vectors of a tile that a thread holds; of planes that are not aligned, shorter ones.
     fold = block_n * block_l // (vector * 32 * num_warps)
     meta |= {"num_warps": num_warps, "FOLD": max(1, min(fold, block_n) if layout.rows else fold)}
+    if stats:
+        meta["PEEL"] = peel
     meta["WHOLE"] = layout.N % block_n == 0 and (layout.C if layout.rows else layout.S) % block_l == 0
     return Blocks(groups, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .launch import ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, split_blocks
+from .launch import ONCHIP_BWD, ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, registers_for, split_blocks
 from .launcher import Launcher, plan
 from .low_bit_tile import Codes, kink_of, line_of, load_kink, load_saved, pack_tile, parts_of
 from .norm_stats import load_moments, merged, norm_stats
@@ -171,7 +171,7 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
         x = load_saved(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
                        0 if PACKS != "" else BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
@@ -200,8 +200,11 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
                                PACKS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, EPS: tl.constexpr,
                                D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr,
                                STAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-                               BLOCK_L: tl.constexpr):  # fmt: skip
-    """Reads whole statistics groups, as one tile, once.  Unless they are saved, statistics take two passes over it."""
+                               BLOCK_L: tl.constexpr, AGAIN: tl.constexpr):  # fmt: skip
+    """Reads whole statistics groups, as one tile, once.  Unless they are saved, statistics take two passes over it.
+
+    AGAIN loads x for each pass, from L1, instead of holding it: a thread has no registers for 64 values in fp32.
+    """
     C, S = aligned_sizes(C, S, ROWS, ALIGN)
     program = tl.program_id(0)
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
@@ -221,8 +224,15 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
     if SOURCE == "batch":
         n = slab_sum(mask.to(ACC), STAT, ROWS)
         mean = slab_sum(x, STAT, ROWS) / tl.maximum(n, 1.0)
+        if AGAIN:
+            # Without a barrier the compiler would merge the loads.
+            tl.debug_barrier()
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
         d = tl.where(mask, x - mean, 0.0)
         m2 = slab_sum(d * d, STAT, ROWS)
+        if AGAIN:
+            tl.debug_barrier()
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if STAT == "group":
             if mean_ptr is not None:
@@ -279,6 +289,11 @@ def onchip_plan(source, layout, dtype, eps, act, K, packing):
     if blocks is None or (packing.bits and layout.rows):
         return None
     constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
+    large = blocks.meta["BLOCK_N"] * blocks.meta["BLOCK_L"] * dtype.itemsize > ONCHIP_BWD
+    constants["AGAIN"] = large and not packing.bits
+    if constants["AGAIN"]:
+        # Two programs are resident.
+        constants |= registers_for(2 * 32 * blocks.meta["num_warps"])
     sizes = (layout.I, layout.N, layout.C, layout.S, K, packing.row_bytes)
     return Launcher(norm_act_fwd_onchip_kernel, (blocks.groups,), sizes, constants)
 

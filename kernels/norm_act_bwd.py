@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_grad, act_grad_of_input, act_inverse
-from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks
+from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks, vector_of
 from .launcher import Launcher, plan
 from .low_bit_tile import NO_CODES, Codes, line_of, load_kink, load_saved
 from .norm_act import load_affine, load_channel, load_slot
@@ -165,7 +165,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for j in tl.range(first, last, num_stages=STAGES):
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
         saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
                            row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
@@ -218,7 +218,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
-        offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
         line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
         saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
                            row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
@@ -351,7 +351,10 @@ def reduce_plan(tensor, layout, device, act, K):
     blocks = split_blocks(layout, tensor.dtype, device, reduces=True, backward=True)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits, tensor.row_bytes)
     constants = constants_of(tensor, layout, act, K) | blocks.meta
-    constants |= most_registers(layout, tensor.dtype, K, backward=True)
+    # Planes of a kept input need fewer registers by themselves.  With a limit the compiler loads one vector of x and dz
+    # after the other.
+    if layout.rows or tensor.keep == "output" or tensor.bits or vector_of(layout, tensor.dtype) == 1:
+        constants |= most_registers(layout, tensor.dtype, K, backward=True)
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 

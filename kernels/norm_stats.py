@@ -20,7 +20,6 @@ from .tile import (
     channel_sum,
     channels_of,
     cut_period,
-    folded,
     in_lanes,
     lane_counts,
     lane_sum,
@@ -39,10 +38,19 @@ def merge_two(count, mean, m2, n, other_mean, other_m2):
 
 
 @triton.jit
+def is_cut(j, period, PEEL: tl.constexpr):
+    """Whether tile j may be cut short: the last tile of a period, and in planes that begin anywhere the first one."""
+    cut = (j + 1) % period == 0
+    if PEEL > 1:
+        cut = cut | (j % period == 0)
+    return cut
+
+
+@triton.jit
 def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
                       ALIGN: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
-                      VECTOR: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+                      VECTOR: tl.constexpr, PEEL: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                       EVICT: tl.constexpr):  # fmt: skip
     """Leaves (count, mean, M2) of one split of a channel group.
 
@@ -54,22 +62,22 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
     split = tl.program_id(1)
     i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
-    period = cut_period(N, S, ROWS, BLOCK_N, BLOCK_L)
+    last = tl.minimum(first + tiles_per_split, tile_count(N, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L))
+    period = cut_period(N, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L)
 
     LANES: tl.constexpr = BLOCK_N * BLOCK_L // FOLD // VECTOR
     count = tl.full((), 0, ACC)
     mean = tl.zeros((1, LANES), ACC)
     m2 = tl.zeros((1, LANES), ACC)
-    if WHOLE or ROWS:
+    if WHOLE or ROWS or PEEL > 1:
         for j in tl.range(first, last, num_stages=STAGES):
-            if WHOLE or (j + 1) % period != 0:
-                offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+            if WHOLE or not is_cut(j, period, PEEL):
+                offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE or PEEL > 1, PEEL)
                 x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
-                x = folded(x.to(ACC), FOLD)
-                tile_mean = tl.sum(x, axis=0, keep_dims=True) * (1.0 / FOLD)
-                d = x - tile_mean
-                count, mean, m2 = merge_two(count, mean, m2, FOLD, tile_mean, tl.sum(d * d, axis=0, keep_dims=True))
+                x = in_lanes(x.to(ACC), FOLD, VECTOR)
+                tile_mean = lane_sum(x) * (1.0 / (FOLD * VECTOR))
+                d = x - tile_mean[:, :, None]
+                count, mean, m2 = merge_two(count, mean, m2, FOLD * VECTOR, tile_mean, lane_sum(d * d))
 
     count += tl.zeros((1, LANES), ACC)
     if not WHOLE:
@@ -78,16 +86,19 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
             first = first + period - 1 - first % period
             step = period
         for j in tl.range(first, last, step, num_stages=STAGES):
-            offs, mask = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
-            x = in_lanes(tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC), FOLD, VECTOR)
-            valid = in_lanes(mask, FOLD, VECTOR)
-            if ROWS:
-                n = lane_sum(valid.to(ACC))
-            else:
-                n = lane_counts(j, N, S, LANES, FOLD, VECTOR, BLOCK_N, BLOCK_L).to(ACC)
-            tile_mean = lane_sum(x) / tl.maximum(n, 1.0)
-            d = tl.where(valid, x - tile_mean[:, :, None], 0.0)
-            count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, lane_sum(d * d))
+            if PEEL == 1 or is_cut(j, period, PEEL):
+                offs, mask, near = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE, PEEL)
+                x = in_lanes(tl.load(x_ptr + offs, mask=near, other=0.0, eviction_policy=EVICT).to(ACC), FOLD, VECTOR)
+                valid = in_lanes(mask, FOLD, VECTOR)
+                if PEEL > 1:
+                    x = tl.where(valid, x, 0.0)
+                if ROWS:
+                    n = lane_sum(valid.to(ACC))
+                else:
+                    n = lane_counts(j, i, group, N, C, S, LANES, FOLD, VECTOR, BLOCK_N, BLOCK_L, PEEL).to(ACC)
+                tile_mean = lane_sum(x) / tl.maximum(n, 1.0)
+                d = tl.where(valid, x - tile_mean[:, :, None], 0.0)
+                count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, lane_sum(d * d))
     if ROWS:
         count, mean, m2 = as_rows(count, BLOCK_L), as_rows(mean, BLOCK_L), as_rows(m2, BLOCK_L)
     n, mean, m2 = chan_merge(count, mean, m2, ROWS)
@@ -206,11 +217,14 @@ def stats_plan(layout, dtype, device):
     if layout.rows and not blocks.meta["WHOLE"]:
         # The counts of every lane take registers as well.
         blocks = split_blocks(layout, dtype, device, reduces=True)
-        blocks = blocks._replace(meta=blocks.meta | most_registers(layout, dtype, K=0, backward=False))
+        meta = blocks.meta | most_registers(layout, dtype, K=0, backward=False) | {"PEEL": 1}
+        blocks = blocks._replace(meta=meta)
     sizes = (layout.N, layout.C, layout.S, layout.I * layout.C, blocks.tiles_per_split, blocks.splits)
     constants = {"ACC": acc_dtype(dtype), "VECTOR": 1, **blocks.meta}
+    if blocks.meta["PEEL"] > 1:
+        constants |= most_registers(layout, dtype, K=0, backward=False)
     if not layout.rows and not blocks.meta["WHOLE"]:
-        constants["VECTOR"] = min(vector_of(layout, dtype), blocks.meta["BLOCK_L"])
+        constants["VECTOR"] = max(blocks.meta["PEEL"], min(vector_of(layout, dtype), blocks.meta["BLOCK_L"]))
     return Launcher(norm_stats_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 

@@ -45,6 +45,16 @@ def aligned_sizes(C, S, ROWS: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def lanes_before(plane, S, PEEL: tl.constexpr):
+    """How many lanes of a plane's first vector belong to the plane before.
+
+    PEEL is 1, or the elements of a vector if planes begin anywhere.  Then the tiles of a plane begin with the vector
+    that holds its first element, so that loads take whole vectors.
+    """
+    return tl.cast(tl.cast(plane, tl.int64) * S % PEEL, tl.int32)
+
+
+@triton.jit
 def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     tiles = tiles_of(N, BLOCK_N)
     if not ROWS:
@@ -101,12 +111,13 @@ def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.cons
 
 @triton.jit
 def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-                 WHOLE: tl.constexpr = False):  # fmt: skip
+                 WHOLE: tl.constexpr = False, PEEL: tl.constexpr = 1):  # fmt: skip
     """The offsets and the mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L).
 
-    WHOLE says that no tile of the tensor is cut short, so that the compiler sees that nothing is masked.
+    A second mask has the lanes to load: with PEEL, those of all vectors that hold elements of the plane.  WHOLE says
+    that no tile of the tensor is cut short, so that the compiler sees that nothing is masked.
     """
-    n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
+    n0, s0 = tile_start(j, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L)
     # Offsets within the tile are int64 too: if planes are small, 128 samples of 2**25 elements are one tile.
     n = tl.arange(0, BLOCK_N)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_L)[None, :]
@@ -116,15 +127,20 @@ def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
         offs = first * C + group * BLOCK_L + (n * C + lane)
         mask = (n0 + n < N) & (group * BLOCK_L + lane < C)
     elif BLOCK_N == 1:
-        offs = (first * C + group) * S + s0 + lane
         # 32 bits suffice after the subtraction, and take half of the instructions.
-        mask = lane < tl.cast(S - s0, tl.int32)
+        before = lanes_before(first * C + group, S, PEEL) - tl.cast(s0, tl.int32)
+        offs = (first * C + group) * S // PEEL * PEEL + s0 + lane
+        mask = lane < before + S
     else:
         offs = (first * C + group) * S + (n * C * S + lane)
         mask = (n0 + n < N) & (lane < S)
     if WHOLE:
         mask = tl.zeros((BLOCK_N, BLOCK_L), tl.int32) == 0
-    return offs, mask
+    near = mask
+    if PEEL > 1 and not WHOLE:
+        near = lane < (tl.maximum(before + S, 0) + PEEL - 1) // PEEL * PEEL
+        mask = mask & (lane >= before)
+    return offs, mask, near
 
 
 @triton.jit
@@ -147,7 +163,7 @@ def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS:
     elif STAT == "batch" or ROWS:
         i, group, c = channels_of(program, C, STAT, ROWS, BLOCK_L)
         valid = c < C
-        offs, mask = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+        offs, mask, _ = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
     else:
         if STAT == "group":
             plane = program * D + n
@@ -210,16 +226,19 @@ def lane_sum(v):
 
 
 @triton.jit
-def lane_counts(j, N, S, LANES: tl.constexpr, FOLD: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_L: tl.constexpr):  # fmt: skip
+def lane_counts(j, i, group, N, C, S, LANES: tl.constexpr, FOLD: tl.constexpr, VECTOR: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, PEEL: tl.constexpr):  # fmt: skip
     """How many values of each lane of ``in_lanes`` exist in tile j of planes, (1, lanes).
 
     It is not a sum over the mask of the tile, which the compiler would hold in other threads.
     """
-    n0, s0 = tile_start(j, S, False, BLOCK_N, BLOCK_L)
+    n0, s0 = tile_start(j, S + (PEEL - 1), False, BLOCK_N, BLOCK_L)
     first = (tl.arange(0, FOLD)[:, None] * LANES + tl.arange(0, LANES)[None, :]) * VECTOR
-    left = tl.cast(S - s0, tl.int32) - first % BLOCK_L
+    before = lanes_before((tl.cast(i, tl.int64) * N + n0) * C + group, S, PEEL) - tl.cast(s0, tl.int32)
+    left = before + S - first % BLOCK_L
     n = tl.minimum(tl.maximum(left, 0), VECTOR)
+    if PEEL > 1:
+        n -= tl.minimum(tl.maximum(before - first % BLOCK_L, 0), VECTOR)
     n = tl.where(first // BLOCK_L < tl.cast(N - n0, tl.int32), n, 0)
     return tl.sum(n, axis=0, keep_dims=True)
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "compiler": ({"_torch", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_torch", "activation", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
+        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
         {"nnunetv2", "torch"},
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),

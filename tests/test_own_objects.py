@@ -25,6 +25,7 @@ ALLOWED = {
     "fusedseg/_torch.py": {
         "found": VERSIONS, "torch.autograd.forward_ad": VERSIONS, "torch.compiler": VERSIONS,
         "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
+        "compiled": USERS, "target": USERS, "module": GRAPH,
     },
     "fusedseg/cli/convert.py": {"args": ARGUMENTS},
     "fusedseg/cli/models.py": {"found": USERS},

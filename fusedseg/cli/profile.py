@@ -30,6 +30,8 @@ from .models import (
     shapes_text,
 )
 
+# The ways that are counted on the graphs of a compiler.
+COMPILED = ("compile", "fusedseg-compile")
 FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
 
 
@@ -55,7 +57,7 @@ def add_profile(commands) -> None:
         default="eager",
         metavar="LIST",
         help="ways to run the step, joined by commas: eager, fusedseg, amp, checkpoint, and combinations such as "
-        "fusedseg+amp (default: eager)",
+        "fusedseg+amp; and beside them compile and fusedseg-compile, whose graphs are counted (default: eager)",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "none", "whose step is taken")
     command.add_argument(
@@ -85,12 +87,33 @@ def run(args: argparse.Namespace) -> int:
             for count, strategy in enumerate(strategies, 1):
                 progress.update(f"{strategy.label(FUSED)} ({count} of {len(strategies)})")
                 reports.append(report_of(spec, shapes, strategy, args))
+            graphs = compiled_report(spec, shapes, args) if compiled_ways(args) else None
         write(reports, args)
     except Refused as refusal:
         print(f"fusedseg profile: {refusal}", file=sys.stderr)
         return 2
     show(reports, spec, shapes, args)
+    if graphs is not None:
+        print(f"\ntorch.compile, counted on its graphs\n{graphs}")
     return 0
+
+
+def compiled_ways(args: argparse.Namespace) -> list[str]:
+    return [label.strip() for label in args.compare.split(",") if label.strip() in COMPILED]
+
+
+def compiled_report(spec: Spec, shapes: Shapes, args: argparse.Namespace) -> Any:
+    """What the compiler's own partitioner keeps, and what the backend of this package keeps; no step runs."""
+    # Importing the compiler takes seconds.
+    from ..compiler.report import counted
+
+    dtype = DTYPES[args.dtype]
+    try:
+        with fake_mode() as mode:
+            return counted(fake_model(spec.build, mode, dtype), fake_inputs(shapes, dtype))
+    # A model, and the compiler, may raise any error.
+    except Exception as error:
+        raise Refused(f"{spec.name} is not compiled: {first_line(error)}{place_of(error)}") from error
 
 
 def check(args: argparse.Namespace) -> list[Strategy]:
@@ -103,8 +126,11 @@ def check(args: argparse.Namespace) -> list[Strategy]:
             raise Refused(f"{path} exists: choose another path, or pass --overwrite")
         if not Path(path).parent.is_dir():
             raise Refused(f"{path}: there is no folder {Path(path).parent}")
+    labels = [label for label in args.compare.split(",") if label.strip() not in COMPILED]
+    if not labels:
+        raise Refused(f"--compare: {args.compare} needs a way that runs beside it, such as eager")
     try:
-        return [Strategy.parse(label.strip(), FUSED) for label in args.compare.split(",")]
+        return [Strategy.parse(label.strip(), FUSED) for label in labels]
     except ValueError as error:
         raise Refused(f"--compare: {error}") from error
 

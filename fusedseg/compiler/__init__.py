@@ -1,5 +1,6 @@
 """A backend of ``torch.compile`` that keeps less for backward, for any stock model; see docs/compiler.md."""
 
 from .backend import backend
+from .report import Graph, Report, report
 
-__all__ = ["backend"]
+__all__ = ["Graph", "Report", "backend", "report"]

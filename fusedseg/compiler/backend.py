@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
+from .report import noting
 from .settings import OP, Settings, parse
 
 
@@ -25,7 +26,8 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
-    return compiler(module, example_inputs, settings, mode)
+    with noting(module, example_inputs, _torch.compiling()):
+        return compiler(module, example_inputs, settings, mode)
 
 
 def chosen(settings: Settings) -> Settings:

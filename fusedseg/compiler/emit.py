@@ -14,7 +14,7 @@ from torch import fx
 from .. import _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
-from . import reinplace
+from . import reinplace, triton_ops
 from .joint import is_op
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class Source:
             target = DIRECT[target]
         elif is_op(node):
             target = _torch.bare_op(target)
-        hint = str(node.target).replace(".", "_").replace("::", "_") if is_op(node) else "function"
+        hint = str(node.target).replace(".", "_").replace("::", "_") if is_op(node) else target.__name__
         return f"{self.name(target, hint if hint.isidentifier() else 'function')}({', '.join(given)})"
 
 
@@ -152,7 +152,9 @@ def _attribute(module: Any, path: Any) -> Any:
 
 def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The function that runs a graph."""
-    reinplace.rewrite(module.graph)
+    reinplace.statistics(module.graph)
+    triton_ops.rewrite(module.graph)
+    reinplace.results(module.graph)
     source = source_of(module)
     text = "\n".join(source.lines)
     names = dict(source.objects)

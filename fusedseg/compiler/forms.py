@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .. import _torch
+from .. import _backend, _torch
 from .joint import call, is_tensor, items_of, name_of, value_of
 
 aten = torch.ops.aten
@@ -164,7 +164,9 @@ def _is_certain(norm: BatchNorm) -> bool:
     """
     x = value_of(norm.x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if norm.mean is None or norm.rstd is None or x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
+    # Where the ops of this package serve, ``triton_ops.py`` rebuilds the output.
+    elsewhere = x.device.type != "cpu" or _backend.takes_triton(x.device)
+    if norm.mean is None or norm.rstd is None or elsewhere or value_of(norm.mean).dtype != wide:
         return False
     dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
     return dense and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))

@@ -70,6 +70,28 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
         return graph.node_copy(node, lambda source: swapped.get(source, source))
 
 
+def is_alike(x: Any, result: Any) -> bool:
+    """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
+    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
+        return False
+    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
+        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
+        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
+            return False
+        return all(not isinstance(s, int) or s > 0 for s in x.stride())
+    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 class Joint:
     """Which part of a joint graph a node belongs to.
 

@@ -7,6 +7,7 @@ from torch import fx
 
 from .. import _torch
 from . import branches, forms, joint, keep, order, rounded, simplify, split, twice
+from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -27,11 +28,13 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepare(module, options["num_fwd_outputs"], self.settings)
+        outputs = options["num_fwd_outputs"]
+        plan = prepare(module, outputs, self.settings)
         with _parts.config.patch(activation_memory_budget=1.0):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
         if self.settings.codegen == "aten":
             order.rewrite(backward)
+        note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
         return forward, backward
 
 

@@ -6,13 +6,16 @@ and has the dtype, shape and strides of the result.  Running statistics are writ
 that is copied back.
 """
 
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from .joint import is_op, items_of, name_of, outputs_of, value_of
+from . import triton_ops
+from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
 
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
@@ -37,11 +40,6 @@ OVERWRITING: dict[Any, Any] = {
 }
 
 
-def rewrite(graph: fx.Graph) -> int:
-    """Makes the ops of a forward or backward graph write in place, and returns how many do."""
-    return _statistics(graph) + _activations(graph)
-
-
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its result lies in."""
     roots: dict[fx.Node, fx.Node] = {}
@@ -49,7 +47,7 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         root = node
         if is_op(node) and (node.target.is_view or name_of(node) in UNSAFE_VIEWS):
             root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
-        elif node.op == "call_function" and not is_op(node) and node.all_input_nodes:
+        elif node.target is operator.getitem:
             # One of several results; they may be views, as those of split.
             source = node.all_input_nodes[0]
             of_view = is_op(source) and source.target.is_view
@@ -67,36 +65,43 @@ def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node,
     return last
 
 
-def _activations(graph: fx.Graph) -> int:
+def results(graph: fx.Graph) -> int:
+    """Makes ops write their results over their first arguments, and returns how many do."""
     roots = roots_of(graph)
     last = _last_reads(graph, roots)
     count = 0
     for place, node in enumerate(graph.nodes):
-        if node.op != "call_function" or node.target not in OVERWRITING:
+        overwriting = _overwriting(node)
+        if overwriting is None:
             continue
         x = node.args[0]
-        if not _is_free(node, x, place, roots, last):
+        result = items_of(node).get(0) if isinstance(value_of(node), tuple) else node
+        if result is None:
+            continue
+        if not _is_free(node, result, x, place, roots, last):
             # A sum or a product has the same bits with its arguments exchanged.
             if node.target not in (aten.add.Tensor, aten.mul.Tensor) or len(node.args) != 2 or node.kwargs:
                 continue
             x = node.args[1]
-            if not _is_free(node, x, place, roots, last):
+            if not _is_free(node, result, x, place, roots, last):
                 continue
             node.args = (x, node.args[0])
         root = roots[x]
-        node.target = OVERWRITING[node.target]
+        node.target = overwriting
         # The result lies in the memory of x, so that memory is read as long as the result is.
         for other, of in roots.items():
-            if of is node:
+            if of is result:
                 roots[other] = root
-        last[root] = max(place, last.get(node, place))
+        last[root] = max(place, last.get(result, place))
         count += 1
     return count
 
 
-def _is_free(node: fx.Node, x: Any, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+def _is_free(
+    node: fx.Node, result: fx.Node, x: Any, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]
+) -> bool:
     """Whether the result of the node at ``place`` may be written over its argument ``x``."""
-    if not isinstance(x, fx.Node) or not _is_alike(value_of(x), value_of(node)):
+    if not isinstance(x, fx.Node) or not is_alike(value_of(x), value_of(result)):
         return False
     root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
     if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
@@ -104,33 +109,22 @@ def _is_free(node: fx.Node, x: Any, place: int, roots: dict[fx.Node, fx.Node], l
     return _is_whole(value_of(root), value_of(x))
 
 
-def _is_alike(x: Any, result: Any) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
-        return False
-    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
-        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
-        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
-            return False
-        return all(not isinstance(s, int) or s > 0 for s in x.stride())
-    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether no two elements share memory."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _is_whole(root: Any, x: Any) -> bool:
     """Whether a view covers the memory that it lies in; ``root`` may have several results."""
     return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
 
 
-def _statistics(graph: fx.Graph) -> int:
+def _overwriting(node: fx.Node) -> Any:
+    """The form of a node's function that writes the result over the first argument, or None."""
+    if isinstance(node.target, triton_ops.Backward):
+        return replace(node.target, in_place=True)
+    if isinstance(node.target, triton_ops.Forward):
+        # An op that writes over its input keeps no mean.
+        return replace(node.target, in_place=True) if set(items_of(node)) == {0} else None
+    return OVERWRITING.get(node.target) if node.op == "call_function" else None
+
+
+def statistics(graph: fx.Graph) -> int:
     """Norms move their running statistics where they are, and counters are increased there."""
     outputs = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}

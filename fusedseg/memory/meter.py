@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import _torch
 from .._torch import TorchDispatchMode, tree_leaves
-from .workspaces import with_workspace
+from .workspaces import as_with_values
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class LiveBytes(TorchDispatchMode):
         """Called with the key of each freed storage; subclasses override it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = with_workspace(func, args, func(*args, **(kwargs or {})))
+        out = as_with_values(func, args, func(*args, **(kwargs or {})))
         # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
             return out

@@ -1,7 +1,9 @@
-"""The workspace that an op keeps for backward, where PyTorch's function for tensors without values knows nothing of it.
+"""The results of ops whose memory differs between tensors with values and tensors without values.
 
 oneDNN, which computes ``nn.LSTM`` on a CPU, keeps gates and states in a tensor of bytes, ten times the output.  Without
 values this tensor is empty.
+
+Backward of a batch norm allocates no gradient of the input if nobody asks for it.  Without values it returns one.
 """
 
 import functools
@@ -13,16 +15,24 @@ from torch import Tensor
 from .._torch import FakeTensor, unset_fake_temporarily
 
 RNN = torch.ops.aten.mkldnn_rnn_layer.default
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 # The workspace grows by equal parts with the steps of the sequence and with the batch, but for a few pages of rounding.
 # So that of a large input follows from inputs of at most this batch and these numbers of steps, which have values.
 FEW, MANY = 8, 136
 BATCH = 16
 
 
-def with_workspace(func: Any, args: Any, out: Any) -> Any:
-    """The results of ``func``; if they lack the workspace because they have no values, with one of its size."""
-    if func is not RNN or not isinstance(out[0], FakeTensor) or not out[0].numel():
-        return out
+def as_with_values(func: Any, args: Any, out: Any) -> Any:
+    """The results of ``func``; if they have no values, with the memory that they would have with values."""
+    if func is BATCH_NORM_BACKWARD and isinstance(out[0], FakeTensor):
+        *_, output_mask = args
+        return (out[0] if output_mask[0] else None), *out[1:]
+    if func is RNN and isinstance(out[0], FakeTensor) and out[0].numel():
+        return _with_workspace(args, out)
+    return out
+
+
+def _with_workspace(args: Any, out: Any) -> Any:
     T, N, *_ = args[0].shape
     given = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in args[:7])
     options = tuple(tuple(a) if isinstance(a, list) else a for a in args[7:])

@@ -69,9 +69,9 @@ def make(name):
     return build(), [torch.randn(shape) for shape in shapes]
 
 
-def compiled(model, codegen="aten", **options):
+def compiled(model, codegen="aten", dynamic=None, **options):
     """``options`` are those of the backend."""
-    return torch.compile(model, backend="fusedseg", options={"codegen": codegen, **options})
+    return torch.compile(model, backend="fusedseg", dynamic=dynamic, options={"codegen": codegen, **options})
 
 
 def results(net, run, inputs, steps=2):

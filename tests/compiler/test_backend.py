@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedseg import _torch, recompute
-from fusedseg.compiler import backend
+from fusedseg.compiler import backend, report
 from fusedseg.compiler.settings import Settings, parse
 from tests.compiler.networks import compiled, kept, make, results, same
 
@@ -72,14 +72,21 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
 
 def test_modes_are_those_of_inductor():
     with pytest.raises(ValueError, match="codegen='aten' has no modes"):
-        backend(None, [], options={"codegen": "aten"}, mode="max-autotune")
+        backend(torch.fx.symbolic_trace(net()), [], options={"codegen": "aten"}, mode="max-autotune")
 
 
 def test_model_compile():
-    model, x = net(), torch.randn(2, 1, 6, 6)
+    """A class of its own: PyTorch compiles nothing if ``compile`` of a module of torch.nn is called."""
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)
+
+    model, x = Own(*net()), torch.randn(2, 1, 6, 6)
     twin = copy.deepcopy(model)
     model.compile(backend="fusedseg", options={"codegen": "aten"})
     assert same(results(model, model, [x]), results(twin, twin, [x]))
+    assert len(report(model).graphs) == 1
 
 
 @pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")

@@ -234,6 +234,15 @@ def test_dynamic_shapes(dynamic):
     assert counts[0] == counts[1]
 
 
+def test_an_instance_norm_of_any_batch():
+    """It is traced as a batch norm of batch × channels, a symbolic number, and rebuilt from as many statistics."""
+    net, twin = pair(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)))
+    run = compiled(net, dynamic=True)
+    for batch in (2, 3):
+        image = torch.randn(batch, 3, 9, 9)
+        assert same(results(net, run, [image], 1), results(twin, twin, [image], 1))
+
+
 def test_several_threads(x):
     """Two threads compile and train a network each."""
     nets = [pair() for _ in range(2)]

@@ -19,6 +19,9 @@ from tests.conversion.test_budget_table import NETWORKS
 # long residual stream of a ResNet the sum after about every fifth block.
 MORE, MORE_OF_RESNET = 0.012, 0.07
 SHOWN = (1.0, 0.4, 0.3, 0.2)
+# Compiled code keeps the results of four max-pools (96 MiB), where eager mode rebuilds them from convolutions that run
+# again.  So it keeps 0.2026 of eager mode's bytes, and 0.1881 are kept in eager mode.
+KNOWN = {("`lidar_optical_unet(plain=True)`, 8×(5+3)×256×256", 0.2): 0.203}
 
 
 @pytest.mark.slow
@@ -26,8 +29,8 @@ SHOWN = (1.0, 0.4, 0.3, 0.2)
 def test_beside_the_compiler(name):
     """For what the compiler keeps and repeats with a budget, ``convert`` finds a choice that repeats no more.
 
-    It keeps no more but for ``MORE``.  Compiled code keeps what eager mode keeps, and its peak is at most a hundredth
-    above that of the compiler by itself.
+    It keeps no more but for ``MORE``.  Compiled code keeps what eager mode keeps, but for ``KNOWN``, and its peak is at
+    most a hundredth above that of the compiler by itself.
     """
     make, shapes = NETWORKS[name]
     with fake_mode():
@@ -54,9 +57,9 @@ def test_beside_the_compiler(name):
                 shown.append((budget, compiled, rung, found))
             print(f"| {name} | {' | '.join(line)} |", flush=True)
         assert not missed
-        for _, compiled, rung, found in shown:
-            # Compiled code keeps the result of a pool where eager mode rebuilds it from a convolution that runs again.
-            assert compiled.kept <= 1.02 * rung.kept + MORE * eager.saved
+        for budget, compiled, rung, found in shown:
+            known = KNOWN.get((name, budget))
+            assert compiled.kept <= (1.02 * rung.kept if known is None else known * eager.saved)
             assert compiled.peak <= 1.01 * found.peak
 
 

@@ -662,11 +662,24 @@ def compiled_difference(run, dynamic, tell=lambda phase: None):
     if not as_stock:
         if difference(expected, found) is None:
             return "same", ""
-        if difference(run(compiled_by(stock_backend_of_rewritten, dynamic)), found) is None:
+        # aot_eager is wrong where it computes a value again from an argument that forward overwrites.
+        others = stock, expected, run(compiled_by(stock_backend_of_rewritten, dynamic))
+        if found[0].error is None and each_is_in(found[0].results, [logs[0].results for logs in others]):
             return "as aot_eager", ""
     if difference(expected, run(eager_call)) is not None:
         return "unstable", ""
     return "failure", how
+
+
+def each_is_in(results, others):
+    """Whether each result is that of one of the other runs."""
+
+    def is_in(place):
+        label, value = results[place]
+        same = [other[place] for other in others if len(other) == len(results) and other[place][0] == label]
+        return any(differs(wanted, value) is None for _, wanted in same)
+
+    return all(map(is_in, range(len(results))))
 
 
 def check_compiled(run, dynamic):

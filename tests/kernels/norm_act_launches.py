@@ -58,6 +58,10 @@ for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "o
 EXACT = ("relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "softplus", "selu", "relu6")
 for act, (path, fmt) in zip(EXACT, itertools.cycle(itertools.product(("split", "onchip"), FORMATS))):
     CASES[f"{act}-{path}-fp16-{fmt}"] = case(path, "fp16", fmt, act=(act, 0.0), keep="input")
+# 216 positions are a multiple of 16 bytes, but not of 16 elements.
+CASES["instance-216-fp16-planes"] = partial(launch, (2, 256, 6, 36), torch.float16, FORMATS["planes"], groups=256)
+# Planes of 513 x 513 positions begin at any address.
+ODD = {"odd-fp16-planes": partial(launch, (8, 64, 513, 513), torch.float16, FORMATS["planes"])}
 
 # Every run compiles these: each path, statistic and layout, and the launches that need the most registers.  `-m slow`
 # compiles all.
@@ -71,6 +75,7 @@ FEW = {
         "instance-split-output-fp16-rows",
         "group-split-input-fp16-planes",
         "group-onchip-output-fp16-rows",
+        "instance-216-fp16-planes",
         "gelu_tanh-onchip-fp16-rows",
     )
 }

@@ -16,6 +16,7 @@ SUITES = {
     "norm_act": ("tests.kernels.norm_act_launches", "FEW", ("sm_90",)),
     "norm_act-amd": ("tests.kernels.norm_act_launches", "FEWER", ("gfx942",)),
     "norm_act-others": ("tests.kernels.norm_act_launches", "FEW", OTHERS),
+    "odd-norm_act": ("tests.kernels.norm_act_launches", "ODD", ("sm_90",)),
     "norm_act-all": ("tests.kernels.norm_act_launches", "CASES", TARGETS),
     "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", VENDORS),
     "conv_abn-products": ("tests.kernels.conv_abn_launches", "FEWER", ("sm_80", "sm_100")),
@@ -130,6 +131,13 @@ def test_16_byte_loads_and_stores(launches):
     expected = {("x_ptr", "load"), ("out_ptr", "store"), ("saved_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")}
     expected |= {("residual_ptr", "load"), ("dresidual_ptr", "store")}
     assert {access for access, count in seen.items() if count} == expected
+
+
+@suites("odd")
+def test_planes_at_any_address_are_read_by_vectors(launches):
+    """The statistics read them two bytes at a time, as kernels that write do."""
+    (stats,) = (of for of in launches if of["kernel"] == "norm_stats_kernel")
+    assert set(stats["accesses"]["x_ptr"]["load"]) == {"16"}
 
 
 @suites("norm_act")

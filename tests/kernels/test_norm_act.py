@@ -52,6 +52,8 @@ PATHS = [
 SMALL_PATHS = {
     "planes": (PLANES["odd-plane"], torch.contiguous_format),
     "planes-split": ((3, 2, 9, 11), torch.contiguous_format),
+    # Planes begin anywhere, and the vectors at their ends hold elements of other planes.
+    "planes-peeled-split": ((2, 4, 17, 19), torch.contiguous_format),
     "rows": (ROWS["odd-rows"], None),
     "rows-split": ((2, 20, 3, 5), None),
 }

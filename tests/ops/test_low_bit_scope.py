@@ -376,3 +376,17 @@ def test_refused(arguments, kind, text):
     for call in (recompute, lambda **given: fusedseg.convert(nn.Conv2d(3, 4, 3), **given)):
         with pytest.raises(kind, match=text):
             call(**arguments)
+
+
+def test_instance_norm_with_running_statistics_has_a_kink_for_each_channel_of_each_sample():
+    """Network 651 of the hunt: "kink must have shape".  The gradient of the bias is the sum of exact gates."""
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), norm.eval(), nn.ReLU())
+    nn.init.normal_(norm.bias)
+    x = torch.randn(2, 3, 32, 32)
+    net(x).sum().backward()
+    expected, norm.bias.grad = norm.bias.grad, None
+    with recompute(bits=4):
+        out = net(x)
+    out.sum().backward()
+    assert torch.equal(norm.bias.grad, expected)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusedseg
@@ -116,6 +117,18 @@ def test_a_source_that_a_module_of_ours_overwrites_is_copied_first(make, x):
 
     params = [*up.parameters(), *last.parameters()]
     assert_equal(*[torch.autograd.grad(run(x), params) for run in (fn, recompute()(fn))])
+
+
+def test_a_source_without_values_that_is_overwritten_is_copied_to_its_device():
+    """Network 807 of the hunt: the memory of a tensor without values calls itself "meta", and so did the copy."""
+    with FakeTensorMode():
+        conv, x = nn.Conv2d(3, 4, 1), torch.empty(2, 3, 8, 8)
+        with recompute():
+            raw = conv(x)
+            out = conv.weight.sum() * F.relu(F.batch_norm(raw, None, None, training=True))
+            F.dropout(raw, 0.5, inplace=True)
+        out.sum().backward()
+        assert conv.weight.grad.device == x.device
 
 
 def test_a_source_that_is_overwritten_outside_raises(x):

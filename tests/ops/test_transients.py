@@ -10,6 +10,7 @@ import fusedseg
 from fusedseg.activation import TABLE
 from fusedseg.functional import Interpolated
 from fusedseg.memory import LiveBytes, measure
+from fusedseg.memory.fake import fake_mode
 from fusedseg.ops import reuse
 from fusedseg.ops.norm import aten_chunks, aten_input
 
@@ -273,9 +274,9 @@ def test_a_batch_of_gradients():
 def test_the_peak_of_a_network_of_two_blocks():
     """At the peak of backward, beside what is kept, there is one tensor of the largest size: dz, or the dx over it.
 
-    Without that, both are there.
+    Without that, both are there.  So it is on a GPU; on a CPU the memory of one chunk comes on top.
     """
-    with FakeTensorMode():
+    with fake_mode():
         net = nn.Sequential(fusedseg.ConvABN2d(3, 16, 3, padding=1), fusedseg.ConvABN2d(16, 16, 3, padding=1))
         x = torch.empty(8, 3, 128, 128)
         found = measure(net, x, loss=lambda out: (out * 1).sum())

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
+from .aten_chunks import run_of
 from .aten_groups import over_channels, over_samples
 from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
@@ -308,8 +307,7 @@ def _in_parts(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients
     sums: list[tuple] = []
     of_part = wanted._replace(into=None)
     parts = [slice(first, min(first + step, U)) for first in range(0, U, step)]
-    # Without values, two parts stand for all, because each part allocates the same memory, and the next one frees it.
-    run = parts[:2] if isinstance(x, FakeTensor) and get_proxy_mode() is None else parts
+    run = run_of(parts, x)
     for u in run:
         xp, dzp = wide["x"][:, u], wide["dz"][:, u]
         rp = None if residual is None else wide["residual"][:, u]

@@ -19,6 +19,7 @@ computed from sums.  ``aten_samples.py`` serves samples with statistics of their
 import torch
 from torch import Tensor
 
+from ..._backend import on_gpu
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation, Inverse
 from ..activation_aten import activate
@@ -250,8 +251,8 @@ def backward(
     elif as_groups and aten_chunks.small(z):
         g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
         dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
-    elif isinstance(z, FakeTensor):
-        # A loop over thousands of pieces of a fake tensor would take seconds.
+    elif isinstance(z, FakeTensor) and on_gpu(z):
+        # The kernel of a GPU has no chunks.
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
     else:
         dx = torch.empty_like(z) if into is None else into
@@ -285,7 +286,8 @@ def _backward_planes(
     at_once = training and job.D == 1
     by_sums = at_once and z.dtype == job.rstd.dtype
     memory = z.new_empty((2, N * (parts[0].stop - parts[0].start) * S))
-    for c in parts:
+    run = aten_chunks.run_of(parts, z)
+    for c in run:
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
         if by_sums:
@@ -305,7 +307,8 @@ def _backward_planes(
             torch.mul(g, (job.weight[c] * job.rstd[c]).view(1, -1, 1), out=dx_c)
         s1.append(s1_c)
         s2.append(s2_c)
-    return torch.cat(s2), torch.cat(s1)
+    times = -(-len(parts) // len(run))
+    return torch.cat(s2 * times)[: z.shape[1]], torch.cat(s1 * times)[: z.shape[1]]
 
 
 def _backward_twice(
@@ -332,13 +335,15 @@ def _backward_twice(
     over_z = starts_at(dx, z)
     waits = job.dresidual if job.dresidual is not None else None if over_z or job.g_is_dz else dx
     sums = []
-    for c, r in parts:
+    run = aten_chunks.run_of(parts, z)
+    for c, r in run:
         z_cr = z[:, c, r]
         g = job.gradient(z_cr, dz[:, c, r], c, r, None if waits is None else waits[:, c, r])
         sums.append(job.reduce(g, job.invert(z_cr, c, r, memory_of(z_cr)), c, False))
-    s2, s1 = (torch.stack(s).sum(0) if rows else torch.cat(s) for s in list(zip(*sums, strict=True))[1:])
+    sums *= -(-len(parts) // len(run))
+    s2, s1 = (torch.stack(s).sum(0) if rows else torch.cat(s)[: z.shape[1]] for s in list(zip(*sums, strict=True))[1:])
     vectors = job.affine(*((s1, s2) if exchange is None else exchange(s1, s2)), EVERY)
-    for c, r in reversed(parts):
+    for c, r in reversed(run):
         z_cr, dx_cr = z[:, c, r], dx[:, c, r]
         g = dx_cr if waits is dx else waits[:, c, r] if waits is not None else job.gradient(z_cr, dz[:, c, r], c, r)
         scale, slope, offset = (v[c] for v in vectors)

@@ -149,6 +149,21 @@ def warn_of_budget() -> bool:
 
 
 @assume_constant_result
+def warn_of_uncounted() -> bool:
+    """Warns that compiled code may miss the budget of a converted model.  It runs while the compiler traces.
+
+    Only the compiler's partition, which comes after the trace, knows the bytes.
+    """
+    warnings.warn(
+        "fusedseg.convert: compiled code runs the calls twice that run twice in eager mode, but nothing counts what it "
+        "keeps, which may be more than the budget, as with group norms and attention; `python -m fusedseg plan MODEL "
+        "--input SHAPE --curve PICTURE` counts it",
+        stacklevel=2,
+    )
+    return True
+
+
+@assume_constant_result
 def warn_of_bits() -> bool:
     """Warns that ``bits`` has no effect in compiled code.  It runs while the compiler traces."""
     warnings.warn(

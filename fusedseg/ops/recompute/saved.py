@@ -82,7 +82,8 @@ class Data:
     node, bits, steps, needs = -1, EXACT, 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
-        self.at, self.outer = at, outer
+        # The memory of a tensor without values says that it is on the device "meta".
+        self.at, self.outer, self.device = at, outer, t.device
         # It is detached, because an output that is saved together with its own graph would keep itself alive.
         self._take(t.detach())
 
@@ -102,7 +103,7 @@ class Data:
         at = self.at
         # The copy has every element once, although the tensor may show some elements twice.
         span = at.end() - at.offset if 0 not in at.size else 0
-        memory = torch.empty(0, dtype=at.dtype, device=storage.device)
+        memory = torch.empty(0, dtype=at.dtype, device=self.device)
         with torch.no_grad():
             copy = memory.set_(storage, at.offset, (span,), (1,)).clone()
             return copy.as_strided(at.size, at.stride, 0)

@@ -144,8 +144,11 @@ class recompute(ContextDecorator):
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             if not unfused.wanted() and compiled.prepare():
-                if self._make_guide is not None and self._again is None:
-                    compiled.warn_of_budget()
+                if self._make_guide is not None:
+                    if self._again is None:
+                        compiled.warn_of_budget()
+                    elif torch.is_grad_enabled():
+                        compiled.warn_of_uncounted()
                 if self._rounding is not None:
                     compiled.warn_of_bits()
                 compiled.begin(self._again or ())

@@ -1,0 +1,329 @@
+"""What the backend has made of a model: ``report``, and ``counted`` for a model that has not run.
+
+All bytes are counted on the graphs, without what a kernel allocates inside itself.
+"""
+
+import contextvars
+import copy
+import json
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import _torch
+from .._sizes import text_of
+from ..memory.buffers import Buffers, results
+from ..memory.fake import fake_mode
+from ..memory.meter import key_of, mean_of, measure
+from . import keep
+from .joint import name_of, outputs_of, value_of
+from .reinplace import OVERWRITING
+from .settings import OP, Settings
+
+Fusible = Callable[[fx.Node], bool]
+# A row shows at most this many ops that are computed again.
+NAMES = 6
+
+
+class Bytes(NamedTuple):
+    """What forward keeps for backward, and the most bytes at once, both without inputs and parameters."""
+
+    kept: int
+    peak: int
+
+
+@dataclass
+class Graph:
+    """A graph that the compiler has captured.
+
+    Attributes:
+        calls: the number of calls in it.
+        trained: whether it has a backward.
+        eager: what eager mode keeps; None for a graph without a backward, and one from the compiler's cache.
+        stock: what the compiler's own partitioner keeps; None if nobody has asked for it.
+        ours: what the backend keeps; None if ``eager`` is None.
+        again: the ops that backward computes again, and how often.
+        returned: the bytes that the graph returns.
+        symbolic: whether it serves several sizes, so that its bytes are not counted.
+        ends: why the graph ends where it does, and where that is; "" if it is the last one.
+    """
+
+    calls: int
+    trained: bool
+    eager: Bytes | None = None
+    stock: Bytes | None = None
+    ours: Bytes | None = None
+    again: dict[str, int] = field(default_factory=dict)
+    returned: int = 0
+    symbolic: bool = False
+    ends: str = ""
+
+    def lines(self) -> Iterator[str]:
+        if not self.trained:
+            yield "  runs without a backward, and keeps nothing"
+        elif self.symbolic:
+            yield "  serves several sizes, so its bytes are not counted"
+        elif self.eager is None or self.ours is None:
+            yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
+        else:
+            for label, place in (("kept for backward", 0), ("at the peak", 1)):
+                before, after = self.eager[place], self.ours[place]
+                ratio = f" ({after / before:.2f})" if before else ""
+                stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
+                yield f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}{stock}"
+        if self.again:
+            most = sorted(self.again.items(), key=lambda row: -row[1])
+            names = ", ".join(f"{name} ×{count}" for name, count in most[:NAMES])
+            more = f" and {len(most) - NAMES} other ops" if len(most) > NAMES else ""
+            yield f"  computed again     {names}{more}"
+        if self.ends:
+            yield f"  ends               {self.ends}"
+            yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."
+
+
+@dataclass
+class Report:
+    """What the backend has made of a model; ``print(report)`` shows it, ``to_json()`` returns it for programs.
+
+    Attributes:
+        name: the class of the model.
+        graphs: the graphs that were captured, in the order in which they were compiled.
+    """
+
+    name: str
+    graphs: list[Graph]
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The bytes that all graphs keep in eager mode, and in the backend."""
+        eager = sum(graph.eager.kept for graph in self.graphs if graph.eager is not None)
+        return eager, sum(graph.ours.kept for graph in self.graphs if graph.ours is not None)
+
+    def to_json(self) -> str:
+        return json.dumps({"model": self.name, "graphs": [asdict(graph) for graph in self.graphs]})
+
+    def __str__(self) -> str:
+        count = len(self.graphs)
+        lines = [f"{self.name}: {count} graph{'s' if count != 1 else ''}, from eager mode to this backend"]
+        for number, graph in enumerate(self.graphs, 1):
+            lines += ["", f"Graph {number}, {graph.calls} calls", *graph.lines()]
+        eager, ours = self.kept
+        if count > 1 and eager:
+            lines += ["", f"All graphs keep {text_of(eager)} -> {text_of(ours)} ({ours / eager:.2f})"]
+        return "\n".join(lines)
+
+
+class Captured:
+    """A graph as Dynamo has captured it, and its inputs without values: a step of eager mode is counted on it."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        self._module, self._inputs = fx.GraphModule(module, graph), [_form(value) for value in example_inputs]
+        self._autocast = {
+            kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        }
+
+    def bytes(self) -> Bytes:
+        with ExitStack() as stack:
+            stack.enter_context(fake_mode())
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            inputs = [value() if isinstance(value, Form) else value for value in self._inputs]
+            found = measure(self._module, *inputs, owned=[x for x in inputs if isinstance(x, Tensor)])
+        return Bytes(found.saved, found.peak)
+
+
+class Form(NamedTuple):
+    """An input without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+
+    def __call__(self) -> Tensor:
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        made.requires_grad_(self.requires_grad)
+        return made if self.is_leaf else made.clone()
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    return Form(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)
+
+
+# The graphs of this process, each with a weak reference to the module or function that was compiled.
+_found: list[tuple[Callable[[], Any], Graph, Captured]] = []
+# The graph that this thread compiles.
+_open: contextvars.ContextVar[Graph | None] = contextvars.ContextVar("fusedseg graph", default=None)
+
+
+def report(compiled: Any) -> Report:
+    """What the backend keeps of a compiled model, graph by graph, and what eager mode keeps.
+
+    Args:
+        compiled: a model, or a function, that was compiled with the backend and has run once; or a module that has such
+            modules.
+
+    Raises:
+        ValueError: the backend has compiled no graph of it.
+    """
+    target = _torch.uncompiled(compiled)
+    parts = set(target.modules()) if isinstance(target, nn.Module) else {target}
+    found = [(graph, captured) for of, graph, captured in _found if of() in parts]
+    name = type(target).__name__ if isinstance(target, nn.Module) else target.__name__
+    if not found:
+        raise ValueError(
+            f"fusedseg.compiler.report: the backend has compiled no graph of {name}; call what "
+            f'torch.compile(..., backend="fusedseg") returned once before'
+        )
+    return _counted_in_eager_mode(name, found)
+
+
+def _counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
+    for graph, captured in found:
+        if graph.ours is not None and graph.eager is None:
+            graph.eager = captured.bytes()
+    return Report(name, [graph for graph, _ in found])
+
+
+@contextmanager
+def noting(module: fx.GraphModule, example_inputs: Sequence[Any], target: Any) -> Iterator[tuple[Graph, Captured]]:
+    """A context in which a captured graph is compiled; ``target`` is what was compiled."""
+    why = _torch.reason_of_break(module)
+    trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
+    calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
+    graph, captured = Graph(calls, trained, ends=why), Captured(module, example_inputs)
+    token = _open.set(graph)
+    try:
+        yield graph, captured
+    finally:
+        _open.reset(token)
+    _found[:] = [row for row in _found if row[0]() is not None]
+    if target is not None:
+        _found.append((weakref.ref(target), graph, captured))
+
+
+def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool) -> None:
+    """Notes what the partitioned graphs keep."""
+    graph = _open.get()
+    if graph is None:
+        return
+    graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
+    if graph.symbolic:
+        # Comparing symbolic sizes would make guards of them.
+        return
+    graph.ours = after(parts, outputs, fused)
+    # A result of several stands for its call; a node that the graph has no longer has no arguments.
+    again = [n for n in map(keep.call_node, plan.again) if isinstance(n, fx.Node) and not keep.is_view(n)]
+    calls: dict[Any, None] = dict.fromkeys(again)
+    graph.again = dict(Counter(_readable(node) for node in calls))
+    graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
+
+
+def _readable(node: fx.Node) -> str:
+    name = name_of(node) or str(node.target).split(".")[-2 if "." in str(node.target) else 0]
+    for part in ("native_", "_legit_functional", "_with_offsets", "_kernel"):
+        name = name.replace(part, "")
+    return name.strip("_").replace("_", " ")
+
+
+def _overwrites(node: fx.Node) -> bool:
+    return node.target in OVERWRITING
+
+
+def after(parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool) -> Bytes:
+    """What two graphs keep; ``fused`` says whether elementwise functions are computed inside other kernels."""
+    forward, backward = parts
+    returned = outputs_of(forward.graph)
+    kept = _storages(returned[outputs:])
+    inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
+    given = [
+        node
+        for node in backward.graph.nodes
+        if node.op == "placeholder" and node.name not in inputs and "tangents" not in str(node.target)
+    ]
+    is_fusible = _torch.partitioner().op_list().is_fusible if fused else _overwrites
+    first, second = (Buffers(part.graph, is_fusible, inside=fused) for part in parts)
+    return Bytes(sum(kept.values()), max(first.peak(), second.peak(given)))
+
+
+def _storages(nodes: Sequence[Any]) -> dict[int, int]:
+    """The bytes of the storages of nodes that are no inputs."""
+    made = [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
+    given = {key_of(t) for node in made for n in _roots(node) for t in results(n)}
+    sizes = {key_of(t): t.untyped_storage().nbytes() for node in made for t in results(node)}
+    return {key: n for key, n in sizes.items() if key not in given}
+
+
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """The inputs of the graph among the sources of a view."""
+    return [source for source in node.all_input_nodes if source.op == "placeholder"]
+
+
+def _twin(module: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():
+        # Copying a graph warns of a class of PyTorch that its own copy uses.
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(module)
+
+
+def counted(model: nn.Module, inputs: Sequence[Tensor], autocast: torch.dtype | None = None) -> Report:
+    """A report on a model that is compiled and not run, with the bytes of the compiler's own partitioner.
+
+    The compiler's caches are emptied before and after.
+
+    Args:
+        model: a module; it may be fake, inside its fake mode.
+        inputs: its arguments.
+        autocast: the dtype of autocast around forward.
+    """
+    from .partition import prepare
+
+    parts = _torch.partitioner()
+    found: list[tuple[Graph, Captured]] = []
+
+    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        outputs = options["num_fwd_outputs"]
+        graph, _ = found[-1]
+        with parts.config.patch(activation_memory_budget=1.0):
+            stock = parts.min_cut(_twin(joint), joint_inputs, compiler="inductor", **options)
+            graph.stock = after(stock, outputs, fused=True)
+            plan = prepare(joint, outputs, Settings("inductor"))
+            made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
+        note_after(plan, made, outputs, fused=True)
+        return made
+
+    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+        return parts.make_boxed_func(graph.forward)
+
+    compiler = parts.aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=parts.decompositions
+    )
+
+    def counting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with noting(module, example_inputs, None) as row:
+            found.append(row)
+            return compiler(module, example_inputs)
+
+    torch.compiler.reset()
+    try:
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            mean_of(torch.compile(model, backend=counting, dynamic=False)(*inputs))
+    finally:
+        torch.compiler.reset()
+    if not found:
+        raise RuntimeError(f"{OP}: the compiler finds no graph in {type(model).__name__}")
+    return _counted_in_eager_mode(type(model).__name__, found)

@@ -1,0 +1,79 @@
+"""Converted models, and models that use the modules of this package, through the backend."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg import _torch
+from tests.compiler.networks import NETWORKS, kept, make, results
+
+HAS_CXX = not _torch.inductor_problem()
+CODEGENS = ["aten", pytest.param("inductor", marks=[
+    pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
+# For each module of this package the stock modules that compute the same.
+MODULES = {
+    "in place": (lambda: fusedseg.InPlaceABN(8), lambda: (nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True))),
+    "exact": (
+        lambda: fusedseg.BatchNormAct(8, activation="relu"), lambda: (nn.BatchNorm2d(8), nn.ReLU(True))),
+    "instance": (
+        lambda: fusedseg.InstanceNormAct(8, activation="gelu"), lambda: (nn.InstanceNorm2d(8), nn.GELU())),
+    "group": (
+        lambda: fusedseg.GroupNormAct(2, 8, activation="silu"), lambda: (nn.GroupNorm(2, 8), nn.SiLU(True))),
+    "in place, group": (
+        lambda: fusedseg.InPlaceGroupNormAct(2, 8), lambda: (nn.GroupNorm(2, 8), nn.LeakyReLU(0.01, True))),
+}  # fmt: skip
+
+
+def layers(norm):
+    """Two convolutions with a norm each, a pool, and a third convolution."""
+    torch.manual_seed(0)
+    convs = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 2, 3)
+    return nn.Sequential(convs[0], *norm(), convs[1], *norm(), nn.MaxPool2d(2), convs[2])
+
+
+def close(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def through(net, codegen):
+    torch._dynamo.reset()
+    # Inductor would keep copies of small weights in another layout.
+    inductor = {"inductor": {"layout_optimization": False}} if codegen == "inductor" else {}
+    return torch.compile(net, backend="fusedseg", options={"codegen": codegen, **inductor})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", CODEGENS)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "mixed"])
+def test_converted_models_keep_no_more_than_stock_models(name, codegen):
+    """Values are those of the stock model in eager mode; dropout would draw other numbers."""
+    net, inputs = make(name)
+    net, inputs = net.double(), [x.double() for x in inputs]
+    eager, converted = copy.deepcopy(net), copy.deepcopy(net)
+    fusedseg.convert(converted, example_inputs=tuple(inputs))
+    bytes_of = kept(net, through(net, codegen), inputs), kept(converted, through(converted, codegen), inputs)
+    assert bytes_of[1] <= bytes_of[0]
+    run = through(converted, codegen)
+    for model in (converted, eager):
+        model.load_state_dict({name: t.clone() for name, t in net.state_dict().items()})
+    close(results(converted, run, inputs, 1), results(eager, eager, inputs, 1))
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_keep_no_more_than_stock_modules(name, codegen):
+    ours, stock = MODULES[name]
+    nets = [layers(lambda: (ours(),)), *(layers(stock) for _ in range(3))]
+    net, twin, converted, eager = (model.double() for model in nets)
+    x = torch.randn(2, 3, 14, 14, dtype=torch.float64)
+    fusedseg.convert(converted, example_inputs=x)
+    most = kept(twin, through(twin, codegen), [x])
+    wanted = results(eager, eager, [x])
+    for model in (net, converted):
+        run = through(model, codegen)
+        close(results(model, run, [x]), wanted)
+        assert kept(model, run, [x]) <= most

@@ -1,0 +1,90 @@
+"""The report: what eager mode and the backend keep of each graph, and where the graphs end."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg.__main__ import main
+from fusedseg.compiler import report
+from fusedseg.compiler.report import counted
+from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
+from tests.compiler.networks import compiled, kept, make, mixed
+from tests.compiler.test_training import Net
+
+
+@pytest.mark.parametrize("name", ["U-Net", "attention", "mixed"])
+def test_kept_bytes_are_those_of_a_step(name):
+    net, inputs = make(name)
+    run = compiled(net)
+    ours = kept(net, run, inputs)
+    (graph,) = report(run).graphs
+    assert (graph.ours.kept, graph.eager.kept) == (ours, kept(net, net, inputs))
+    assert graph.ours.peak <= graph.eager.peak
+    assert report(net).graphs == [graph]
+
+
+def test_a_break_is_named_with_its_cost():
+    net = Net(broken=True)
+    run = compiled(net)
+    run(torch.randn(2, 3, 14, 14))
+    found = report(run)
+    first, second = found.graphs
+    assert "test_training.py:" in first.ends
+    assert first.returned == 2 * 8 * 10 * 10 * 4
+    assert not second.ends
+    text = str(found)
+    assert "Net: 2 graphs" in text
+    assert "graph_break()" in text
+    assert "computed again     " in text
+    eager, ours = found.kept
+    assert f"All graphs keep {eager / 1024:.1f} KiB -> {ours / 1024:.1f} KiB" in text
+    assert [graph["calls"] for graph in json.loads(found.to_json())["graphs"]] == [first.calls, second.calls]
+
+
+def test_a_part_of_a_model_and_a_function_have_reports():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Net())
+    net[1].compile(backend="fusedseg", options={"codegen": "aten"})
+    net(torch.randn(2, 3, 14, 14))
+    assert len(report(net).graphs) == 1
+
+    @torch.compile(backend="fusedseg", options={"codegen": "aten"})
+    def square(x):
+        return (x * x).sum()
+
+    square(torch.ones(3, requires_grad=True))
+    assert report(square).name == "square"
+    assert "runs without a backward" not in str(report(square))
+    with torch.no_grad():
+        square(torch.ones(3))
+    assert "runs without a backward" in str(report(square))
+
+
+def test_symbolic_sizes_are_not_counted():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    run = compiled(net, dynamic=True)
+    run(torch.randn(2, 3, 14, 14))
+    assert "serves several sizes, so its bytes are not counted" in str(report(run))
+
+
+def test_a_model_that_was_not_compiled_raises():
+    with pytest.raises(ValueError, match=r"fusedseg.compiler.report: the backend has compiled no graph of Net; call"):
+        report(Net())
+
+
+def test_counted_without_values():
+    """Nothing runs, and the compiler's own partitioner is counted too."""
+    with fake_mode() as mode:
+        found = counted(fake_model(mixed, mode, torch.float32), fake_inputs((2, 3, 64, 64), torch.float32))
+    (graph,) = found.graphs
+    assert graph.ours.kept < graph.stock.kept < graph.eager.kept
+    assert "; torch.compile " in str(found)
+
+
+def test_profile_counts_compiled_ways(capsys):
+    model = ["profile", "tests.compiler.networks:mixed", "--input", "2,3,16,16", "--compare"]
+    assert main([*model, "eager,compile,fusedseg-compile"]) == 0
+    assert "torch.compile, counted on its graphs\nSequential: 1 graph" in capsys.readouterr().out
+    assert main([*model, "compile"]) == 2
+    assert "needs a way that runs beside it" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""Norm and activation as Triton ops in graphs of the codegen "aten"; here the interpreter runs them on a CPU."""
+
+import copy
+import operator
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.compiler import reinplace, triton_ops
+from fusedseg.compiler.joint import name_of
+from tests.compiler.networks import compiled, kept, results
+from tests.compiler.test_passes import names, traced
+
+aten = torch.ops.aten
+STOCK = ("norm", "relu", "elu", "silu", "hardtanh", "mish", "swish", "softplus", "threshold")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, needs_interpreter):
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+
+
+class Residual(nn.Module):
+    """Two blocks, the second of which adds the first one's output before its activation."""
+
+    def __init__(self, norm, act):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.norms, self.act = nn.ModuleList([norm(), norm()]), act
+
+    def forward(self, x):
+        h = self.act(self.norms[0](self.first(x)))
+        return self.last(self.act(self.norms[1](self.second(h)) + h))
+
+
+def batch():
+    return nn.BatchNorm2d(4)
+
+
+def instance():
+    return nn.InstanceNorm2d(4, affine=True)
+
+
+CASES = {
+    "relu": (batch, nn.ReLU(True)), "no parameters": (lambda: nn.BatchNorm2d(4, affine=False), nn.ReLU()),
+    "batch alone": (lambda: nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU()), "gelu": (batch, nn.GELU()),
+    "elu": (batch, nn.ELU(0.7)), "relu6": (batch, nn.ReLU6()), "mish": (batch, nn.Mish()),
+    "hardswish": (batch, nn.Hardswish()), "softplus": (batch, nn.Softplus()),
+    "instance": (instance, nn.LeakyReLU(0.01, True)), "plain instance": (lambda: nn.InstanceNorm2d(4), nn.ReLU()),
+}  # fmt: skip
+
+
+def pair(name, training=True):
+    norm, act = CASES[name]
+    torch.manual_seed(0)
+    net = Residual(norm, act).train(training)
+    for p in net.norms.parameters():
+        nn.init.uniform_(p, 0.5, 1.5)
+    return net, copy.deepcopy(net).double()
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """The code of the graphs that a test compiles."""
+    from fusedseg.compiler import emit
+
+    seen, original = [], emit.source_of
+
+    def noted(module):
+        source = original(module)
+        seen.append("\n".join(source.lines))
+        return source
+
+    monkeypatch.setattr(emit, "source_of", noted)
+    return seen
+
+
+def calls(sources):
+    """What the graphs call, in their order: the names of ops and of the functions of ``triton_ops``."""
+    return [name for text in sources for name in re.findall(r"_of_(\w+?)_\d+\(", text)]
+
+
+def close(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_float64(name, sources):
+    """Outputs, gradients and running statistics of two steps; the graphs call no stock norm and no stock activation."""
+    net, twin = pair(name)
+    x = torch.randn(2, 2, 14, 13)
+    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    found = calls(sources)
+    # Two outputs of forward, which backward computes again unless they are kept, and their gradients.
+    assert found.count("norm_act") >= 2
+    assert found.count("norm_act_backward") == 2
+    left = [call for call in found if call.startswith("aten") and any(word in call for word in STOCK)]
+    assert not left
+
+
+@pytest.mark.parametrize("name", ["relu", "instance"])
+def test_channels_last(name):
+    net, twin = pair(name)
+    net, twin = (model.to(memory_format=torch.channels_last) for model in (net, twin))
+    x = torch.randn(2, 2, 14, 13).to(memory_format=torch.channels_last)
+    run = compiled(net)
+    assert run(x).stride() == twin(x.double()).stride()
+    close(results(net, run, [x]), results(twin, twin, [x.double()]))
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+def test_eval_mode(name, sources):
+    """With gradients, and without: then each result is written over its input."""
+    net, twin = pair(name, training=False)
+    x = torch.randn(2, 2, 14, 13)
+    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    assert calls(sources).count("norm_act_backward") == 2
+    sources.clear()
+    with torch.no_grad():
+        close([compiled(net)(x)], [twin(x.double())])
+    assert calls(sources).count("norm_act") == 2
+
+
+def test_keeps_what_aten_keeps(monkeypatch):
+    net, _ = pair("relu")
+    x = torch.randn(2, 2, 16, 16)
+    ours = kept(net, compiled(net), [x])
+    torch._dynamo.reset()
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    assert ours == kept(net, compiled(net), [x])
+
+
+def test_one_graph_for_all_sizes():
+    net, twin = pair("instance")
+    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"}, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for size in (14, 17):
+            x = torch.randn(2, 2, size, size + 1)
+            close(results(net, run, [x], 1), results(twin, twin, [x.double()], 1))
+
+
+def test_frozen_norms_and_parts():
+    """A norm without gradients of its parameters, and convolutions before it that need none."""
+    net, twin = pair("relu")
+    for model in (net, twin):
+        for p in (*model.norms.parameters(), *model.first.parameters()):
+            p.requires_grad_(False)
+    x, found = torch.randn(2, 2, 14, 13), []
+    for model, run, image in ((net, compiled(net), x), (twin, twin, x.double())):
+        run(image).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    close(*found)
+
+
+def test_graphs_before_and_after():
+    """Of forward: the running statistics move in the op.  Of backward: the output is rebuilt from the statistics."""
+
+    def forward(x, w, b, mean, var):
+        out = aten._native_batch_norm_legit_functional(x * 2, w, b, mean, var, True, 0.1, 1e-5)
+        aten.copy_(mean, out[3])
+        aten.copy_(var, out[4])
+        return aten.relu(out[0]), out[1], out[2]
+
+    def backward(x, w, b, mean, rstd, dz):
+        y = aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.0, 1e-5)[0]
+        z = aten.relu(y)
+        dx, dw, db = aten.native_batch_norm_backward(
+            aten.threshold_backward(dz * 2, z, 0), x, w, None, None, mean, rstd, True, 1e-5, [True, True, True]
+        )
+        return dx, dw, db, z.sum()
+
+    x, dz, vectors = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3), [torch.rand(4) + 0.5 for _ in range(4)]
+    module = traced(forward, x, *vectors)
+    assert names(module.graph)[:2] == ["mul", "_native_batch_norm_legit_functional"]
+    expected, moved = module(x, *vectors[:2], *(v.clone() for v in vectors[2:])), [v.clone() for v in vectors]
+    forward(x, *moved)
+    reinplace.statistics(module.graph)
+    assert triton_ops.rewrite(module.graph) == 1
+    module.recompile()
+    assert ops(module.graph) == ["mul", "Forward"]
+    close(module(x, *vectors), expected)
+    close(vectors, moved)
+
+    mean, rstd = x.mean((0, 2, 3)), 1 / (x.var((0, 2, 3), correction=0) + 1e-5).sqrt()
+    given = x, *vectors[:2], mean, rstd, dz
+    module = traced(backward, *given)
+    expected = module(*given)
+    assert triton_ops.rewrite(module.graph) == 2
+    module.recompile()
+    assert ops(module.graph) == ["Rebuild", "mul", "Backward", "sum"]
+    close(module(*given), expected)
+    reinplace.results(module.graph)
+    # The gradient of x lies where the gradient of z was.
+    assert [node.target.in_place for node in module.graph.nodes if isinstance(node.target, triton_ops.Backward)] == [
+        True
+    ]
+    module.recompile()
+    close(module(*given), expected)
+
+
+def ops(graph):
+    called = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    return [name_of(node) or type(node.target).__name__ for node in called]
+
+
+def test_what_others_read_stays():
+    """A norm whose output has a second reader, and a norm without an activation."""
+
+    def shared(x):
+        y = aten.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)[0]
+        return aten.relu(y), y
+
+    def alone(x):
+        return aten.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)[0]
+
+    def in_place(x):
+        return aten.silu(aten.native_group_norm(x + 1, None, None, 2, 4, 9, 2, 1e-5)[0])
+
+    x = torch.randn(2, 4, 3, 3)
+    for function, count in ((shared, 0), (alone, 0), (in_place, 1)):
+        module = traced(function, x)
+        assert triton_ops.rewrite(module.graph) == count
+    assert reinplace.results(module.graph) == 1
+    module.recompile()
+    close([module(x)], [in_place(x.double())])
+
+
+def test_the_device_and_the_backend_decide(monkeypatch):
+    """On a CPU without the interpreter, and with fusedseg.backend = "aten", the graph stays as it is."""
+    x = torch.randn(2, 4, 3, 3)
+    for name in ("auto", "aten"):
+        monkeypatch.setattr(fusedseg, "backend", name)
+        module = traced(lambda x: aten.relu(aten.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)[0]), x)
+        assert triton_ops.rewrite(module.graph) == 0
