@@ -134,6 +134,9 @@ def check_pytest(arguments: list[str]) -> None:
                 assert marker in ("not", "or", "and") or re.search(rf'^    "{marker}: ', PYPROJECT, re.MULTILINE), (
                     marker
                 )
+        elif argument == "-k":
+            name, paths = next(rest), [ROOT / one for one in arguments if one.endswith(".py")]
+            assert any(f"def {name}(" in path.read_text() for path in paths), name
         elif argument == "--device":
             assert next(rest) in ("cpu", "cuda")
         elif argument == "--ptx":
