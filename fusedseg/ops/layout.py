@@ -87,10 +87,10 @@ def _layout(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """The answer of ``Tensor.is_contiguous`` for a tensor of this shape with these strides."""
+    if 0 in shape:
+        return True
     step = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n == 0:
-            return True
         if n != 1:
             if stride != step:
                 return False
