@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
     "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops"}, {"torch"}),
-    "compiler": ({"_torch", "ops"}, {"torch"}),
+    "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
         {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"conversion", "losses", "memory", "nn", "progress", "unet"},
         {"matplotlib", "nilearn", "numpy", "torch", "tqdm"},
     ),
-    "cli": ({"_sizes", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
+    "cli": ({"_sizes", "compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

@@ -50,9 +50,8 @@ class BatchNorm(NamedTuple):
         if mean is None or rstd is None:
             again = call(graph, _torch.batch_norm_without_running, x, weight, bias, True, 0.0, self.eps, before=before)
         else:
-            value, full = value_of(mean), aten.full.default
-            like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            one = call(graph, full, list(value.shape), 1, before=before, **like)
+            # A shape may be symbolic, so a node takes it from the statistics.
+            one = call(graph, aten.full_like.default, mean, 1, before=before)
             scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
             given = (x, scale, bias, mean, one, False, 0.0, 0.0)
             again = call(graph, aten.native_batch_norm.default, *given, before=before)
