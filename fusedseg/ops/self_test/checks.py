@@ -122,6 +122,10 @@ def _norm_by_kernels(
     found["dx"], found["dweight"], found["dbias"] = norm_act_bwd(
         dz, saved, layout, *affine, training=True, dparam_dtype=weight.dtype, sums=sums, **options
     )
+    # In eval mode statistics are constants, so these gradients are the same for the same statistics.
+    _, found["dweight in eval mode"], found["dbias in eval mode"] = norm_act_bwd(
+        dz, saved, layout, *affine, training=False, dparam_dtype=weight.dtype, **options
+    )
     return found
 
 
@@ -131,6 +135,7 @@ def _norm(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         weight, bias = _parameters(SHAPE[1], dtype, device)
         expected = _norm_float64(x, dz, weight, bias, act[1])
         expected["z rebuilt"] = expected["z"]
+        expected |= {f"{name} in eval mode": expected[name] for name in ("dweight", "dbias")}
         for split in (False, True):
             way = "several programs a channel" if split else "one program a channel"
             for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
