@@ -88,11 +88,10 @@ SPILLS = {
     ("sm_100", "mish-split-fp16-planes"): 32,
     ("sm_100", "elu-fp16-planes"): 8,
     ("sm_100", "instance-split-output-fp16-rows"): 16,
-    # Slabs, under Triton 3.9.
+    # Slabs of 32 values a thread, under Triton 3.9.
     ("sm_90", "onchip-bf16-rows"): 8,
-    ("sm_90", "selu-onchip-fp16-rows"): 8,
-    ("sm_100", "selu-onchip-fp16-rows"): 24,
-    ("sm_100", "selu-fp16-rows"): 8,
+    **{(of, "selu-onchip-fp16-rows"): most for of, most in (("sm_80", 8), ("sm_90", 8), ("sm_100", 24))},
+    ("sm_100", "selu-fp16-rows"): 24,
     # sm_120 with a scale and a shift in the epilogue.
     ("sm_120", "3x3-64-64-fp16-norm"): 8,
     # Without tensor cores, the backend "auto" takes the vendor's convolution.
