@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .._torch import tree_leaves
 from .flow import Call, Flow, is_leaf
@@ -49,11 +49,25 @@ def trace(model: nn.Module, training: bool) -> Flow:
     """
     with unchanged(model):
         set_training(model, training)
+        _copy_tensors(model)
         parameters = inspect.signature(model.forward).parameters.values()
         left_out = {p.name: p.default for p in parameters if p.default is not p.empty}
         tracer = _Tracer()
         graph = tracer.trace(model, left_out or None)
         return _flow(model, graph, tracer.seen, f"traced by torch.fx in {'training' if training else 'eval'} mode")
+
+
+def _copy_tensors(model: nn.Module) -> None:
+    """Gives a model copies of its buffers, and of tensors that are plain attributes.
+
+    ``torch.fx`` traces parameters, but calls the functions of these tensors, such as ``self.steps.add_(1)``.
+    """
+    copies: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._buffers, module.__dict__):
+            for name, value in list(held.items()):
+                if isinstance(value, Tensor):
+                    held[name] = copies.setdefault(id(value), value.detach().clone())
 
 
 def _flow(model: nn.Module, graph: fx.Graph, seen: list[tuple[nn.Module, fx.Node]], how: str) -> Flow:

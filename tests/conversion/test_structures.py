@@ -280,3 +280,29 @@ def test_control_flow_that_fx_cannot_trace(image):
     assert "pass example_inputs" in report.how
     _, report = converted(Branches, image, example_inputs=image)
     assert "observed" in report.how
+
+
+class Counting(nn.Module):
+    """A forward that counts its calls in a buffer and in a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU()
+        self.register_buffer("steps", torch.zeros(()))
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.steps.add_(1)
+        return self.act(self.norm(self.conv(x)))
+
+
+def test_buffers_that_forward_changes_are_as_before():
+    """The trace called the methods of buffers themselves, so that a counter of steps moved by two."""
+    net = Counting()
+    steps, calls = net.steps, net.calls
+    fusedseg.convert(net)
+    assert (net.steps, net.calls) == (steps, calls) == (0, 0)
+    assert isinstance(net.norm, fusedseg.InPlaceABN)
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert steps == calls == 1
