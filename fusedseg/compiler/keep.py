@@ -35,11 +35,13 @@ class Plan:
         kept: the nodes that forward keeps.
         again: the nodes that backward computes again, with the nodes from which it does.
         readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
+        twice: products that may run again, whatever they cost.
     """
 
     kept: set[fx.Node] = field(default_factory=set)
     again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    twice: frozenset[fx.Node] = frozenset()
 
 
 def is_free(node: fx.Node) -> bool:
@@ -65,10 +67,10 @@ def _may_run_again(node: fx.Node) -> bool:
     call = _call_node(node)
     if is_cheap(call) or forms.form_of(node) is not None:
         return True
-    return is_op(call) and not call.all_input_nodes and not _is_random(call)
+    return is_op(call) and not call.all_input_nodes and not is_random(call)
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
@@ -89,8 +91,9 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
     return [node for node in joint.graph.nodes if is_of_backward(node)]
 
 
-def plan(joint: Joint) -> Plan:
-    found = Plan()
+def plan(joint: Joint, twice: frozenset[fx.Node] = frozenset()) -> Plan:
+    """What forward keeps, if these products may run again."""
+    found = Plan(twice=twice)
     calls: dict[fx.Node, frozenset[str]] = {}
     reading = readers_of_forward(joint)
     entries = [(reader, source) for reader in reading for source in reader.all_input_nodes]
@@ -112,7 +115,7 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
         if node in calls:
             stack.pop()
             continue
-        cheap = node not in joint.returned and _may_run_again(node)
+        cheap = node not in joint.returned and (node in found.twice or _may_run_again(node))
         sources = _sources(node) if cheap else []
         if not is_view(node) and any(source in joint.overwritten for source in sources):
             # Backward would read what forward has written there.
@@ -123,7 +126,7 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
             continue
         stack.pop()
         needed = frozenset({call_of(_call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if not cheap or _is_worth_keeping(node, sources, calls, needed):
+        if not cheap or (node not in found.twice and _is_worth_keeping(node, sources, calls, needed)):
             calls[node] = frozenset()
             found.kept.add(node)
         else:

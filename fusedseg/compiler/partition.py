@@ -6,12 +6,13 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import forms, joint, keep, simplify, split
+from ..ops.recompute import knapsack
+from . import choose, forms, joint, keep, live, simplify, split
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split)), __file__)
+FILES = (*(str(module.__file__) for module in (joint, keep, forms, simplify, split, choose, live, knapsack)), __file__)
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
@@ -26,25 +27,26 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepare(module, options["num_fwd_outputs"], rounds=self.settings.codegen == "inductor")
+        prepare(module, options["num_fwd_outputs"], self.settings)
         with _parts.config.patch(activation_memory_budget=1.0):
             return _parts.min_cut(module, joint_inputs, **options)
 
 
-def prepare(module: fx.GraphModule, forward_outputs: int, rounds: bool) -> keep.Plan:
-    """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says.
-
-    rounds: whether the last bits may differ from those of the graph as it is.
-    """
+def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
+    """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
     graph = module.graph
     graph.eliminate_dead_code()
+    wanted, eager = settings.wanted, 0
+    if wanted is not None:
+        eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
     simplify.rewrite(graph)
     forms.forget_running(graph)
-    if rounds:
+    if settings.codegen == "inductor":
+        # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
     graph.eliminate_dead_code()
     of = joint.Joint(module, forward_outputs)
-    decided = keep.plan(of)
+    decided = keep.plan(of) if wanted is None else choose.choose(of, wanted, eager, settings.codegen == "inductor")
     keep.apply(of, decided)
     graph.eliminate_dead_code()
     graph.lint()

@@ -41,7 +41,7 @@ def rewrite(graph: fx.Graph) -> int:
     return _statistics(graph) + _activations(graph)
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its result lies in."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -66,16 +66,22 @@ def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node,
     return last
 
 
+def may_overwrite(node: fx.Node) -> bool:
+    """Whether the result may lie where the first argument does, if nobody reads that one later."""
+    if node.op != "call_function" or node.target not in OVERWRITING:
+        return False
+    x = node.args[0]
+    return isinstance(x, fx.Node) and _is_alike(value_of(x), value_of(node))
+
+
 def _activations(graph: fx.Graph) -> int:
-    roots = _roots(graph)
+    roots = roots_of(graph)
     last = _last_reads(graph, roots)
     count = 0
     for place, node in enumerate(graph.nodes):
-        if node.op != "call_function" or node.target not in OVERWRITING:
+        if not may_overwrite(node):
             continue
-        x = node.args[0]
-        if not isinstance(x, fx.Node) or not _is_alike(value_of(x), value_of(node)):
-            continue
+        x: Any = node.args[0]
         root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
         if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
             continue

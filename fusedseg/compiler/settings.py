@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .wanted import Wanted, parse_wanted
+
 OP = 'torch.compile(backend="fusedseg")'
 CODEGENS = ("inductor", "aten")
 
@@ -14,10 +16,14 @@ class Settings:
 
     Attributes:
         codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
+        budget: a share of the bytes that eager mode keeps, or bytes, or a text such as "6GiB" or "peak 10GiB".
+        extra_flops: the arithmetic of products that may run twice for it, as a share of the forward's.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
     codegen: str | None = None
+    budget: float | str | None = None
+    extra_flops: float | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -27,6 +33,12 @@ class Settings:
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":
             raise ValueError(f"{OP}: option inductor has no effect with codegen='aten', got {dict(self.inductor)}")
+        parse_wanted(OP, self.budget, self.extra_flops)
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What ``budget`` and ``extra_flops`` ask for; None without them."""
+        return parse_wanted(OP, self.budget, self.extra_flops)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

@@ -38,16 +38,15 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
 
+def shape_of(t: Tensor) -> torch.Size:
+    """The shape in numbers."""
+    # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
+    return torch.Size(size if isinstance(size, int) else size.node.hint or 1 for size in t.shape)
+
+
 def size_of(node: fx.Node) -> int:
     """The number of elements of the largest result."""
-    largest = 0
-    for t in tensors_of(node):
-        count = 1
-        for size in t.shape:
-            # A symbolic size has the size of the example as its hint; reading the hint adds no guard.
-            count *= size if isinstance(size, int) else size.node.hint or 1
-        largest = max(largest, count)
-    return largest
+    return max((shape_of(t).numel() for t in tensors_of(node)), default=0)
 
 
 def call_of(node: fx.Node) -> str:
