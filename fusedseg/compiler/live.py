@@ -1,8 +1,8 @@
 """The bytes of a step, counted on a joint graph and a plan: what is kept, and the peak.
 
 The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
-puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their input
-where ``reinplace.py`` lets them.  Sizes that are symbols have those of the example.
+puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their
+input where ``reinplace.py`` lets them.  Sizes that are symbols have those of the example.
 """
 
 import operator
