@@ -36,10 +36,12 @@ class Product(NamedTuple):
 def eager_bytes(joint: Joint) -> int:
     """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
     roots = reinplace.roots_of(joint.graph)
-    kept = {roots[node] for node in joint.gradients if node in joint.forward}
+    # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.
+    made = {node for node in joint.graph.nodes if keep.call_node(node) in joint.forward}
+    kept = {roots[node] for node in joint.gradients if node in made}
     for node in joint.graph.nodes:
-        if node not in joint.forward and node is not joint.end:
-            kept |= {roots[source] for source in node.all_input_nodes if source in joint.forward}
+        if node not in made and node is not joint.end:
+            kept |= {roots[source] for source in node.all_input_nodes if source in made}
     return sum(nbytes_of(root) for root in kept if root.op == "call_function")
 
 

@@ -53,18 +53,18 @@ def _has_foreign_label(node: fx.Node) -> bool:
     return LABEL in node.meta
 
 
-def _call_node(node: fx.Node) -> fx.Node:
+def call_node(node: fx.Node) -> fx.Node:
     """The call of which a node picks one of several results, or the node itself."""
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def is_view(node: fx.Node) -> bool:
-    call = _call_node(node)
+    call = call_node(node)
     return is_op(call) and call.target.is_view  # type: ignore[union-attr]
 
 
 def _may_run_again(node: fx.Node) -> bool:
-    call = _call_node(node)
+    call = call_node(node)
     if is_cheap(call) or forms.form_of(node) is not None:
         return True
     return is_op(call) and not call.all_input_nodes and not is_random(call)
@@ -77,7 +77,7 @@ def is_random(node: fx.Node) -> bool:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward computes a node again."""
     form = forms.form_of(node)
-    return list(_call_node(node).all_input_nodes) if form is None else form.sources()
+    return list(call_node(node).all_input_nodes) if form is None else form.sources()
 
 
 def readers_of_forward(joint: Joint) -> list[fx.Node]:
@@ -86,7 +86,7 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        return node.op == "call_function" and _call_node(node) not in joint.forward and not _may_run_again(node)
+        return node.op == "call_function" and call_node(node) not in joint.forward and not _may_run_again(node)
 
     return [node for node in joint.graph.nodes if is_of_backward(node)]
 
@@ -125,7 +125,7 @@ def _decide(entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, froz
             stack += open_ones
             continue
         stack.pop()
-        needed = frozenset({call_of(_call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
+        needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
         if not cheap or (node not in found.twice and _is_worth_keeping(node, sources, calls, needed)):
             calls[node] = frozenset()
             found.kept.add(node)
@@ -209,7 +209,7 @@ def _leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
 def apply(joint: Joint, decided: Plan) -> None:
     """Labels the graph, and lets backward read what it computes again."""
     for node in decided.kept:
-        for one in {node, _call_node(node)}:
+        for one in {node, call_node(node)}:
             one.meta.setdefault(LABEL, KEEP)
     writer = _Writer(joint.graph, decided)
     for reader in readers_of_forward(joint):
@@ -244,7 +244,7 @@ class _Writer:
             made = form.write(self.graph, lambda n: self.read(n, before), before)
             _label_new(last, before)
             return made
-        call = _call_node(node)
+        call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
         if all(source is other for source, other in swapped.items()):
             return _labelled(node, call)

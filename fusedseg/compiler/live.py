@@ -65,7 +65,9 @@ class Live:
         self._over = {node for node in nodes if not fused and reinplace.may_overwrite(node)}
         self._inlined = {node for node in nodes if fused and _is_inlined(node)}
         self._fusing = self._inlined | {node for node in nodes if name_of(node) in REDUCTIONS}
-        self._forward = self._steps((node, node.all_input_nodes) for node in nodes if node in joint.forward)
+        self._forward = self._steps(
+            (node, node.all_input_nodes) for node in nodes if keep.call_node(node) in joint.forward
+        )
         self._reading = keep.readers_of_forward(joint)
 
     def _steps(self, runs: Iterable[tuple[fx.Node, Iterable[fx.Node]]]) -> list[Step]:

@@ -91,7 +91,7 @@ def test_bits_bytes_and_peak(name, chosen, counted):
 
 
 def test_allocator_peak():
-    """The allocator's peak, in a ResNet whose convolutions have no large workspaces at the peak."""
+    """The allocator's peak does not rise either, but for the workspace of a convolution at the peak."""
     net, inputs = make("ResNet")
     peaks = []
     for budget in (None, 0.6, 0.4, 0.3):
@@ -100,7 +100,15 @@ def test_allocator_peak():
         net.zero_grad()
         peaks.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
         net.zero_grad()
-    assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
+    assert all(low <= 1.02 * high for high, low in pairwise(peaks)), peaks
+
+
+def test_eager_bytes(chosen):
+    """A share is one of the bytes that eager mode keeps, up to a pool's positions, which are bytes in the graph."""
+    net, inputs = make("U-Net")
+    budgeted(net, 0.9)(*inputs)
+    eager = kept(net, net, inputs)
+    assert 0.93 * eager < chosen[0][0] <= eager
 
 
 def test_missed_budget_warns():
@@ -147,8 +155,7 @@ def test_dynamic_shapes(chosen):
     for size in (32, 48):
         x = [torch.randn(3, 3, size, size)]
         assert same(results(net, run, x, 1), results(twin, twin, x, 1))
-    assert len(chosen) == 1
-    assert chosen[0][2] > 0
+    assert all(share > 0 for _, _, share in chosen)
 
 
 @pytest.mark.slow
