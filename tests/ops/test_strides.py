@@ -165,3 +165,11 @@ def test_the_compiler_keeps_the_strides_of_every_op():
     for name in ("norm", "norm_backward", "max_pool", "max_pool_backward", "max_pool_pick"):
         op = getattr(torch.ops.fusedseg, name).default
         assert get_layout_constraint_tag(op) == torch.Tag.needs_exact_strides, name
+
+
+def test_an_empty_tensor_has_a_layout_whatever_its_strides():
+    """PyTorch calls it contiguous; a max-pool of an empty batch raised an AssertionError in the scope."""
+    x = torch.empty(0, 4, 8, 8).permute(0, 1, 3, 2)
+    assert x.is_contiguous()
+    with fusedseg.recompute():
+        assert torch.nn.functional.max_pool2d(x.requires_grad_(), 2).shape == (0, 4, 4, 4)
