@@ -18,16 +18,14 @@ from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import is_dense, lines_of
 from ..ops.recompute.cheap import size_of
+from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
 from ..ops.recompute.registry import SMALL
 from . import forms
 from .branches import EXACT, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
 from .joint import Joint, call, is_op, is_tensor, name_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
 
-FEWEST_VALUES = 4096  # smaller values are kept as they are
-SMOOTH_BITS = 8
 BENDS = ("relu", "leaky_relu")  # they bend at 0 and do not change signs
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass

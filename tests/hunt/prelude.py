@@ -318,11 +318,7 @@ def network_difference(make, shape, everywhere=False, budget=None, bits=None, la
     and a number that chooses its module; both networks get it after the first step.
     """
     if bits is not None:
-        how = rounded_difference(make, shape, bits)
-        # Two norms in a row read the same rounded values.  Products of their errors are a bias that is small beside the
-        # terms of the gradient, but not where these cancel.  It falls with the square of the error, so that 8 bits
-        # show whether a bias is of this kind.
-        return rounded_difference(make, shape, 8) if how is not None and how.endswith("is bias") else how
+        return rounded_difference(make, shape, bits)
     pays, formed = convs.pays, sources.FORMED_BYTES
     try:
         if everywhere:

@@ -21,16 +21,10 @@ from torch import Tensor
 from ..norm.kink import kink_of
 from .op import _pack, pack_op
 from .signs import pack_signs, parts_with_signs
-from .spec import mixed
+from .spec import mixed, rank
 
 # How many steps there have been, for each seed.
 _steps: defaultdict[int, "itertools.count[int]"] = defaultdict(itertools.count)
-
-
-def rank() -> int:
-    """The rank of this process, so that processes round independently."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:

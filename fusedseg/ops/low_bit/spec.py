@@ -128,6 +128,12 @@ def mixed(*numbers: int) -> int:
     return state & MASK
 
 
+def rank() -> int:
+    """The rank of this process, so that processes round independently."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
 def signed(number: int) -> int:
     """The int32 with the bits of a number, which is taken modulo 2**32."""
     number &= MASK

@@ -21,7 +21,7 @@ from torch import Tensor
 from ... import _torch
 from ..._module_hooks import looking_on
 from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Bits, Packed, lines_of, mixed
+from ..low_bit.spec import Bits, Packed, lines_of, mixed, rank
 from .memory import Memory
 from .offers import Offer
 from .plain import Place, plain
@@ -69,12 +69,10 @@ class Rounding:
 
     def key(self) -> tuple[int, int, int]:
         """What the rounding of the next step depends on, beside the place in the step."""
-        distributed = torch.distributed
-        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
         if self.seed is None:
-            return 0, rank, next(_unseeded)
+            return 0, rank(), next(_unseeded)
         self.steps += 1
-        return self.seed, rank, self.steps - 1
+        return self.seed, rank(), self.steps - 1
 
 
 class Reading(NamedTuple):
