@@ -397,6 +397,7 @@ _BACKEND = {
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
     "config": "torch._functorch.config",
+    "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 _FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
