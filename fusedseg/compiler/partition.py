@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, forms, joint, keep, order, rounded, simplify, split
+from . import branches, choose, forms, joint, keep, order, rounded, simplify, split
 from .report import note_after
 from .settings import Settings
 
@@ -43,6 +43,9 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
     module.graph.eliminate_dead_code()
+    wanted, eager = settings.wanted, 0
+    if wanted is not None:
+        eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -58,7 +61,10 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.bits is not None:
         branches.simplify_backward(of)
         of = joint.Joint(module, forward_outputs)
-    decided = keep.plan(of, repeats=settings.bits is None)
+    if wanted is None:
+        decided = keep.plan(of, repeats=settings.bits is None)
+    else:
+        decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
     if settings.bits is not None:
         storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
     keep.apply(of, decided, storage)

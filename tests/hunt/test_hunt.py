@@ -43,7 +43,7 @@ def test_a_few(kind, count, least, tmp_path):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kind", ["compiled", "compiled-networks", "compiled-bits"])
+@pytest.mark.parametrize("kind", ["compiled", "compiled-networks", "compiled-budgets", "compiled-bits"])
 def test_a_few_that_are_compiled(kind, tmp_path):
     crew.work(kind, (5, 8), tmp_path / "verdicts")
     lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
