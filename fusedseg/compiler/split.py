@@ -4,8 +4,9 @@ A convolution is linear in its input channels, so with W = [Wa, Wb]
 
     conv([a, b], W) = conv(a, Wa) + conv(b, Wb):    da and dWa need a alone, db and dWb need b alone
 
-Backward needs no concatenation, and its gradient is never formed: each source gets its own.  The sum that is the
-weight's gradient is the same sum as before.
+Backward needs no concatenation, and its gradient is never formed: each source gets its own.  Of two such
+convolutions, as in a residual block, the gradients are added source by source.  Last bits may differ: some kernels add
+in another order for fewer channels.
 
 A source that is an interpolation is divided further if it is large: a range of channels is enlarged, and its gradient
 is brought back to the small size before the next range.
@@ -19,7 +20,7 @@ from torch import fx
 
 from ..ops.conv.slabs import SLAB_BYTES
 from ..ops.interpolate import interpolate_backward_op, interpolate_op
-from .joint import call, items_of, name_of, nbytes_of, value_of
+from .joint import call, is_tensor, items_of, name_of, nbytes_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE, ITS_BACKWARD = interpolate_op._opoverload, interpolate_backward_op._opoverload
@@ -29,7 +30,45 @@ MOST_RANGES = 4
 
 def rewrite(graph: fx.Graph) -> int:
     """Splits every such backward, and returns their number."""
-    return sum(_split(graph, node) for node in list(graph.nodes) if name_of(node) == "convolution_backward")
+    found = [node for node in graph.nodes if name_of(node) == "convolution_backward"]
+    joined = {node for node in found if name_of(node.args[1]) == "cat" and _is_plain(node)}
+    for node in reversed(list(graph.nodes)):
+        if node.target is aten.add.Tensor and any(_call(term) in joined for term in node.args):
+            _add_slices(graph, node)
+    return sum(_split(graph, node) for node in found if _is_plain(node))
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a convolution is neither transposed nor in groups, and gives both gradients."""
+    _, _, _, *geometry = node.args
+    mask: Any = geometry[7]
+    return not geometry[4] and geometry[6] == 1 and all(mask[:2])
+
+
+def _call(node: Any) -> Any:
+    """The call of which a node picks the first result."""
+    first = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == 0
+    return node.args[0] if first else None
+
+
+def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
+    """Adds slices, if slices alone are read of a sum."""
+    terms: Any = node.args
+    if node.kwargs or not all(map(is_tensor, terms)) or not all(map(_is_slice, node.users)):
+        return
+    if value_of(terms[0]).shape != value_of(terms[1]).shape:
+        return
+    for user in list(node.users):
+        slices = [call(graph, aten.slice.Tensor, term, *user.args[1:], before=user) for term in terms]
+        user.replace_all_uses_with(call(graph, aten.add.Tensor, *slices, before=user))
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _is_slice(node: fx.Node) -> bool:
+    """Whether a node is a slice of the channels."""
+    given: Any = node.args
+    return name_of(node) == "slice" and given[1] == 1 and len(given) == 4
 
 
 class Source(NamedTuple):
@@ -94,10 +133,7 @@ class Part(NamedTuple):
 def _split(graph: fx.Graph, node: fx.Node) -> bool:
     given: Any = node.args
     dy, x, weight, *geometry = given
-    transposed, groups, mask = geometry[4], geometry[6], geometry[7]
-    if transposed or groups != 1 or not all(mask[:2]):
-        return False
-    items = items_of(node)
+    mask, items = geometry[7], items_of(node)
     sources = _sources(x, items.get(0))
     if len(sources) < 2 and not any(source.ranges() for source in sources):
         return False

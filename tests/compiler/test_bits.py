@@ -83,7 +83,7 @@ def test_every_activation(name, bits):
 
 
 def test_a_norm_of_a_norm():
-    """The gradient of the outer norm follows the rounded values that the inner one reads, so part of the error was bias.
+    """The gradient of the outer norm follows the rounded values that the inner one reads: part of the error was bias.
 
     It is network 321 of the hunt, for converted networks.
     """
