@@ -466,6 +466,12 @@ def reason_of_break(module: Any) -> str:
     return f"{place}: {reason.reason.strip().splitlines()[0]}"
 
 
+def known(answer: Any) -> bool:
+    """Whether a question about symbolic sizes has the answer True for all of them; no guard is added."""
+    path = "torch.fx.experimental.symbolic_shapes.statically_known_true"
+    return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
+
+
 def python_dispatcher() -> Any:
     """The context in which ops compute shapes from symbolic sizes."""
     return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()
