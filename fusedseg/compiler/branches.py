@@ -42,6 +42,11 @@ _SMOOTH = {
     "exp", "tanh", "sigmoid", "erf", "silu", "silu_backward", "gelu", "gelu_backward", "mish", "mish_backward",
     "sigmoid_backward", "tanh_backward", "expm1", "log1p", "sin", "cos",
 }  # fmt: skip
+# They read the form of a tensor, and not its values.
+FORMS = {
+    "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like",
+    "full_like",
+}  # fmt: skip
 _OURS = {"interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round"}
 
 

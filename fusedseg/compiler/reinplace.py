@@ -91,7 +91,7 @@ def results(graph: fx.Graph) -> int:
             continue
         result, root = _result(node), roots[x]
         node.target = _overwriting(node)
-        into = INTO.get(node.target._overloadname) if is_op(node) else None  # type: ignore[union-attr]
+        into = INTO.get(node.target._overloadname) if is_op(node) else None
         if into is not None:
             node.kwargs = {**node.kwargs, into: x}
         elif x is not node.args[0]:

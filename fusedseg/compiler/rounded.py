@@ -18,11 +18,11 @@ from .. import _torch
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import lines_of
-from ..ops.recompute.cheap import hint_of, size_of
+from ..ops.recompute.cheap import hint_of, size_of, tensors_of
 from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
 from ..ops.recompute.registry import SMALL
 from . import forms
-from .branches import EXACT, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
+from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
 from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
 
@@ -108,7 +108,7 @@ class _Choice:
             elif (node in self.found.again or node in self.own) and not is_question(node):
                 followed, sources = self._followed(node), self._sources(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                if node in self.joint.backward and name_of(node) not in MIXING:
+                if node in self.joint.backward and name_of(node) not in (*MIXING, *FORMS):
                     others = [source for source in sources if source not in followed and name_of(node) not in SIGNS]
                     near = [self.near.get(source, ()) for source in sources]
                     self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
@@ -117,6 +117,8 @@ class _Choice:
     def _followed(self, node: fx.Node) -> list[fx.Node]:
         """The sources whose rounding a result follows, element by element."""
         sources = self._sources(node)
+        if name_of(node) in FORMS:
+            return []
         if node in self.joint.backward:
             if name_of(node) == "convolution_backward":
                 # The gradient of the input does not depend on the input.
@@ -142,7 +144,8 @@ class _Choice:
         for node in list(self.joint.graph.nodes):
             again = node in self.found.again
             read = [roots[source] for source in self._sources(node) if source in roots]
-            if not read or not (again or node in self.own):
+            if not read or not (again or node in self.own) or not tensors_of(node) or name_of(node) in FORMS:
+                # Sizes are exact.
                 continue
             kind, of = self._kind(node, again, roots), set().union(*read)
             if kind == LINEAR and name_of(node) in PRODUCTS:

@@ -40,9 +40,9 @@ def rewrite(graph: fx.Graph) -> int:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a convolution is neither transposed nor in groups, and gives both gradients."""
-    _, _, _, *geometry = node.args
-    mask: Any = geometry[7]
-    return not geometry[4] and geometry[6] == 1 and all(mask[:2])
+    given: Any = node.args
+    transposed, groups, mask = given[7], given[9], given[10]
+    return not transposed and groups == 1 and all(mask[:2])
 
 
 def _call(node: Any) -> Any:
