@@ -397,6 +397,7 @@ _BACKEND = {
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
     "config": "torch._functorch.config",
+    "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 _FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
@@ -463,6 +464,12 @@ def reason_of_break(module: object) -> str:
         return ""
     place = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
     return f"{place}: {reason.reason.strip().splitlines()[0]}"
+
+
+def known(answer: Any) -> bool:
+    """Whether a question about symbolic sizes has the answer True for all of them; no guard is added."""
+    path = "torch.fx.experimental.symbolic_shapes.statically_known_true"
+    return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
 
 
 def python_dispatcher() -> Any:

@@ -64,6 +64,17 @@ def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: An
     return node
 
 
+def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[Any], list[Any]]:
+    """The sizes and the strides of a result: numbers, and new nodes for symbolic ones."""
+    value = value_of(node)
+
+    def number(known: Any, op: Any, place: int) -> Any:
+        return known if isinstance(known, int) else call(graph, op, node, place, before=before)
+
+    sizes = [number(n, torch.ops.aten.sym_size.int, place) for place, n in enumerate(value.shape)]
+    return sizes, [number(n, torch.ops.aten.sym_stride.int, place) for place, n in enumerate(value.stride())]
+
+
 def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     """A second node of the same call that reads other inputs."""
     with graph.inserting_before(before):
@@ -116,7 +127,7 @@ class Joint:
             if gradient or any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         self.backward.discard(self.end)
-        writing = [node for node in self.graph.nodes if _writes(node)]
+        writing = [node for node in self.graph.nodes if writes(node)]
         self.forward = set(self._before([*self.returned, *writing]))
         self.overwritten = {node.args[0] for node in writing}
         self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
@@ -136,7 +147,7 @@ class Joint:
                 yield node
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     return is_op(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
