@@ -4,8 +4,8 @@ import gc
 import sys
 import types
 
-# Imports leave hardly any garbage, but they make enough objects to start a collection, which looks at all of PyTorch's.
-# This collection would take half of the time of this import.
+# Imports leave hardly any garbage, but they make enough objects to start a collection, which would look at all of
+# PyTorch's objects.
 _collects = gc.isenabled()
 gc.disable()
 try:

@@ -68,17 +68,13 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                         PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
                         INDEX: tl.constexpr, ALIGNED: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
                         EPILOGUE: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                        PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
-                        ORDER: tl.constexpr, X_CACHE: tl.constexpr, X_VECTOR: tl.constexpr):  # fmt: skip
+                        PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                        BLOCK_C: tl.constexpr):  # fmt: skip
     """The convolution that the module's docstring describes.
 
     C and K count the channels of one group.  INDEX is int64 if positions, or offsets in one sample, exceed 2**31.
     ALIGNED says that 16 adjacent positions are in one sample and adjacent in memory, in x and in out.  X_ROWS and
     OUT_ROWS say that x and out hold rows of channels, so that positions of all samples are evenly spaced.
-
-    ORDER is the order of a program's tiles: "runs" of adjacent tiles; "strided", so that programs that run at the same
-    time share rows of an image; "down", tiles that are adjacent vertically (OW is a multiple of BLOCK_M).  X_CACHE is
-    the cache modifier of loads of x, and X_VECTOR the largest number of elements in each (0 sets no limit).
     """
     # Neighbours in the grid read the same rows of x, and compute different output channels.
     column = tl.program_id(0)
@@ -113,19 +109,9 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
     if taps * blocks_c == 1:
         # There is only one step, so its weights are loaded once.
         b = tl.load(b_ptrs, mask=in_k[:, None] & (c < C)[None, :], other=0.0)
-    first, last, stride = split * tiles_per_split, (M - 1) // BLOCK_M + 1, 1
-    if ORDER == "strided":
-        first, stride = split, splits
-    else:
-        last = tl.minimum(first + tiles_per_split, last)
-    for tile in range(first, last, stride):
-        if ORDER == "down":
-            # Here OW is a multiple of BLOCK_M.
-            along_w, image = OW // BLOCK_M, tile // (OH * (OW // BLOCK_M))
-            within = tile % (OH * along_w)
-            m = (tl.cast(image, INDEX) * OH + within % OH) * OW + within // OH * BLOCK_M + tl.arange(0, BLOCK_M)
-        else:
-            m = tl.cast(tile, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = split * tiles_per_split
+    for tile in range(first, tl.minimum(first + tiles_per_split, (M - 1) // BLOCK_M + 1)):
+        m = tl.cast(tile, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
         in_m = m < M
         plane = tl.cast(OH, INDEX) * OW
         n = (m // (OD * plane)).to(tl.int64)
@@ -147,10 +133,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
         x_row += (group * C).to(tl.int64) * stride_xc
         offs_c = (c.to(INDEX) * stride_xc)[None, :]
         if X_ROWS:
-            offs_x = x_row[:, None] + offs_c
-            if X_VECTOR > 0:
-                offs_x = tl.max_contiguous(offs_x, [1, X_VECTOR])
-            a_ptrs = x_ptr + offs_x
+            a_ptrs = x_ptr + (x_row[:, None] + offs_c)
         if padded and taps <= 32:
             inside = tl.where(in_m, taps_inside(d0, h0, w0, D, H, W, KD, KH, KW, DD, DH, DW), 0)
 
@@ -176,7 +159,7 @@ def conv_abn_fwd_kernel(x_ptr, w_ptr, out_ptr, partial_ptr, conv_bias_ptr, weigh
                 in_c = (first_c + c < C)[None, :]
                 mask_a, mask_b = mask_a & in_c, mask_b & in_c
             if X_ROWS:
-                a = tl.load(a_ptrs + shift, mask=mask_a, other=0.0, cache_modifier=X_CACHE)
+                a = tl.load(a_ptrs + shift, mask=mask_a, other=0.0)
             else:
                 # Every value needs its own address here, and there are too many addresses to keep in registers.
                 a = tl.load(x_ptr + ((x_row + shift)[:, None] + offs_c), mask=mask_a, other=0.0)
@@ -244,7 +227,7 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
         "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,
         "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "X_ROWS": x_layout.rows, "OUT_ROWS": layout.rows,
         "EPILOGUE": epilogue, "EPS": eps, "ACT": act[0], "PARAM": act[1], "PRECISION": "tf32" if tf32 else "ieee",
-        "ORDER": "runs", "X_CACHE": "", "X_VECTOR": 0, **blocks.meta,
+        **blocks.meta,
     }  # fmt: skip
     sizes = (M, *size, *out_size, *x_strides, stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel),
              blocks.tiles_per_split, blocks.splits)  # fmt: skip

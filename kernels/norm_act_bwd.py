@@ -312,7 +312,7 @@ class Kept(NamedTuple):
 
 @functools.cache
 def whole(keep, dtype):
-    """``Kept`` of a tensor that is not packed.  The few of them are remembered, which is faster than making them."""
+    """``Kept`` of a tensor that is not packed.  The few of them are remembered."""
     return Kept(keep, dtype, 0, 0)
 
 

@@ -1,7 +1,5 @@
 """Which backend serves which device: compute capability and architecture are asked before Triton is chosen."""
 
-import sys
-
 import pytest
 import torch
 
@@ -76,25 +74,6 @@ def test_code_generation_is_tested_for_every_supported_generation():
         map(str, _backend.NVIDIA)
     )
     assert {arch for arch in tested if arch.startswith("gfx")} == set(_backend.AMD)
-
-
-def test_a_known_choice_costs_one_look_up(stand_in, monkeypatch):
-    """No function of the package is called again, in Python or in C."""
-    monkeypatch.setattr(_backend, "_first_use", lambda *args: "")
-    x = torch.empty(1)
-    assert _backend.use_triton(x, "norm")
-    calls = []
-
-    def count(frame, event, argument):
-        if event in ("call", "c_call"):
-            calls.append(argument.__name__ if event == "c_call" else frame.f_code.co_name)
-
-    sys.setprofile(count)
-    try:
-        _backend.use_triton(x, "norm")
-    finally:
-        sys.setprofile(None)
-    assert calls == ["use_triton", "get", "setprofile"]
 
 
 def test_choices_are_made_again_for_another_backend(stand_in, monkeypatch):

@@ -33,7 +33,6 @@ ALLOWED = {
     "fusedseg/cli/profile.py": {"args": ARGUMENTS},
     "fusedseg/compiler/emit.py": {"module": "a graph's parameters, by their names"},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},
-    "fusedseg/conversion/branches.py": {"method": CALLED, "module.forward": CALLED},
     "fusedseg/conversion/norms.py": {"x": MARK},
     "fusedseg/conversion/observe.py": {"func": CALLED},
     "fusedseg/conversion/scope.py": {"super()": USERS},

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 
 from ..data import DTYPES, memory_format_of
 from ..test_conv_abn import Case
@@ -19,9 +18,6 @@ from .conv_kernels import TritonJob, flops
 from .variants import Variant, Work, applied
 
 CONV, CONV_ABN = "fusedseg.kernels.conv", "fusedseg.kernels.conv_abn"
-# Up to Triton 3.6, copies of 16 bytes bypass the L1 cache whatever the code asks for; copies of 8 bytes go through it.
-ANY_WIDTH = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 8)
-THROUGH_L1 = {"X_CACHE": ".ca"} if ANY_WIDTH else {"X_CACHE": ".ca", "X_VECTOR": 4}
 
 
 class Blocks(dict):
@@ -44,25 +40,6 @@ PROGRAMS = Variant(
     "One wave of long runs replaces four waves.  There are fewer partial results, but the slowest program decides: "
     "within 2 %.",
     {CONV: {"PROGRAMS_PER_SM": 2}},
-)
-STRIDED = variant(
-    "strided",
-    "Programs that run at the same time share rows of x, so memory reads x 1.0 times instead of 1.5.  L2 decides the "
-    "time: 0 to 3 % faster.",
-    ORDER="strided",
-)
-L1 = variant(
-    "x-through-l1",
-    "Two of three taps along a row hit L1, so a step reads 13 KB from L2 instead of 24, which takes 480 cycles.  "
-    "Shared memory decides the time with 640 cycles: 25 % faster.",
-    **THROUGH_L1,
-)
-DOWN_L1 = variant(
-    "down-through-l1",
-    "Rows above hit L1 too, so a step reads 10 KB from L2 in 360 cycles.  Shared memory decides: 0 to 5 % faster than "
-    "x-through-l1.",
-    ORDER="down",
-    **THROUGH_L1,
 )
 ROWS_256 = variant(
     "256-rows",
@@ -100,11 +77,6 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
             "5 % slower.",
             num_stages=4,
         ),
-        variant(
-            "strided",
-            "Adjacent tiles run at the same time, so bursts from memory are longer: 0 to 3 % faster.",
-            ORDER="strided",
-        ),
         PROGRAMS,
     ),
     "pointwise-deep": (
@@ -137,27 +109,12 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         PROGRAMS,
     ),
     "images": (
-        L1,
-        STRIDED,
-        variant(
-            "down", "Runs go down an image, and read 18 rows for 16, as strided does: 0 to 3 % faster.", ORDER="down"
-        ),
-        DOWN_L1,
         ROWS_256,
         FOUR_STAGES,
         PROGRAMS,
     ),
     # A step of a 128 x 128 tile takes 1170 cycles for 32 KB from L2, and 512 cycles of the tensor cores.
     "images-128": (
-        L1._replace(
-            prediction="Two of three taps hit L1, so a step reads 22 KB from L2 instead of 32, in 790 cycles instead "
-            "of 1170: 25 % faster."
-        ),
-        STRIDED,
-        DOWN_L1._replace(
-            prediction="A step reads 18 KB from L2.  Shared memory decides with 768 cycles: 0 to 5 % faster than "
-            "x-through-l1."
-        ),
         variant(
             "64-channels",
             "124 registers let two programs hide each other's epilogues.  But x is read twice, 48 KB from L2 "
@@ -166,7 +123,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         ),
         FOUR_STAGES,
     ),
-    "volumes": (L1, STRIDED, ROWS_256, FOUR_STAGES),
+    "volumes": (ROWS_256, FOUR_STAGES),
 }
 
 

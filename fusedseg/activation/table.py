@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from .. import _torch
 
-# A call of ``torch.ops`` takes microseconds longer than a call of these bindings, which stock functions use.  Backward
-# functions have no such binding; a call of an overload, such as ``.default``, is the shortest there is for them.
+# Stock functions call these bindings, which have less overhead than ``torch.ops``.  Backward functions have no such
+# binding; a call of an overload, such as ``.default``, has the least overhead for them.
 # PyTorch's type stubs lack some of them.
 aten = torch.ops.aten
 _nn: Any = _torch.nn

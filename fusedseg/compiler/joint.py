@@ -116,7 +116,7 @@ class Joint:
             if gradient or any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         self.backward.discard(self.end)
-        writing = [node for node in self.graph.nodes if _writes(node)]
+        writing = [node for node in self.graph.nodes if writes(node)]
         self.forward = set(self._before([*self.returned, *writing]))
         self.overwritten = {node.args[0] for node in writing}
         self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
@@ -136,7 +136,7 @@ class Joint:
                 yield node
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     return is_op(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 

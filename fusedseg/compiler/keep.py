@@ -12,6 +12,7 @@ from such a form (``forms.py``).
 
 import functools
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,18 +93,22 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
 
 def plan(joint: Joint, repeats: bool = True) -> Plan:
     """What backward reads of forward; with ``repeats`` products that are nearly free may run again."""
-    first = _plan(joint, set())
-    twice_run = twice.chosen(first.kept, joint) if repeats else set()
-    found = _plan(joint, twice_run) if twice_run else first
-    for one in {id(first): first, id(found): found}.values():
-        _keep_later(one, joint)
-        _take_along(one)
+    first = plan_of(joint, set())
+    twice_run = twice.chosen(_plan(joint, set()).kept, joint) if repeats else set()
+    found = plan_of(joint, twice_run) if twice_run else first
     # A product that runs again may need an input that backward would not keep otherwise.
     return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
 
 
-def _plan(joint: Joint, products: set[fx.Node]) -> Plan:
+def plan_of(joint: Joint, products: Collection[fx.Node]) -> Plan:
     """What backward reads if these products run again."""
+    found = _plan(joint, products)
+    _keep_later(found, joint)
+    _take_along(found)
+    return found
+
+
+def _plan(joint: Joint, products: Collection[fx.Node]) -> Plan:
     reading = readers_of_forward(joint)
     found = Plan(reading=reading)
     calls: dict[fx.Node, frozenset[str]] = {}
@@ -118,7 +123,7 @@ def _plan(joint: Joint, products: set[fx.Node]) -> Plan:
 
 
 def _decide(
-    entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]], products: set[fx.Node]
+    entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]], products: Collection[fx.Node]
 ) -> None:
     """Decides about a node, and about those from which it is computed again."""
     stack = [entry]
@@ -138,7 +143,7 @@ def _decide(
             continue
         stack.pop()
         needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if not cheap or _is_worth_keeping(node, sources, calls, needed):
+        if not cheap or (node not in products and _is_worth_keeping(node, sources, calls, needed)):
             calls[node] = frozenset()
             found.kept.add(node)
         else:

@@ -10,6 +10,7 @@ import operator
 
 from torch import fx
 
+from ..ops.recompute.cheap import numel_of, tensors_of
 from . import reinplace
 from .joint import is_op, is_random, nbytes_of, value_of
 
@@ -21,13 +22,18 @@ class Step:
     """One node in its turn; a node that is computed twice has two steps.
 
     reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
+    nbytes: the bytes of that memory, which later steps read.  made: the bytes of all results while the node runs.
     """
 
-    __slots__ = ("first", "nbytes", "node", "reads")
+    __slots__ = ("first", "made", "nbytes", "node", "reads")
 
-    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int) -> None:
-        self.node, self.reads, self.nbytes = node, reads, nbytes
+    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int, made: int) -> None:
+        self.node, self.reads, self.nbytes, self.made = node, reads, nbytes, made
         self.first: Step = self if root is node else next(step.first for step in reads if step.first.node is root)
+
+    def call(self) -> "Step":
+        """The step of the call of which this one picks a result, or the step itself."""
+        return self.reads[0] if self.node.target is operator.getitem else self
 
 
 class Backward:
@@ -50,14 +56,17 @@ class Backward:
             for source in self.inputs(node):
                 need = max(need, held + self.needs[source])
                 held += self.nbytes(source)
-            self.needs[node] = max(need, held + self.nbytes(node))
+            self.needs[node] = max(need, held + self.made(node))
 
-    def nbytes(self, node: fx.Node) -> int:
+    def made(self, node: fx.Node) -> int:
         """The bytes that a node allocates.  Parameters are alive anyway."""
         if node.op == "output" or self.roots[node] is not node or str(node.target).startswith("primals"):
             return 0
-        # Each of several results has a node of its own.
-        return 0 if isinstance(value_of(node), (tuple, list)) else nbytes_of(node)
+        return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
+
+    def nbytes(self, node: fx.Node) -> int:
+        """The bytes that later nodes read; each of several results has a node of its own."""
+        return 0 if isinstance(value_of(node), (tuple, list)) else self.made(node)
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """The inputs that are computed again, in the best order."""
@@ -93,7 +102,14 @@ class Backward:
                     steps.append(done[one])
 
     def step(self, node: fx.Node, reads: list[Step]) -> Step:
-        return Step(node, reads, self.roots[node], self.nbytes(node))
+        return Step(node, reads, self.roots[node], self.nbytes(node), self.made(node))
+
+    def as_it_stands(self) -> list[Step]:
+        """The nodes in the order of the graph."""
+        done: dict[fx.Node, Step] = {}
+        for node in self.graph.nodes:
+            done[node] = self.step(node, [done[source] for source in node.all_input_nodes])
+        return list(done.values())
 
     def parted(self, steps: list[Step], top: int) -> list[Step] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the place ``top``; or None."""
@@ -128,7 +144,8 @@ class Backward:
         """What a reader at ``place`` reads in place of ``read``, if ``old`` is gone by then."""
         if read in made:
             return made[read]
-        gone = now.last[read.first] < place if read.first is not old else True
+        # All results of a call are computed at once, and so are all gone.
+        gone = read.first.call() is old.call() or now.last[read.first] < place
         if not gone or read.node not in self.again or now.places[read] > place:
             return read
         made[read] = self.step(read.node, [self._again(r, old, place, now, made, found) for r in read.reads])
@@ -159,7 +176,7 @@ class Alive:
         alive = sum(step.nbytes for step in steps if step.node.op == "placeholder")
         for place, step in enumerate(steps):
             alive += step.nbytes * (step.node.op != "placeholder")
-            bytes_at.append(alive - self._written_over(step, place))
+            bytes_at.append(alive - step.nbytes + step.made - self._written_over(step, place))
             alive -= sum(one.nbytes for one in gone[place])
         most = max(bytes_at)
         self.top = bytes_at.index(most)
@@ -167,11 +184,13 @@ class Alive:
 
     def _written_over(self, step: Step, place: int) -> int:
         """The bytes of an input that the result is written over."""
-        if step.node.target not in reinplace.OVERWRITING:
-            return 0
-        memory = [read.first for read in step.reads if read.first.nbytes == step.nbytes]
-        dead = any(m.node.op == "call_function" and self.last[m] == place for m in memory)
-        return step.nbytes if dead else 0
+        memory = [read.first for read in step.reads]
+        for x in reinplace.may_overwrite(step.node):
+            first = memory[step.node.all_input_nodes.index(x)]
+            whole = first.nbytes == nbytes_of(x) and first.node.op == "call_function"
+            if whole and self.last[first] == place and memory.count(first) == 1:
+                return first.nbytes
+        return 0
 
     def read_at(self, place: int) -> set[Step]:
         return {read.first for read in self.steps[place].reads}

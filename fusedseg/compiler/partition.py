@@ -6,13 +6,13 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, forms, joint, keep, order, rounded, simplify, split, twice
+from . import branches, choose, forms, joint, keep, live, order, rounded, simplify, split, twice
 from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded)
+_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, live)
 FILES = (*(str(module.__file__) for module in _OURS), __file__)
 
 
@@ -42,6 +42,9 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
     graph = module.graph
     graph.eliminate_dead_code()
+    wanted, eager = settings.wanted, 0
+    if wanted is not None:
+        eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
     simplify.rewrite(graph)
     forms.forget_running(graph)
     if settings.codegen == "inductor" or settings.bits is not None:
@@ -53,7 +56,10 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.bits is not None:
         branches.simplify_backward(of)
         of = joint.Joint(module, forward_outputs)
-    decided = keep.plan(of, repeats=settings.bits is None)
+    if wanted is None:
+        decided = keep.plan(of, repeats=settings.bits is None)
+    else:
+        decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
     if settings.bits is not None:
         storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
     keep.apply(of, decided, storage)

@@ -2,8 +2,8 @@
 
 A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
 becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
-and has the dtype, shape and strides of the result.  Running statistics are written where they are, in place of a copy
-that is copied back.
+and has the dtype, shape and strides of the result.  The gradient of an activation is written over the gradient that it
+reads.  Running statistics are written where they are, in place of a copy that is copied back.
 """
 
 import operator
@@ -20,23 +20,20 @@ from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
 UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
+ACTIVATIONS = (
+    "relu", "leaky_relu", "elu", "hardtanh", "silu", "gelu", "mish", "hardswish", "hardsigmoid", "sigmoid", "tanh",
+)  # fmt: skip
+COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
+# The gradients of activations that can be told where to write.
+GRADIENTS = (
+    "threshold", "leaky_relu", "elu", "hardtanh", "silu", "gelu", "hardsigmoid", "sigmoid", "tanh", "softplus",
+)  # fmt: skip
+INTO = "grad_input"
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
-    aten.relu.default: aten.relu_.default,
-    aten.leaky_relu.default: aten.leaky_relu_.default,
-    aten.elu.default: aten.elu_.default,
-    aten.hardtanh.default: aten.hardtanh_.default,
-    aten.silu.default: aten.silu_.default,
-    aten.gelu.default: aten.gelu_.default,
-    aten.mish.default: aten.mish_.default,
-    aten.hardswish.default: aten.hardswish_.default,
-    aten.hardsigmoid.default: aten.hardsigmoid_.default,
-    aten.sigmoid.default: aten.sigmoid_.default,
-    aten.tanh.default: aten.tanh_.default,
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
+    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in ACTIVATIONS},
+    **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
+    **{op.default: op.grad_input for op in (getattr(aten, f"{name}_backward") for name in GRADIENTS)},
 }
 
 
@@ -65,29 +62,36 @@ def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node,
     return last
 
 
+def may_overwrite(node: fx.Node) -> list[fx.Node]:
+    """The arguments over which the result may be written if nobody reads them later."""
+    if node.op != "call_function" or _overwriting(node) is None:
+        return []
+    # A sum or a product has the same bits with its arguments exchanged.
+    exchanged = node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
+    result = _result(node)
+    return [x for x in node.args[: 1 + exchanged] if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+
+
+def _result(node: fx.Node) -> Any:
+    """The node of the first result of a call."""
+    return items_of(node).get(0) if isinstance(value_of(node), tuple) else node
+
+
 def results(graph: fx.Graph) -> int:
-    """Makes ops write their results over their first arguments, and returns how many do."""
+    """Makes ops write their results over their arguments, and returns how many do."""
     roots = roots_of(graph)
     last = _last_reads(graph, roots)
     count = 0
     for place, node in enumerate(graph.nodes):
-        overwriting = _overwriting(node)
-        if overwriting is None:
+        x = next((x for x in may_overwrite(node) if _is_free(node, x, place, roots, last)), None)
+        if x is None:
             continue
-        x = node.args[0]
-        result = items_of(node).get(0) if isinstance(value_of(node), tuple) else node
-        if result is None:
-            continue
-        if not _is_free(node, result, x, place, roots, last):
-            # A sum or a product has the same bits with its arguments exchanged.
-            if node.target not in (aten.add.Tensor, aten.mul.Tensor) or len(node.args) != 2 or node.kwargs:
-                continue
-            x = node.args[1]
-            if not _is_free(node, result, x, place, roots, last):
-                continue
+        result, root = _result(node), roots[x]
+        if x is not node.args[0]:
             node.args = (x, node.args[0])
-        root = roots[x]
-        node.target = overwriting
+        node.target = _overwriting(node)
+        if is_op(node) and node.target._overloadname == INTO:
+            node.kwargs = {**node.kwargs, INTO: x}
         # The result lies in the memory of x, so that memory is read as long as the result is.
         for other, of in roots.items():
             if of is result:
@@ -97,12 +101,8 @@ def results(graph: fx.Graph) -> int:
     return count
 
 
-def _is_free(
-    node: fx.Node, result: fx.Node, x: Any, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]
-) -> bool:
+def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
     """Whether the result of the node at ``place`` may be written over its argument ``x``."""
-    if not isinstance(x, fx.Node) or not is_alike(value_of(x), value_of(result)):
-        return False
     root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
     if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
         return False
@@ -114,6 +114,13 @@ def _is_whole(root: Any, x: Any) -> bool:
     return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
 
 
+def may_overwrite(node: fx.Node) -> bool:
+    """Whether the result may lie where the first argument does, if nobody reads that one later."""
+    if node.op != "call_function" or node.target not in OVERWRITING:
+        return False
+    return is_alike(value_of(node.args[0]), value_of(node))
+
+
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
     if isinstance(node.target, triton_ops.Backward):
@@ -121,7 +128,7 @@ def _overwriting(node: fx.Node) -> Any:
     if isinstance(node.target, triton_ops.Forward):
         # An op that writes over its input keeps no mean.
         return replace(node.target, in_place=True) if set(items_of(node)) == {0} else None
-    return OVERWRITING.get(node.target) if node.op == "call_function" else None
+    return OVERWRITING.get(node.target)
 
 
 def statistics(graph: fx.Graph) -> int:

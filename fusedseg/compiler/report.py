@@ -1,6 +1,7 @@
 """What the backend has made of a model: ``report``, and ``counted`` for a model that has not run.
 
-All bytes are counted on the graphs, without what a kernel allocates inside itself.
+All bytes are counted on the graphs, without what a kernel allocates inside itself: with the codegen "aten" on the two
+graphs as they run, and for Inductor as if it fused what it can.
 """
 
 import contextvars
@@ -22,12 +23,10 @@ from .._sizes import text_of
 from ..memory.buffers import Buffers, results
 from ..memory.fake import fake_mode
 from ..memory.meter import key_of, mean_of, measure
-from . import keep
+from . import keep, order
 from .joint import name_of, outputs_of, value_of
-from .reinplace import OVERWRITING
 from .settings import OP, Settings
 
-Fusible = Callable[[fx.Node], bool]
 INDUCTOR = Settings("inductor")
 # A row shows at most this many ops that are computed again.
 NAMES = 6
@@ -226,7 +225,7 @@ def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], ou
     if graph.symbolic:
         # Comparing symbolic sizes would make guards of them.
         return
-    graph.ours = after(parts, outputs, fused)
+    graph.ours = Bytes(kept_of(parts[0], outputs), peak_of(parts, fused))
     # A result of several stands for its call; a node that the graph has no longer has no arguments.
     again = [n for n in map(keep.call_node, plan.again) if isinstance(n, fx.Node) and not keep.is_view(n)]
     calls: dict[Any, None] = dict.fromkeys(again)
@@ -241,24 +240,21 @@ def _readable(node: fx.Node) -> str:
     return name.strip("_").replace("_", " ")
 
 
-def _overwrites(node: fx.Node) -> bool:
-    return node.target in OVERWRITING
+def kept_of(forward: fx.GraphModule, outputs: int) -> int:
+    """The bytes that forward keeps for backward; its first ``outputs`` results are those of the model."""
+    return sum(_storages(outputs_of(forward.graph)[outputs:]).values())
 
 
-def after(parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool) -> Bytes:
-    """What two graphs keep; ``fused`` says whether elementwise functions are computed inside other kernels."""
+def peak_of(parts: tuple[fx.GraphModule, fx.GraphModule], fused: bool) -> int:
+    """The most bytes at once of two graphs; ``fused``: elementwise functions are computed inside other kernels."""
+    if not fused:
+        return max(order.Alive(order.Backward(part.graph).as_it_stands()).peak[0] for part in parts)
     forward, backward = parts
-    returned = outputs_of(forward.graph)
-    kept = _storages(returned[outputs:])
     inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
-    given = [
-        node
-        for node in backward.graph.nodes
-        if node.op == "placeholder" and node.name not in inputs and "tangents" not in str(node.target)
-    ]
-    is_fusible = _torch.partitioner().op_list().is_fusible if fused else _overwrites
-    first, second = (Buffers(part.graph, is_fusible, inside=fused) for part in parts)
-    return Bytes(sum(kept.values()), max(first.peak(), second.peak(given)))
+    given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in inputs]
+    is_fusible = _torch.partitioner().op_list().is_fusible
+    first, second = (Buffers(part.graph, is_fusible) for part in parts)
+    return max(first.peak(), second.peak(given))
 
 
 def _storages(nodes: Sequence[Any]) -> dict[int, int]:
@@ -307,7 +303,7 @@ def counted(
         graph, _ = found[-1]
         with parts.config.patch(activation_memory_budget=1.0):
             stock = parts.min_cut(_twin(joint), joint_inputs, compiler="inductor", **options)
-            graph.stock = after(stock, outputs, fused=True)
+            graph.stock = Bytes(kept_of(stock[0], outputs), peak_of(stock, fused=True))
             plan = prepare(joint, outputs, settings)
             made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
         note_after(plan, made, outputs, fused=True)

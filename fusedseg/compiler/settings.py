@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .wanted import Wanted, parse_wanted
+
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
@@ -15,12 +17,16 @@ class Settings:
 
     Attributes:
         codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
+        budget: a share of the bytes that eager mode keeps, or bytes, or a text such as "6GiB" or "peak 10GiB".
+        extra_flops: the arithmetic of products that may run twice for it, as a share of the forward's.
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
     codegen: str | None = None
+    budget: float | str | None = None
+    extra_flops: float | None = None
     bits: int | None = None
     seed: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +42,13 @@ class Settings:
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":
             raise ValueError(f"{OP}: option inductor has no effect with codegen='aten', got {dict(self.inductor)}")
+        if self.wanted is not None and self.bits is not None:
+            raise ValueError(f"{OP}: option bits has no effect together with budget or extra_flops; choose one of them")
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What ``budget`` and ``extra_flops`` ask for; None without them.  Raises ValueError or TypeError."""
+        return parse_wanted(OP, self.budget, self.extra_flops)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

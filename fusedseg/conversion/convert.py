@@ -81,11 +81,8 @@ def convert(
       because the norm applies the activation.  This holds with ``inplace=False`` too.  A stock model that runs inside
       ``with fusedseg.recompute():`` relies on no flow at all.
 
-    The report says what must stay.  It also names branches on attributes, such as ``if self.flag:``, in the forward
-    code that calls a fused norm, in the code around it, and in methods that this code calls as ``self.name()``.  It
-    does not name branches on ``self.training``, because both modes were seen.  It does not name branches on submodules,
-    parameters and containers either, because these are fixed when a model is built, nor checks that only raise an
-    error.  It does not find branches on local variables.
+    The report says what must stay.  ``torch.compile`` of the stock model with ``backend="fusedseg"`` relies on no flow
+    either: it compiles again where the flow changes.
 
     Args:
         model: any module.  It may be on any device, or fake.
@@ -205,7 +202,6 @@ def convert(
         after=after,
         uncounted=uncounted,
         guarantee=guarantee,
-        branches=plan.branches,
         twice=twice,
         bits=bits,
     )

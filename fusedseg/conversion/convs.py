@@ -38,8 +38,7 @@ def pays(x: Tensor) -> bool:
 
     On a GPU one op reads and writes memory no more often than two.  It saves a pass in forward and a pass in backward
     if the convolution has a bias, and a pass in forward if Triton's epilogue computes the statistics.  On a CPU one op
-    takes as long as two ops, or up to 5 % longer (measured).  The exception is one small fp32 volume, which torch would
-    convolve by a loop; there one op takes a fifth of the time.
+    saves nothing.  The exception is one small fp32 volume, which torch would convolve by a loop.
     """
     return x.is_cuda or looped(x)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from .._module_hooks import has_hooks, is_observed
 from ..activation import TABLE
-from .branches import Branch, Branches
 from .convs import LEAN, joins, lean, shrinks
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, UPSAMPLINGS, Call, Flow, listed, paths_of
 from .report import Row
@@ -55,7 +54,6 @@ class Plan:
     replaced: list[Row] = field(default_factory=list)
     recomputed: list[Row] = field(default_factory=list)
     skipped: list[Row] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)
 
 
 class Planner:
@@ -94,7 +92,6 @@ class Planner:
         convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
         plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
         self._rows(plan)
-        plan.branches = self._branches(plan)
         return plan
 
     def _each(self, classes: Iterable[type], consider: Callable[[nn.Module], T]) -> Iterator[tuple[nn.Module, T]]:
@@ -185,25 +182,6 @@ class Planner:
         # The mark is on the output tensor itself, so no other call may lie between the norm and its activation.
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
         return self._marks_anything and direct
-
-    def _branches(self, plan: Plan) -> list[Branch]:
-        branches = Branches(both_modes=len(self._flows) == 2)
-        for fusion in plan.fusions:
-            first = fusion.norm if fusion.conv is None else fusion.conv
-            branches.look(self._paths[first][0], self._owners(fusion))
-        return branches.found()
-
-    def _owners(self, fusion: Fusion) -> dict[nn.Module, None]:
-        """The modules whose forward calls the modules of a fused norm, and those around them; the root comes first."""
-        modules = (fusion.norm, *fusion.acts, *fusion.over)
-        callers = {call.where for module in modules for _, call in self._calls(module)}
-        callers |= {path.rpartition(".")[0] for path in self._paths[fusion.norm]}
-        around = {""}
-        for path in callers:
-            while path:
-                around.add(path)
-                path = path.rpartition(".")[0]
-        return dict.fromkeys(map(self._root.get_submodule, sorted(around)))
 
     def _pool(self, pool: Any) -> nn.Module:
         if not self._calls(pool):

@@ -3,14 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from .._sizes import text_of
 from ..memory import Footprint
-from .branches import Branch
 from .budget import Twice
 from .verify import Verification, verify
 
@@ -69,8 +67,6 @@ class ConversionReport:
             values; "" if there was none.
         guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
-        branches: branches on attributes in the forward code of the modules around fused norms, which may change the
-            flow later.
         twice: the budget, and the calls that run twice for it; None without a budget.
         bits: the bits a value in which the model keeps its activations in training; None if it keeps them as they are.
     """
@@ -86,7 +82,6 @@ class ConversionReport:
     after: Footprint | Any = None
     uncounted: str = ""
     guarantee: str = ""
-    branches: list[Branch] = field(default_factory=list)
     twice: Twice | None = None
     bits: int | None = None
 
@@ -113,26 +108,20 @@ class ConversionReport:
         memory = {
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
-        flow = {"guarantee": self.guarantee, "branches": [branch._asdict() for branch in self.branches]}
-        head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how}
+        head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how, "guarantee": self.guarantee}
         twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
         bits = {} if self.bits is None else {"bits": self.bits}
         uncounted = {"uncounted": self.uncounted} if self.uncounted else {}
-        return json.dumps({**head, **rows, **flow, **memory, **uncounted, **twice, **bits})
+        return json.dumps({**head, **rows, **memory, **uncounted, **twice, **bits})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
         for name, rows in self._sections().items():
             if rows:
-                lines += [
-                    "",
-                    TITLES[name].format(len(rows)),
-                    *_table(rows, self.branches if name == "replaced" else []),
-                ]
+                lines += ["", TITLES[name].format(len(rows)), *_table(rows)]
         if self.guarantee:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
-            lines += [_note(number, branch) for number, branch in enumerate(self.branches, 1)]
         if self.twice is not None:
             lines += ["", str(self.twice)]
         if self.bits is not None:
@@ -152,26 +141,8 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def _note(number: int, branch: Branch) -> str:
-    if not branch.attribute:
-        return f"  ({number}) {branch.function}: its source cannot be read, so its branches are not known"
-    place = f"{Path(branch.file).name}, line {branch.line}"
-    return f"  ({number}) {branch.function} branches on {branch.attribute} ({place}), which may change the flow later"
-
-
-def _table(rows: Sequence[Row], branches: Sequence[Branch]) -> list[str]:
-    def notes(row: Row) -> str:
-        return "".join(f" ({i})" for i, branch in enumerate(branches, 1) if row.paths[0] in branch.sites)
-
-    cells = [
-        (
-            _names(r.paths),
-            r.what,
-            (r.to or r.why) + notes(r),
-            "" if r.nbytes is None else text_of(r.nbytes),
-        )
-        for r in rows
-    ]
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [(_names(r.paths), r.what, r.to or r.why, "" if r.nbytes is None else text_of(r.nbytes)) for r in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
@@ -183,7 +154,7 @@ def _names(paths: Sequence[str]) -> str:
 
 
 def guarantee_of(inplace: int, exact: int) -> str:
-    """The guarantee for a number of norms in place and of other fused norms: one line for each kind."""
+    """The guarantee for a number of norms in place and of other fused norms, and the way that needs none."""
     lines = []
     if inplace:
         lines.append(
@@ -194,4 +165,6 @@ def guarantee_of(inplace: int, exact: int) -> str:
         lines.append(
             f"Exact ({exact}): norm and activation must stay together, with no other reader; any other change is safe"
         )
+    if lines:
+        lines.append('torch.compile(stock model, backend="fusedseg") relies on no flow: it notices each change')
     return "\n".join(lines)

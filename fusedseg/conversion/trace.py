@@ -114,7 +114,7 @@ def _written(node: fx.Node, module: Any) -> list[fx.Node]:
 
 
 def _same_memory(nodes: list[fx.Node], model: nn.Module) -> Iterator[fx.Node]:
-    """The nodes, and those of which they may be views."""
+    """The nodes, and the nodes whose results they may be views of."""
     for node in nodes:
         yield node
         if node.op == "call_module":

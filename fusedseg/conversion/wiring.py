@@ -153,8 +153,9 @@ class Wiring:
     def _find_watched(self, present: set[nn.Module]) -> None:
         """Finds the modules to look at.
 
-        The observed flow tells them at the conversion.  Of modules that came later, those count that hold a part of a
-        fused norm, its activations and its convolutions, but not all of it: they see what goes from part to part.
+        At the conversion the observed flow names these modules.  A module that was added later is looked at if it holds
+        some of the modules of a fusion (norm, activations, convolutions), but not all of them: the tensors that go from
+        one module of the fusion to another pass through it.
         """
         parents: dict[nn.Module, list[nn.Module]] = {}
         for parent in self.root.modules():

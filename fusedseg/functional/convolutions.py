@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .._backend import Backend
 from ..activation import parse_invertible
-from ..ops.check import keyword_only
 from ..ops.conv import conv_abn as _conv_abn
 from ..ops.conv import join_conv as _join_conv
 from ..ops.conv.choice import check_conv_backend
@@ -16,7 +15,6 @@ from ..ops.norm.kept import find
 from ..ops.norm.spec import Passed, Spec
 
 
-@keyword_only("activation", "activation_param", "conv_backend")
 def conv_abn(
     x: Source | Sequence[Source],
     conv_weight: Tensor,

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..activation import parse_activation, parse_invertible
-from ..ops.check import check_choice, keyword_only
+from ..ops.check import check_choice
 from ..ops.norm.checks import check
 from ..ops.norm.kept import find
 from ..ops.norm.op import normalise
@@ -144,7 +144,6 @@ def inplace_group_norm_act(
     return _normalised(op, passed, Spec("output", act, eps=eps, kind="group", groups=num_groups))
 
 
-@keyword_only("activation", "activation_param")
 def norm_act(
     x: Tensor,
     running_mean: Tensor | None,

@@ -31,15 +31,12 @@ class Buffers:
     Args:
         graph: the graph of a forward or a backward pass, in the order in which it runs.
         is_fusible: whether the compiler may compute a node inside another kernel.
-        inside: False if there is a kernel for each node; then ``is_fusible`` says whether it may write its result over
-            an input.
     """
 
-    def __init__(self, graph: fx.Graph, is_fusible: Callable[[fx.Node], bool], inside: bool = True) -> None:
-        self._nodes, self._elementwise = list(graph.nodes), inside
+    def __init__(self, graph: fx.Graph, is_fusible: Callable[[fx.Node], bool]) -> None:
+        self._nodes = list(graph.nodes)
         calls = (node for node in self._nodes if node.op == "call_function")
-        also = ALSO_INSIDE | BUFFERS if inside else set()
-        self._fusible = {node for node in calls if is_fusible(node) or _name(node) in also}
+        self._fusible = {node for node in calls if is_fusible(node) or _name(node) in ALSO_INSIDE | BUFFERS}
         # The nodes that are no buffers, and for each node the place of the last kernel that reads what the node reads.
         self._inside: set[fx.Node] = set()
         self._read_at: dict[fx.Node, int] = {}
@@ -56,7 +53,7 @@ class Buffers:
         if node.target is getitem or (own and own <= given):
             # One of several results, or a view.
             return True
-        if not self._elementwise or node not in self._fusible or _name(node) in BUFFERS:
+        if node not in self._fusible or _name(node) in BUFFERS:
             return False
         if not node.users or not all(user in self._fusible for user in node.users):
             return False

@@ -1,5 +1,6 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -87,9 +88,9 @@ def plan(
     does not fit.  For the largest batch these are the budgets that repeat at most 2 %, 10 % and 30 %.  Their calls are
     chosen on tensors of ``dtype``, with the wanted batch or a batch of 2.
 
-    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options and with ``bits``.  The
-    bytes of compiled models are counted on their graphs, to which parameters, inputs and the state of the optimizer are
-    added; the loss is not part of these graphs.
+    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with ``bits``, and for
+    a wanted batch with the budget ``"peak ..."`` that fits.  The bytes of compiled models are counted on their graphs,
+    to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
 
     Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
@@ -220,6 +221,10 @@ class _Search:
         label = exact.label(task.converted)
         try:
             self._add_compiled([exact, *(replace(exact, bits=bits) for bits in task.bits)], f"{label} {place}")
+            if task.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
+                # The state of the optimizer is no part of the peak that the backend knows.
+                peak = peak_text(task.usable - self._before().state)
+                self._add_compiled([replace(exact, budget=peak)], f"{label}+budget {place}")
         except RuntimeError as error:
             self.left_out[label] = str(error).partition(": ")[2]
 
@@ -334,6 +339,12 @@ def within(ladder: Iterable[Rung], shares: Sequence[float]) -> list[Rung]:
             break
         chosen |= {share: rung for share in shares if rung.repeated <= share}
     return list({rung.budget: rung for share, rung in sorted(chosen.items(), key=lambda item: item[0])}.values())
+
+
+def peak_text(nbytes: int) -> str:
+    """The backend's budget of a peak, rounded down."""
+    unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+    return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
 
 
 def fitting(ladder: Iterable[Rung], total: Callable[[Rung], int], usable: int) -> Rung:

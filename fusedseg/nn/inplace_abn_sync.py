@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..ops.check import keyword_only
 from .inplace_abn import InPlaceABN
 from .synchronised import Synchronised
 
@@ -41,7 +40,6 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
 
     OP = "fusedseg.InPlaceABNSync"
 
-    @keyword_only("activation", "activation_param", "process_group")
     def __init__(
         self,
         num_features: int,

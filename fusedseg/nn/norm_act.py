@@ -8,7 +8,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import TABLE, check_slope_given, parse_activation
-from ..ops.check import keyword_only
 from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
 from .stock_norm import StockNorm
 
@@ -136,7 +135,6 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     OP = "fusedseg.BatchNormAct"
 
-    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_features: int,
@@ -186,7 +184,6 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
 
     OP = "fusedseg.InstanceNormAct"
 
-    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_features: int,
@@ -232,7 +229,6 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
 
     OP = "fusedseg.GroupNormAct"
 
-    @keyword_only("activation", "activation_param")
     def __init__(
         self,
         num_groups: int,

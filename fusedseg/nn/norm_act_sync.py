@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..ops.check import keyword_only
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -32,7 +31,6 @@ class BatchNormActSync(Synchronised, BatchNormAct):
 
     OP = "fusedseg.BatchNormActSync"
 
-    @keyword_only("activation", "activation_param", "process_group")
     def __init__(
         self,
         num_features: int,

@@ -123,7 +123,7 @@ class StockNorm(Unscriptable, nn.Module):
     def _call(self, x: Tensor, residual: Tensor | None, look_up: LookUp) -> tuple[Passed, Spec]:
         own, running_mean, running_var, momentum, batches, groups = self._statistics(look_up)
         weight, bias, *slope = look_up(self, "_parameters", self.VECTORS)
-        # Arguments by position take a third of the time of arguments by name.
+        # Python passes arguments by position faster than by name.
         passed = Passed(x, weight, bias, residual, slope[0] if slope else None, running_mean, running_var, batches)
         spec = Spec(self.KEEP, self._act, self.eps, momentum, own, self.KIND, groups, self._others())
         return passed, spec

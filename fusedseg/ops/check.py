@@ -1,10 +1,5 @@
 """Checks of arguments.  Errors name the op, the argument, the expected value and the given value."""
 
-import functools
-import warnings
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import torch
 from torch import Tensor
 
@@ -13,42 +8,6 @@ from .._torch import forward_ad
 
 HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def keyword_only(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function or constructor still take its keyword-only arguments ``names`` by position, with a warning.
-
-    ``names`` stand in the order of their former positions, which follow the function's positional arguments.
-    """
-
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        code = function.__code__
-        positional, op = code.co_argcount, f"fusedseg.{function.__qualname__.removesuffix('.__init__')}"
-        last = code.co_varnames[positional - 1]
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            # The compiler of PyTorch 2.8 takes names and arguments of equal number alone.
-            more = args[positional : positional + len(names)]
-            given = dict(zip(names[: len(more)], more, strict=True)) if more else None
-            # Too many arguments, and arguments that are given twice, are left to Python's own errors.
-            if given is None or len(args) > positional + len(names) or given.keys() & kwargs.keys():
-                return function(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-                warnings.warn(
-                    f"{op}: arguments after {last} will be keyword-only in the next release; write {text}",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-            return function(*args[:positional], **kwargs, **given)  # type: ignore[arg-type]
-
-        return call
-
-    return decorated
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -73,7 +73,7 @@ def layout_of(x: Tensor) -> Layout | None:
     return (_layout if type(x) is Tensor else _layout.__wrapped__)(x.shape, x.stride())
 
 
-# The layout is remembered, because finding it takes microseconds.  The limit is for shapes that change in every call.
+# The layout of a shape is found once.  The limit is for shapes that change in every call.
 @functools.lru_cache(1024)
 def _layout(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
     N, C, *spatial = shape

@@ -30,7 +30,7 @@ def test_the_entry_point_names_the_backend():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"budgets": 1}, r"options must be among codegen, bits, seed, inductor, got 'budgets'"),
+        ({"budgets": 1}, r"options must be among codegen, budget, extra_flops, bits, seed, inductor, got 'budgets'"),
         ({"codegen": "triton"}, r"codegen must be one of inductor, aten, got 'triton'"),
         ({"inductor": 3}, r"inductor must be a dict"),
         ({"codegen": "aten", "inductor": {"max_autotune": True}}, r"has no effect with codegen='aten'"),
@@ -43,7 +43,9 @@ def test_wrong_options_raise(options, text):
 
 def test_wrong_options_raise_through_torch_compile():
     run = torch.compile(net(), backend="fusedseg", options={"speed": "high"})
-    with pytest.raises(Exception, match="options must be among codegen, bits, seed, inductor, got 'speed'"):
+    with pytest.raises(
+        Exception, match="options must be among codegen, budget, extra_flops, bits, seed, inductor, got 'speed'"
+    ):
         run(torch.randn(2, 1, 6, 6))
 
 

@@ -44,6 +44,21 @@ def test_the_input_that_needs_the_most_memory_comes_first():
     assert names(module.graph) == ["cos", "cat", "mean", "sigmoid", "add", "mul"]
 
 
+def test_all_results_of_a_call_are_computed_again_by_one_call():
+    """Each of them ran the norm once more, because each of them lies at the peak."""
+
+    def run(kept, tangents):
+        results = aten.native_group_norm(kept, None, None, 2, 4, 9, 4, 1e-5)
+        y, mean, rstd = results[0], *(aten.view(t, [2, 4, 1, 1]) for t in results[1:])
+        large = aten.cat([aten.mul(aten.mul(aten.mul(tangents, y), mean), rstd)] * 8)
+        small = aten.mean(large, [0])
+        return aten.mul(aten.mul(aten.mul(small, y), mean), rstd)
+
+    module = traced(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
+    order.rewrite(module)
+    assert names(module.graph).count("native_group_norm") == 2
+
+
 class Residual(nn.Module):
     """Blocks whose sums are read by the next block, by its shortcut and by their own gate."""
 

@@ -61,6 +61,28 @@ def test_split_needs_no_concatenation():
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_split_adds_gradients_source_by_source():
+    """Two convolutions read the concatenation, as in a residual block; their sum was a concatenation again."""
+
+    def run(a, b, w, v, dy):
+        x = aten.cat([a, b], 1)
+        rest = [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
+        dx, dz = (aten.convolution_backward(dy, x, weight, [4], *rest)[0] for weight in (w, v))
+        both = aten.add(dz, dx)
+        return aten.slice(both, 1, 0, 2), aten.slice(both, 1, 2, 5)
+
+    inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 1, 1) for _ in range(2)]
+    inputs.append(torch.randn(2, 4, 6, 6))
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    assert split.rewrite(module.graph) == 2
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    assert [names(module.graph).count(name) for name in ("convolution_backward", "cat", "add")] == [4, 0, 2]
+    for found, wanted in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_reinplace_writes_over_what_nobody_reads():
     def run(x):
         y = aten.mul(x, 2)
@@ -72,6 +94,20 @@ def test_reinplace_writes_over_what_nobody_reads():
     reinplace.results(module.graph)
     # x is the caller's, and z is read after the sigmoid.
     assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
+
+
+def test_reinplace_writes_gradients_over_gradients():
+    def run(x, dy):
+        first = aten.threshold_backward(aten.mul(dy, 2), x, 0)
+        second = aten.leaky_relu_backward(first, x, 0.1, False)
+        return aten.gelu_backward(second, x, approximate="tanh"), aten.threshold_backward(dy, x, 0)
+
+    inputs = torch.randn(4), torch.randn(4)
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    assert reinplace.results(module.graph) == 3
+    module.recompile()
+    assert same(module(*inputs), expected)
 
 
 def test_reinplace_exchanges_the_terms_of_a_sum():

@@ -9,7 +9,9 @@ from torch import nn
 from fusedseg.__main__ import main
 from fusedseg.compiler import report
 from fusedseg.compiler.report import counted
+from fusedseg.memory import allocator_peak
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
+from fusedseg.memory.meter import mean_of
 from tests.compiler.networks import compiled, kept, make, mixed
 from tests.compiler.test_training import Net
 
@@ -23,6 +25,50 @@ def test_kept_bytes_are_those_of_a_step(name):
     assert (graph.ours.kept, graph.eager.kept) == (ours, kept(net, net, inputs))
     assert graph.ours.peak <= graph.eager.peak
     assert report(net).graphs == [graph]
+
+
+class Perceptrons(nn.Module):
+    """Residual blocks; a product of matrices allocates its result only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x) + x)
+        return x
+
+
+class Pools(nn.Module):
+    """Norms, pools and concatenations without a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4 << i) for i in range(3))
+
+    def forward(self, x):
+        for norm in self.norms:
+            y = nn.functional.leaky_relu(norm(x))
+            x = torch.cat([y, nn.functional.interpolate(nn.functional.avg_pool2d(y, 2), scale_factor=2)], 1)
+        return x.sigmoid()
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Perceptrons, (4096, 16)), (Pools, (4, 4, 32, 32))])
+def test_peak_is_the_allocators(make, shape):
+    """It counted a sum that is written over its second term as new memory, and no gradient of the output."""
+    net, x = make(), torch.randn(shape)
+    run = compiled(net)
+
+    def step():
+        mean_of(run(x)).backward()
+        net.zero_grad()
+
+    step()
+    (graph,) = report(run).graphs
+    assert graph.ours.peak == pytest.approx(allocator_peak(step), rel=0.01)
 
 
 def test_a_break_is_named_with_its_cost():

@@ -118,8 +118,13 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [({}, {}), ({"inplace": False}, {}), ({"bits": 4, "unrounded": "0"}, {"bits": 4})],
-    ids=["exact", "inplace", "bits"],
+    [
+        ({}, {}),
+        ({"inplace": False}, {}),
+        ({"bits": 4, "unrounded": "0"}, {"bits": 4}),
+        ({"budget": 0.3, "extra_flops": 0.1}, {"budget": 0.3, "extra_flops": 0.1}),
+    ],
+    ids=["exact", "inplace", "bits", "budget"],
 )
 def test_a_network_that_is_compiled_stays_stock(options, passed, monkeypatch):
     """The backend gets the options that it shares with ``convert``; nothing is compiled before the first step."""
@@ -137,6 +142,14 @@ def test_a_network_that_is_compiled_stays_stock(options, passed, monkeypatch):
     call = f'torch.compile(backend="fusedseg", options={passed})'
     assert f"fusedseg: the network stays stock, for {call}" in trainer.log
     assert not any("fusedseg.convert" in line for line in trainer.log)
+
+
+def test_options_that_the_backend_refuses_raise_before_training(monkeypatch):
+    monkeypatch.setattr(FusedStandIn, "convert_options", {"bits": 4, "budget": 0.3})
+    trainer = FusedStandIn(nn.BatchNorm2d(8))
+    trainer.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="bits has no effect together with budget"):
+        trainer.initialize()
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 4}], ids=str)
@@ -363,7 +376,7 @@ def test_training_in_fewer_bits_follows_the_exact_one(bits, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "Leaky", "Bits8", "Bits4"])
+@pytest.mark.parametrize("end", ["", "Leaky", "Budget", "Bits8", "Bits4"])
 def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     """Twenty steps of nnU-Net's own ``train_step`` in float64 through the backend, and a validation; ``aten``."""
     framework("nnunetv2")

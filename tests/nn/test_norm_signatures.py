@@ -1,15 +1,13 @@
 """The arguments of all norm modules and functional forms: those of the stock norm, then keywords in one order."""
 
-import copy
 import inspect
-import pickle
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.functional import conv_abn, norm_act
+from fusedseg.functional import norm_act
 from fusedseg.nn.stock_norm import StockNorm
 
 NORMS = {
@@ -83,70 +81,9 @@ def test_a_norm_without_a_bias(name):
     assert ours.to_norm().bias is None
 
 
-DEPRECATED = {
-    "BatchNormAct": (4, 1e-5, 0.1, True, True, "elu", 0.5),
-    "InstanceNormAct": (4, 1e-5, 0.1, True, False, "elu", 0.5),
-    "GroupNormAct": (2, 4, 1e-5, True, "elu", 0.5),
-    "InPlaceABNSync": (4, 1e-5, 0.1, True, True, "elu", 0.5),
-    "BatchNormActSync": (4, 1e-5, 0.1, True, True, "elu", 0.5),
-}
-
-
-@pytest.mark.parametrize("name", DEPRECATED)
-def test_an_activation_by_position_still_works_and_warns(name):
-    norm, args = NORMS[name], DEPRECATED[name]
-    text = rf"fusedseg.{name}: arguments after \w+ .* write activation='elu', activation_param=0.5"
-
-    class Derived(norm):
-        def __init__(self, *stock):
-            super().__init__(*stock, *args[-2:])
-
-    with pytest.warns(DeprecationWarning, match=text) as seen:
-        ours = [norm(*args), Derived(*args[:-2])]
-    assert [(w.filename, w.lineno) for w in seen] == [
-        (__file__, inspect.currentframe().f_lineno - 2),
-        (__file__, Derived.__init__.__code__.co_firstlineno + 1),
-    ]
-    expected = norm(*args[:-2], activation="elu", activation_param=0.5)
-    for made in (ours[0], copy.deepcopy(ours[0]), pickle.loads(pickle.dumps(ours[0]))):
-        assert repr(made) == repr(expected)
-    assert repr(ours[1]).removeprefix("Derived") == repr(expected).removeprefix(name)
-
-
-def test_process_group_by_position():
-    with pytest.warns(DeprecationWarning, match="write activation='elu', activation_param=0.5, process_group='group'"):
-        norm = fusedseg.BatchNormActSync(*DEPRECATED["BatchNormActSync"], "group")
-    assert norm.process_group == "group"
-
-
-def test_functions_by_position():
-    x, w = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
-    calls = {
-        norm_act: ((x, None, None, None, None, True, 0.1, 1e-5), ("elu", 0.5)),
-        conv_abn: ((x, w, None, None, None, None, None, 1, 0, 1, 1, True, 0.1, 1e-5), ("elu", 0.5, "aten")),
-    }
-    for function, (args, more) in calls.items():
-        named = {"activation": "elu", "activation_param": 0.5}
-        with pytest.warns(DeprecationWarning, match=rf"fusedseg.{function.__name__}: arguments after eps .*='elu'"):
-            z = function(*args, *more)
-        assert torch.equal(z, function(*args, **named))
-
-
-def test_compiled_functions_by_position_do_not_break_the_graph():
-    x = torch.randn(2, 3, 5)
-    call = lambda x: norm_act(x, None, None, None, None, True, 0.1, 1e-5, "relu")  # noqa: E731
-    z = torch.compile(call, backend="eager", fullgraph=True)(x)
-    assert torch.equal(z, norm_act(x, None, None, training=True, activation="relu"))
-
-
-@pytest.mark.parametrize(
-    ("attempt", "text"),
-    [
-        (lambda: fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu", 0.5, 1), "takes .* positional arguments"),
-        (lambda: fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu", activation="relu"), "takes .* positional"),
-    ],
-    ids=["too many", "twice"],
-)
-def test_errors_of_python(attempt, text):
-    with pytest.raises(TypeError, match=text):
-        attempt()
+def test_an_activation_by_position_is_refused():
+    """An activation stood after the stock arguments in 0.2.0."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu")
+    with pytest.raises(TypeError, match="positional arguments"):
+        norm_act(torch.randn(2, 3, 5), None, None, None, None, True, 0.1, 1e-5, "elu")

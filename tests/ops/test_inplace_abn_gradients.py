@@ -6,7 +6,7 @@ import torch
 import fusedseg
 from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import inplace_abn
-from fusedseg.ops.norm import aten_chunks, aten_output
+from fusedseg.ops.norm import aten_chunks
 from tests.ops.test_inplace_abn import stock
 from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error
 from tests.tools.tensors import channels_last
@@ -25,15 +25,11 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["by sums", "chunked"])
-def chunking(request, monkeypatch):
-    """The aten path runs in one piece by sums, or in many pieces; other tests run it in one piece by one call."""
-    if request.param == "by sums":
-        monkeypatch.setattr(aten_output, "FEW", 0)
-    if request.param == "chunked":
-        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
-        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
-        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
+@pytest.fixture
+def chunked(monkeypatch):
+    """The aten path runs in many pieces; other tests run it in one."""
+    monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+    monkeypatch.setattr(aten_chunks, "WHOLE", 1)
 
 
 def check_gradients(backend, device, shape, fmt, activation, param, training, affine):
@@ -86,7 +82,7 @@ def test_gradcheck_activations(backend, device, activation, param, training, aff
 @pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize(("activation", "param"), ACTIVATIONS, ids=INVERTIBLE)
-def test_gradcheck_chunked(monkeypatch, chunking, fmt, training, activation, param):
+def test_gradcheck_chunked(monkeypatch, chunked, fmt, training, activation, param):
     monkeypatch.setattr(fusedseg, "backend", "aten")
     check_gradients("aten", "cpu", (2, 3, 2, 3), fmt, activation, param, training, True)
 

@@ -65,7 +65,6 @@ def chunking(request, monkeypatch):
     if request.param == "chunked":
         monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
         monkeypatch.setattr(aten_chunks, "WHOLE", 1)
-        monkeypatch.setattr(aten_chunks, "SLOW_STATISTICS", 0)
 
 
 def check(groups, leaves, numerically=False, fast=False, **options):

@@ -10,7 +10,7 @@ import fusedseg
 from fusedseg.functional import max_pool
 from fusedseg.memory import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
-from fusedseg.ops.max_pool import chunks, op
+from fusedseg.ops.max_pool import op, parts
 from fusedseg.ops.recompute.watch import Watch
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
@@ -36,15 +36,13 @@ CASES = {
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 
 
-@pytest.fixture(params=["small", "whole", "chunked"])
+@pytest.fixture(params=["whole", "parts"])
 def chunking(request, monkeypatch):
-    """The aten path runs as for small tensors, or as for large tensors in one piece or in many pieces."""
-    if request.param != "small":
-        monkeypatch.setattr(max_pool_aten, "FEW", 0)
-    if request.param == "chunked":
-        monkeypatch.setattr(chunks, "CHUNK_BYTES", 300)
-        monkeypatch.setattr(chunks, "ROWS_CHUNK_BYTES", 300)
-        monkeypatch.setattr(chunks, "PIECE", 30)
+    """The aten path runs in one piece, or in many parts that remember nothing."""
+    if request.param == "parts":
+        monkeypatch.setattr(max_pool_aten, "FEW_WINDOWS", 0)
+        monkeypatch.setattr(parts, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(parts, "ROWS_CHUNK_BYTES", 300)
 
 
 def special(shape):
@@ -185,15 +183,6 @@ def test_a_window_that_steps_over_x_is_refused():
     x = torch.randn(1, 1, 3, 3)
     assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
     refused(ValueError, r"x \(1, 1, 3, 3\) has no element at the positions of one window", 2, 1, 1, 4, x=x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("shape", "window"), [((1, 5, 9, 7), (3, 2, 1)), ((3, 3, 4, 5, 6), (2, 2, 0))], ids=str)
-def test_planes_beyond_a_chunk_that_is_copied_to_channels_last(shape, window, dtype, monkeypatch):
-    """Four planes are copied at a time, and the last copy has one."""
-    monkeypatch.setattr(max_pool_aten, "FEW_POSITIONS", 0)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * math.prod(shape[2:]) * dtype.itemsize)
-    compare(special(shape).to(dtype), (shape, *window), False)
 
 
 def test_the_scope_does_not_see_the_calls_inside(monkeypatch):

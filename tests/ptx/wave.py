@@ -108,13 +108,7 @@ class Wave:
                 done[idx] = True
                 self._open_barriers(waiting, done, at)
                 continue
-            following = b + 1
-            if end[0] == "branch":
-                following = self.kernel.labels[end[1]]
-            elif end[0] == "either":
-                following = np.where(taken, self.kernel.labels[end[2]], b + 1)
-                if (following == following[0]).all():
-                    following = int(following[0])
+            following = self._following(b, end, taken)
             if idx is not None:
                 at[idx] = following
                 if end[0] == "barrier":
@@ -128,6 +122,15 @@ class Wave:
                     self.shared.unseen.clear()
             else:
                 at = following
+
+    def _following(self, b: int, end, taken):
+        """The block after ``b``: a number if all lanes go there, or an array with the block of each lane."""
+        if end[0] == "branch":
+            return self.kernel.labels[end[1]]
+        if end[0] != "either":
+            return b + 1
+        following = np.where(taken, self.kernel.labels[end[2]], b + 1)
+        return int(following[0]) if (following == following[0]).all() else following
 
     def _ready(self, done, waiting):
         """The lanes that can go on.  With the schedules "first" and "last" that is one warp of each CTA."""

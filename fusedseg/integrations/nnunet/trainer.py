@@ -10,7 +10,7 @@ import torch
 from torch import autocast, nn
 
 from ...compiler import backend
-from ...compiler.settings import NAMES
+from ...compiler.settings import NAMES, parse
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
@@ -83,9 +83,10 @@ class Fused(_Trainer):
     def initialize(self) -> None:
         shared = {name: value for name, value in self.convert_options.items() if name in NAMES}
         options = {**shared, **self.compile_options}
-        # A budget needs the converted network as long as the backend has none.
-        known = {"budget", "extra_flops"}.isdisjoint(self.convert_options.keys() - shared.keys())
-        by_backend = self._unreported = known and self._do_i_compile()
+        by_backend = self._unreported = self._do_i_compile()
+        if by_backend:
+            # Wrong options raise here, and not in the first step.
+            parse(options)
         # The method of the most derived class, which may stand before this one.
         build: Any = self.build_network_architecture
 

@@ -35,7 +35,7 @@ LEAST_BYTES = 2**20
 
 
 class _Concatenation(torch.autograd.Function):
-    """It keeps shapes, and no tensor."""
+    """torch.cat of the sources.  It keeps the shapes of the tensors, and no tensor."""
 
     @staticmethod
     def forward(ctx, enlarges: Sequence[Enlarge | None], *tensors: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """The windows of a max-pool: their description, and where they begin."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-NUMPY = {torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64}
 
 
 class Pool(NamedTuple):
@@ -18,10 +17,6 @@ class Pool(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     ceil_mode: bool
-
-    @property
-    def overlaps(self) -> bool:
-        return any((k - 1) * d >= s for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
 
     def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
         out = []
@@ -50,17 +45,36 @@ def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
 
 
 def first_positions(
-    size, out_size, pool: Pool, device: torch.device, dtype: torch.dtype, inside: bool = False
+    size: tuple[int, ...],
+    count: tuple[int, ...],
+    pool: Pool,
+    device: torch.device,
+    least: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The flat index of the first position of every window.
+    """The flat index of the first position of every window, which may lie in the padding.
 
-    This position may lie in the padding; with ``inside`` it is the first position inside x.
+    With ``least`` it is the first position of the window that is at least ``least[axis]`` along each dimension.
     """
     first = np.zeros((), dtype=np.int64)
     for axis, (step, s, p, d) in enumerate(zip(steps(size), pool.stride, pool.padding, pool.dilation, strict=True)):
-        along = np.arange(-p, out_size[axis] * s - p, s)
-        if inside:
-            along = np.where(along < 0, along + -(along // d) * d, along)
+        along = np.arange(-p, count[axis] * s - p, s)
+        if least is not None:
+            missing = np.maximum(least[axis] - along, 0)
+            along = along + -(-missing // d) * d
         first = first + (along * step).reshape(-1, *(1,) * (len(size) - 1 - axis))
     # No op of torch has made the tensor, so the memory report does not take it for a tensor of the model.
-    return torch.from_numpy(first.astype(NUMPY[dtype])).to(device)
+    return torch.from_numpy(first).to(device)
+
+
+def distances(size: tuple[int, ...], pool: Pool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The code of each distance from the first position of a window, and the distance of each code, in flat indices.
+
+    The first table is right if distances determine positions (``rows_told_apart``).
+    """
+    axes = (
+        range(0, k * d * step, d * step) for k, d, step in zip(pool.kernel, pool.dilation, steps(size), strict=True)
+    )
+    distance_of = np.array([sum(at) for at in itertools.product(*axes)])
+    code_of = np.zeros(distance_of.max() + 1, dtype=np.uint8)
+    code_of[distance_of] = np.arange(len(distance_of))
+    return torch.from_numpy(code_of).to(device), torch.from_numpy(distance_of).to(device)

@@ -15,9 +15,6 @@ Part = TypeVar("Part")
 
 # A tensor of up to this many chunks is processed in one piece, because splitting it costs more than the cache gains.
 WHOLE = 6
-# For contiguous planes in fp32 or fp64, aten computes statistics at a tenth of the memory's speed.  Up to this number
-# of values, aten is still faster than the passes of this file.
-SLOW_STATISTICS = 2**16
 
 
 def chunk_elements(x: Tensor) -> int:
@@ -50,30 +47,9 @@ def run_of(parts: list[Part], x: Tensor) -> list[Part]:
     return parts[:2] if isinstance(x, FakeTensor) and get_proxy_mode() is None else parts
 
 
-def _plane_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of (N, C, S), in two passes; the second pass reads from the cache."""
-    m = x.shape[0] * x.shape[2]
-    means, variances = [], []
-    for c in channel_chunks(x):
-        # It sums over positions first and over samples afterwards, because aten is slow at reducing over both at once.
-        mean = x[:, c].sum(2).sum(0).div_(m)
-        d = x[:, c] - mean.view(1, -1, 1)
-        means.append(mean)
-        variances.append(torch.linalg.vector_norm(d, dim=2).square_().sum(0).div_(m))
-    return torch.cat(means), torch.cat(variances)
-
-
-def slow_statistics(x: Tensor, layout: Layout, acc: torch.dtype) -> bool:
-    slow = x.device.type == "cpu" and not layout.rows and x.dtype == acc and x.numel() > SLOW_STATISTICS
-    # Fake tensors have no values, so for them only the number of pieces costs time.
-    return slow and not isinstance(x, FakeTensor)
-
-
 def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel of a ``channel_view``."""
     acc = stats_dtype(xv)
-    if slow_statistics(xv, layout, acc):
-        return _plane_moments(xv)
     if xv.device.type == "cpu":
         zeros, unused = torch.zeros(2, layout.C, dtype=acc)
         mean, var = torch.batch_norm_update_stats(xv, zeros, unused, 0.0)

@@ -8,8 +8,7 @@ inverse 1),
 
     native_batch_norm_backward(g, y, weight=weight rstd / inverse, save_mean=shift, save_invstd=inverse)
 
-is exactly (dx, dweight, dbias).  On a CPU it computes only the two sums if that is faster (``_by_sums``).  Then y
-lies in the memory of dx, and dx = scale g + slope y + offset is written over it, with one value of each per channel.
+is exactly (dx, dweight, dbias).
 
 On a CPU, groups of D channels are passed to aten's group norm: a few groups at a time (planes), or all at once if the
 tensor is small (rows).  Otherwise the statistics of groups are merged from the statistics of their channels, and dx is
@@ -31,8 +30,6 @@ from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_
 # A call of ``torch.ops`` is shortest if an overload is called by position.
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
-# Up to this number of values of planes, and of rows, the number of calls costs more than their arithmetic.
-FEW, FEW_IN_ROWS = 2**20, 2**18
 EVERY = slice(None)
 
 
@@ -64,8 +61,7 @@ def forward(
     weight = torch.ones(layout.C, dtype=acc, device=x.device) if weight is None else cast(weight, acc)
     bias = cast(bias, acc)
     own_update = running_mean is not None and running_mean.dtype != acc
-    slow = aten_chunks.slow_statistics(x, layout, acc)
-    at_once = training and kept is None and layout.D == 1 and not slow and not own_update
+    at_once = training and kept is None and layout.D == 1 and not own_update
     # aten takes planes of any dimensions, and a view takes as long as the arithmetic on a small tensor.
     as_given = at_once and residual is None and _is_planes(x, layout)
     xv = x if as_given else channel_view(x, layout)
@@ -87,10 +83,7 @@ def forward(
                 y.add_(channel_view(residual, layout)[:, c])
             _inverse(act).into(y, act.param, outv[:, c])
         return torch.cat(means), torch.cat(rstds), None
-    in_chunks = training and slow and kept is None and layout.D == 1 and not aten_chunks.small(x)
-    if in_chunks:
-        mean, var = _forward_planes(xv, outv, weight, bias, residual, spec, layout)
-    elif training:
+    if training:
         mean, var = aten_chunks.moments(xv, layout)
     else:
         mean, var = cast(running_mean, acc), cast(running_var, acc)
@@ -106,34 +99,13 @@ def forward(
         xhat = (xhat - per_channel(mean[index], layout)) * per_channel(rstd[index], layout)
         xhat_kept = x.new_empty(xhat.numel())
         channel_view(xhat_kept, layout._replace(C=kept.count)).copy_(xhat)
-    if not in_chunks:
-        aten_chunks.scale_shift(xv, outv, weight, bias, mean, var, eps)
-        _finish_(outv, act, residual, layout)
+    aten_chunks.scale_shift(xv, outv, weight, bias, mean, var, eps)
+    _finish_(outv, act, residual, layout)
     if training and running_mean is not None and running_var is not None:
         m = layout.N * layout.S
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var * (m / (m - 1))).to(running_var.dtype), momentum)
     return *found, xhat_kept
-
-
-def _forward_planes(
-    x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, spec: Spec, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """Writes z of a large batch into ``out``, a few channels at a time.  Returns mean and biased variance."""
-    added = None if residual is None else channel_view(residual, layout)
-    found = []
-    for c in aten_chunks.channel_chunks(x):
-        out_c, bias_c = out[:, c], None if bias is None else bias[c]
-        mean, var = aten_chunks.moments(x[:, c], layout._replace(C=c.stop - c.start))
-        # Each sample is a call of its own, because aten is slow on memory with gaps.
-        for x_i, out_i in zip(x[:, c].split(1), out_c.split(1), strict=True):
-            aten_chunks.scale_shift(x_i, out_i, weight[c], bias_c, mean, var, spec.eps)
-        if added is not None:
-            out_c.add_(added[:, c])
-        activate(out_c, spec.act)
-        found.append((mean, var))
-    means, variances = zip(*found, strict=True)
-    return torch.cat(means), torch.cat(variances)
 
 
 class _Backward:
@@ -212,15 +184,6 @@ class _Backward:
         return scale, slope, (t1 * rstd).div_(-self.m).addcmul_(slope, shift, value=-1)
 
 
-def _by_sums(z: Tensor) -> bool:
-    """Whether a whole CPU tensor is reduced to its sums first, and dx is then written over y, in nine calls.
-
-    Otherwise aten computes dx in one call, which is slow and takes new memory.  In half precision aten is faster.
-    """
-    few = FEW if z.is_contiguous() else FEW_IN_ROWS
-    return z.numel() > few and z.device.type == "cpu" and z.dtype == stats_dtype(z)
-
-
 def backward(
     dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dresidual: Tensor | None
 ) -> Gradients:
@@ -233,21 +196,16 @@ def backward(
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
     at_once = training and layout.D == 1 and exchange is None and aten_chunks.small(z)
-    by_sums = at_once and _by_sums(z)
     # As in ``forward``.
-    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout) and not by_sums
+    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout)
     zv, dzv = (z, dz) if as_given else (channel_view(z, layout), channel_view(dz, layout))
     # Where aten allocates dx, g may take the memory of dz.
     over = dzv if into is not None and starts_at(into, dz) else None
     # Half precision is excluded, because x - mean must not be rounded to it.
     as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
     if at_once:
-        if by_sums:
-            dx = torch.empty_like(z) if into is None else into
-            s2, s1 = _backward_over(job, zv, dzv, channel_view(dx, layout))
-        else:
-            g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
-            dx, s2, s1 = job.reduce(g, y, EVERY, True)
+        g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
+        dx, s2, s1 = job.reduce(g, y, EVERY, True)
     elif as_groups and aten_chunks.small(z):
         g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
         dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
@@ -264,18 +222,6 @@ def backward(
     return Gradients(dx if as_given else dx.as_strided(z.shape, z.stride()), s2, s1)
 
 
-def _backward_over(
-    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, c: slice = EVERY, g: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Writes dx of these channels of a batch; returns s2 and s1.  dx may lie in the memory of ``z``."""
-    # g comes first, because it is computed from z, and y may be written over z.
-    g = job.gradient(z, dz, c, EVERY, g)
-    y = job.invert(z, c, EVERY, dx)
-    _, s2, s1 = job.reduce(g, y, c, False)
-    aten_chunks.affine_into(dx, g, y, *job.affine(s1, s2, c))
-    return s2, s1
-
-
 def _backward_planes(
     job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, as_groups: bool
 ) -> tuple[Tensor, Tensor]:
@@ -284,22 +230,14 @@ def _backward_planes(
     parts = list(aten_chunks.channel_chunks(z, job.D))
     s1, s2 = [], []
     at_once = training and job.D == 1
-    by_sums = at_once and z.dtype == job.rstd.dtype
     memory = z.new_empty((2, N * (parts[0].stop - parts[0].start) * S))
     run = aten_chunks.run_of(parts, z)
     for c in run:
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
-        if by_sums:
-            # With one sample, the channels of dx have no gaps in memory, so dx is written without a copy.
-            s2_c, s1_c = _backward_over(job, z_c, dz[:, c], dx_c if N == 1 else y, c, g)
-            found = y
-        else:
-            g, y = job.gradient(z_c, dz[:, c], c, EVERY, g), job.invert(z_c, c, EVERY, y)
-            found, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
-        if by_sums and N == 1:
-            pass
-        elif at_once or as_groups:
+        g, y = job.gradient(z_c, dz[:, c], c, EVERY, g), job.invert(z_c, c, EVERY, y)
+        found, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
+        if at_once or as_groups:
             dx_c.copy_(found)
         elif training:
             aten_chunks.affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))

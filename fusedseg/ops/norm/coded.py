@@ -38,7 +38,7 @@ class Copy:
 
 
 def may_write(x: Tensor, spec: Spec) -> bool:
-    """Whether the kernels serve the norm of ``x``, so that a ``Copy`` is worth its making."""
+    """Whether the kernels serve the norm of ``x``, so that they can write a ``Copy``."""
     if spec.process_group is not None or backend_of(x, spec.act) is not TRITON:
         return False
     # Fake tensors have no memory for kernels.

@@ -75,7 +75,7 @@ def kept_mask(
     """
     floor = floor_of(act, dtype, residual)
     if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
-        # These are few values in every step, and numpy's calls cost a tenth of aten's.  DLPack is used because
+        # For a few values the calls are the cost, and numpy's are cheaper than aten's.  DLPack is used because
         # Tensor.numpy() would forbid resizing the storage, which FSDP does.
         w, b = np.from_dlpack(weight.detach()), np.from_dlpack(bias.detach())
         mask = np.maximum(np.abs(b), floor) > np.abs(w) * KAPPA[dtype]

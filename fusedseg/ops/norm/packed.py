@@ -26,7 +26,7 @@ from . import coded
 from .kink import kink_of, of_channels
 from .spec import Passed, Saved, Spec
 
-# The activations that are linear on each side of 0, and those that are smooth: everywhere, or on each side of 0.
+# Activations that are linear on each side of 0; SMOOTH ones are smooth everywhere, CURVED ones on each side of 0.
 PIECEWISE_LINEAR = ("leaky_relu", "relu", "prelu", "identity")
 SMOOTH, CURVED = ("silu", "gelu", "gelu_tanh", "mish", "softplus"), ("elu", "selu")
 

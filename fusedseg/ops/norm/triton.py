@@ -17,7 +17,7 @@ from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_runni
 @functools.cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """The modules of the kernels, which the first call imports."""
-    # The result is cached, because an import statement takes a microsecond in every call.
+    # An import statement would look the modules up in every call.
     from ...kernels import norm_act, norm_act_bwd
 
     return norm_act, norm_act_bwd

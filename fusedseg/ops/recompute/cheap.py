@@ -4,6 +4,7 @@ A cheap node may be computed again: it gives the same result, without much arith
 matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,15 +44,14 @@ def hint_of(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint or 1
 
 
+def numel_of(t: Tensor) -> int:
+    """The number of elements, with hints in place of symbolic sizes."""
+    return math.prod(map(hint_of, t.shape))
+
+
 def size_of(node: fx.Node) -> int:
     """The number of elements of the largest result."""
-    largest = 0
-    for t in tensors_of(node):
-        count = 1
-        for size in t.shape:
-            count *= hint_of(size)
-        largest = max(largest, count)
-    return largest
+    return max(map(numel_of, tensors_of(node)), default=0)
 
 
 def call_of(node: fx.Node) -> str:

@@ -9,8 +9,6 @@ from .windows import Pool
 CHUNK_BYTES = 2**21
 # Chunks of channels_last tensors are larger, because fewer chunks are faster there than smaller ones.
 ROWS_CHUNK_BYTES = 2**22
-# The number of outputs whose codes are made or read at a time: their int16 numbers fit into the cache of a core.
-PIECE = 2**18
 
 
 def parts(
@@ -58,26 +56,3 @@ def _ranges(size: int, count: int, pool: Pool, step: int) -> Iterator[tuple[slic
         last = o + step >= count
         end = size if last else (o + step - 1) * s - p + reach
         yield slice(max(0, o * s - p), end), slice(o, o + step), inner if o else pool
-
-
-def pieces(z: Tensor) -> Iterator[slice]:
-    """Ranges of the first spatial dimension that are small enough for temporaries to stay in the cache."""
-    step = count = z.shape[2]
-    if z.device.type == "cpu":
-        step = max(1, PIECE // (z.numel() // count))
-    return (slice(o, min(o + step, count)) for o in range(0, count, step))
-
-
-def along(t: Tensor, piece: slice) -> Tensor:
-    """A range of the first spatial dimension of ``t``."""
-    count = piece.stop - piece.start
-    return t if count == t.shape[2] else t.narrow(2, piece.start, count)
-
-
-def row_chunks(z: Tensor) -> Iterator[tuple[slice, int, int]]:
-    """Samples with a range of their first spatial dimension, small enough to stay in the cache."""
-    step = max(1, PIECE // z[0, :, 0].numel())
-    samples = max(1, step // z.shape[2])
-    for n in range(0, z.shape[0], samples):
-        for begin in range(0, z.shape[2], step):
-            yield slice(n, n + samples), begin, min(begin + step, z.shape[2])

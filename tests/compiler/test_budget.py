@@ -1,0 +1,189 @@
+"""The options ``budget`` and ``extra_flops``: what is kept, what the step peaks at, and eager mode's bits."""
+
+import copy
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fusedseg import _torch
+from fusedseg.compiler import choose, partition
+from fusedseg.compiler import emit as partition_emit
+from fusedseg.compiler.settings import parse
+from fusedseg.memory import LiveBytes, allocator_peak
+from tests.compiler.networks import kept, make, results, same
+
+BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """For each graph: the bytes of eager mode, the price of the choice, and the share of arithmetic that it repeats."""
+    found = []
+
+    choosing = choose.choose
+
+    def noted(joint, wanted, eager, fused):
+        plan = choosing(joint, wanted, eager, fused)
+        prices = choose.Prices(joint, fused)
+        cost = prices.cost([i for i, product in enumerate(prices.calls) if product.node in plan.again])
+        found.append((eager, cost, cost.flops / max(prices.total, 1)))
+        return plan
+
+    monkeypatch.setattr(partition.choose, "choose", noted, raising=True)
+    return found
+
+
+def budgeted(model, budget, codegen="aten", dynamic=None, **options):
+    torch._dynamo.reset()
+    options = {name: value for name, value in options.items() if value is not None}
+    options |= {"codegen": codegen} | ({} if budget is None else {"budget": budget})
+    return torch.compile(model, backend="fusedseg", options=options, dynamic=dynamic)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts what the functions of the compiled graphs allocate, without workspaces inside of convolutions."""
+    live, emit = LiveBytes(), partition_emit.emit
+
+    def emitted(module, example_inputs):
+        run = emit(module, example_inputs)
+        tangents = [i for i, n in enumerate(module.graph.find_nodes(op="placeholder")) if "tangents" in str(n.target)]
+
+        def counting(arguments):
+            for place in tangents:
+                live.track(arguments[place])
+            with live:
+                return run(arguments)
+
+        counting._boxed_call = True
+        return counting
+
+    monkeypatch.setattr(partition_emit, "emit", emitted)
+    return live
+
+
+@pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
+def test_bits_bytes_and_peak(name, chosen, counted):
+    """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
+    net, inputs = make(name)
+    twin = copy.deepcopy(net)
+    wanted, peaks = results(twin, twin, inputs), []
+    for budget in BUDGETS:
+        one = copy.deepcopy(net)
+        with warnings.catch_warnings():
+            # Networks as small as these miss some budgets.
+            warnings.simplefilter("ignore")
+            run = budgeted(one, budget)
+            assert same(results(one, run, inputs), wanted)
+        counted.peak = before = counted.current
+        out = run(*inputs)
+        out.square().mean().backward()
+        peaks.append(counted.peak - before)
+        if budget is not None:
+            eager, plan, share = chosen[-1]
+            assert kept(one, run, inputs) <= plan.kept + out.nbytes
+            assert plan.kept <= budget * eager or budget < 0.5
+            assert share <= 0.35
+            assert peaks[-1] <= plan.peak
+    assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be met")
+def test_allocator_peak():
+    """The allocator's peak does not rise either, but for the workspace of a convolution at the peak."""
+    net, inputs = make("ResNet")
+    peaks = []
+    for budget in (None, 0.6, 0.4, 0.3):
+        run = budgeted(net, budget, extra_flops=0.35 if budget else None)
+        run(*inputs).square().mean().backward()
+        net.zero_grad()
+        peaks.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
+        net.zero_grad()
+    assert all(low <= 1.02 * high for high, low in pairwise(peaks)), peaks
+
+
+def test_eager_bytes(chosen):
+    """A share is one of the bytes that eager mode keeps, up to a pool's positions, which are bytes in the graph."""
+    net, inputs = make("U-Net")
+    budgeted(net, 0.9)(*inputs)
+    eager = kept(net, net, inputs)
+    assert 0.93 * eager < chosen[0][0] <= eager
+
+
+def test_missed_budget_warns():
+    net, inputs = make("ResNet")
+    with pytest.warns(
+        UserWarning, match="cannot be met without a higher peak or more arithmetic.  The nearest"
+    ) as seen:
+        budgeted(net, 0.05)(*inputs)
+    assert len(seen) == 1
+    # What the warning names can be met.
+    nearest = float(str(seen[0].message).partition("a share of ")[2].partition(";")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budgeted(net, nearest)(*inputs)
+
+
+def test_extra_flops_limits_the_arithmetic(chosen):
+    net, inputs = make("ResNet")
+    for most in (0.05, 0.2):
+        budgeted(net, None, extra_flops=most)(*inputs)
+        assert 0 < chosen[-1][2] <= most
+    assert chosen[1][1].kept < chosen[0][1].kept
+
+
+def test_peak_of_a_card(chosen):
+    """The peak counts the arguments too; one that cannot be met warns."""
+    net, inputs = make("U-Net")
+    budgeted(net, "peak 1GiB")(*inputs)
+    loose = chosen[-1][1]
+    assert chosen[-1][2] == 0
+    arguments = sum(t.nbytes for t in (*net.parameters(), *net.buffers(), *inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budgeted(net, f"peak {loose.peak + arguments - 2048}B")(*inputs)
+    assert chosen[-1][1].peak <= loose.peak - 2048
+    with pytest.warns(UserWarning, match="a peak of 1.0 KiB cannot be met"):
+        budgeted(net, "peak 1KiB")(*inputs)
+
+
+def test_dynamic_shapes(chosen):
+    net, _ = make("ResNet")
+    twin = copy.deepcopy(net)
+    run = budgeted(net, 0.3, dynamic=True)
+    for size in (32, 48):
+        x = [torch.randn(3, 3, size, size)]
+        assert same(results(net, run, x, 1), results(twin, twin, x, 1))
+    assert all(share > 0 for _, _, share in chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+def test_inductor(chosen):
+    net, inputs = make("U-Net")
+    net, inputs = net.double(), [x.double() for x in inputs]
+    twin = copy.deepcopy(net)
+    run = budgeted(net, 0.28, "inductor")
+    for found, wanted in zip(results(net, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+    assert chosen[-1][2] > 0
+    assert chosen[-1][1].kept <= 0.28 * chosen[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"budget": 0.0}, "budget must be a fraction above 0.0 and at most 1.0"),
+        ({"budget": 1.5}, "budget must be a fraction above 0.0 and at most 1.0"),
+        ({"budget": "6 apples"}, "budget must be a positive number with one of"),
+        ({"budget": "peak much"}, "budget must be a positive number with one of"),
+        ({"budget": True}, "budget must be a fraction such as 0.3"),
+        ({"extra_flops": -1}, "extra_flops must be finite and at least 0"),
+        ({"extra_flops": "all"}, "extra_flops must be a number such as 0.02"),
+    ],
+)
+def test_wrong_options_raise(options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        parse(options)
