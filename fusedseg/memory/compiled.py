@@ -98,7 +98,7 @@ def divided(
             )
         return _by_budget(1.0, joint, joint_inputs, options)
 
-    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
     backend = parts.aot_autograd(
