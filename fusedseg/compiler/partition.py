@@ -6,14 +6,16 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, choose, forms, joint, keep, live, order, rounded, simplify, split, twice
+from ..ops.low_bit import grid, spec, traced
+from . import branches, choose, forms, fused, joint, keep, live, order, rounded, simplify, split, twice
 from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, live)
-FILES = (*(str(module.__file__) for module in _OURS), __file__)
+_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, live, fused)
+_ARITHMETIC = (traced, grid, spec)
+FILES = (*(str(module.__file__) for module in (*_OURS, *_ARITHMETIC)), __file__)
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
@@ -63,6 +65,8 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.bits is not None:
         storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
     keep.apply(of, decided, storage)
+    if settings.bits is not None and settings.codegen == "inductor":
+        fused.rewrite(module)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()

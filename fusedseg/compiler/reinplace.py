@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from . import triton_ops
 from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
+from .norm_calls import Backward, Forward
 
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
@@ -114,18 +114,11 @@ def _is_whole(root: Any, x: Any) -> bool:
     return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
 
 
-def may_overwrite(node: fx.Node) -> bool:
-    """Whether the result may lie where the first argument does, if nobody reads that one later."""
-    if node.op != "call_function" or node.target not in OVERWRITING:
-        return False
-    return is_alike(value_of(node.args[0]), value_of(node))
-
-
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
-    if isinstance(node.target, triton_ops.Backward):
+    if isinstance(node.target, Backward):
         return replace(node.target, in_place=True)
-    if isinstance(node.target, triton_ops.Forward):
+    if isinstance(node.target, Forward):
         # An op that writes over its input keeps no mean.
         return replace(node.target, in_place=True) if set(items_of(node)) == {0} else None
     return OVERWRITING.get(node.target)
