@@ -396,11 +396,16 @@ _BACKEND = {
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
+    "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "GraphLowering": "torch._inductor.graph.GraphLowering",
     "config": "torch._functorch.config",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
-_FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
+_FOR_INDUCTOR = (
+    "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",
+    "decompositions", "GraphLowering",
+)  # fmt: skip
 
 
 def compiler_parts() -> SimpleNamespace:

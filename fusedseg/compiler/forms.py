@@ -2,8 +2,9 @@
 
 Batch norm would move its running statistics again.  On a CPU its output is rebuilt in one pass, from the mean and
 1 / sqrt(var + eps) that backward reads anyway: aten rounds weight / sqrt(var + eps) once in both calls, so the bits are
-the same.  Elsewhere it runs again with the statistics of the batch.  Instance norm is traced as the batch norm of one
-sample that has the channels of all samples.  Norms in eval mode run again as they are.
+the same.  Triton rebuilds it in this way too.  Elsewhere it runs again with the statistics of the batch.  Instance norm
+is traced as the batch norm of one sample that has the channels of all samples.  Norms in eval mode run again as they
+are.
 
 A group norm with parameters is written as such a batch norm too, which saves its pass over the statistics.  A layer
 norm runs again: its rows lie in the cache, and one kernel takes less time than a difference, a product and a sum.
@@ -22,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .. import _backend, _torch
+from .. import _torch
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
 from .joint import call, form_in, is_tensor, items_of, name_of, value_of
+from .norm_calls import is_served
 
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
@@ -235,7 +237,8 @@ def _group_norm(made: Any, items: dict[int, fx.Node], rounded: bool) -> GroupNor
     norm = GroupNorm(x, weight, bias, items[1], items[2])
     if rounded:
         return norm
-    if weight is None or bias is None:
+    if weight is None or bias is None or is_served(x):
+        # ``triton_ops.py`` computes the output from the statistics, or the call runs again.
         return None
     values = [value_of(t) for t in (x, weight, bias, items[1])]
     sizes = values[0].shape
@@ -262,9 +265,12 @@ def _is_certain(norm: BatchNorm) -> bool:
     """
     x = value_of(norm.x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # Where the ops of this package serve, ``triton_ops.py`` rebuilds the output.
-    elsewhere = x.device.type != "cpu" or _backend.takes_triton(x.device)
-    if norm.mean is None or norm.rstd is None or elsewhere or value_of(norm.mean).dtype != wide:
+    if norm.mean is None or norm.rstd is None:
+        return False
+    if is_served(norm.x):
+        # ``triton_ops.py`` rebuilds the output, whose last bits may differ.
+        return True
+    if x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
         return False
     dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
     return dense and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))

@@ -24,7 +24,8 @@ from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
 from ..ops.recompute.packed import FEWEST_VALUES
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
-from .joint import Joint, copied, is_op, is_random, nbytes_of
+from .joint import Joint, copied, is_op, is_random, name_of, nbytes_of
+from .norm_calls import is_served
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -227,8 +228,13 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
 
 
 def _take_along(found: Plan) -> None:
-    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
+    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm.
+
+    Those of a group norm are kept where Triton rebuilds its output from them.
+    """
     for node in [node for node in found.kept if node.target is operator.getitem]:
+        if name_of(call_node(node)) == "native_group_norm" and is_served(call_node(node).args[0]):
+            continue
         others = (other for other in call_node(node).users if other in found.again and forms.form_of(other) is None)
         other = next(others, None)
         if other is not None:

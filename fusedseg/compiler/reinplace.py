@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from . import triton_ops
 from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
+from .norm_calls import Backward, Forward
 
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
@@ -120,9 +120,9 @@ def _is_whole(root: Any, x: Any) -> bool:
 
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
-    if isinstance(node.target, triton_ops.Backward):
+    if isinstance(node.target, Backward):
         return replace(node.target, in_place=True)
-    if isinstance(node.target, triton_ops.Forward):
+    if isinstance(node.target, Forward):
         # An op that writes over its input keeps no mean.
         return replace(node.target, in_place=True) if set(items_of(node)) == {0} else None
     return OVERWRITING.get(node.target)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.compiler import reinplace, triton_ops
+from fusedseg.compiler import norm_calls, reinplace, triton_ops
 from fusedseg.compiler.joint import name_of
 from tests.compiler.networks import compiled, kept, results
 from tests.compiler.test_passes import names, traced
+from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
 STOCK = ("norm", "relu", "elu", "silu", "hardtanh", "mish", "swish", "softplus", "threshold")
@@ -50,6 +51,9 @@ CASES = {
     "elu": (batch, nn.ELU(0.7)), "relu6": (batch, nn.ReLU6()), "mish": (batch, nn.Mish()),
     "hardswish": (batch, nn.Hardswish()), "softplus": (batch, nn.Softplus()),
     "instance": (instance, nn.LeakyReLU(0.01, True)), "plain instance": (lambda: nn.InstanceNorm2d(4), nn.ReLU()),
+    "running instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU()),
+    "group": (lambda: nn.GroupNorm(2, 4), nn.SiLU()),
+    "plain group": (lambda: nn.GroupNorm(2, 4, affine=False), nn.ReLU()),
 }  # fmt: skip
 
 
@@ -79,7 +83,7 @@ def sources(monkeypatch):
 
 
 def calls(sources):
-    """What the graphs call, in their order: the names of ops and of the functions of ``triton_ops``."""
+    """What the graphs call, in their order: the names of ops and of the functions of ``norm_calls``."""
     return [name for text in sources for name in re.findall(r"_of_(\w+?)_\d+\(", text)]
 
 
@@ -102,7 +106,7 @@ def test_gradients_are_those_of_float64(name, sources):
     assert not left
 
 
-@pytest.mark.parametrize("name", ["relu", "instance"])
+@pytest.mark.parametrize("name", ["relu", "instance", "group"])
 def test_channels_last(name):
     net, twin = pair(name)
     net, twin = (model.to(memory_format=torch.channels_last) for model in (net, twin))
@@ -132,6 +136,33 @@ def test_keeps_what_aten_keeps(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(fusedseg, "backend", "aten")
     assert ours == kept(net, compiled(net), [x])
+
+
+@pytest.mark.parametrize("name", ["group", "running instance"])
+def test_statistics_are_kept(name, sources):
+    """Backward computes no statistics again: it reads those of forward."""
+    net, _ = pair(name)
+    results(net, compiled(net), [torch.randn(2, 2, 14, 13)], 1)
+    found = calls(sources)
+    assert found.count("norm_act_backward") == found.count("norm_act") == 2
+    assert found.count("norm_act_rebuild") >= 2
+
+
+def test_bits_keep_the_inputs_of_norms():
+    """With bits, backward rebuilds the output of a norm from its packed input, and the kernels pack."""
+    net, _ = pair("relu")
+    x = torch.randn(2, 2, 34, 34)
+    run = compiled(net, bits=4)
+    run(x)
+    with traffic() as moved:
+        run(x).sum().backward()
+    # A result of a convolution in fp32, and the numbers of its groups.  The first norm has a kink for each group.
+    nbytes, groups = 4 * 2 * 4 * 32 * 32, 2 * 4 * 4
+    assert moved.launches.count("low_bit_pack_kernel") == 2
+    assert moved.loaded("low_bit_pack_kernel") == 2 * nbytes + 4 * groups
+    assert moved.stored("low_bit_pack_kernel") == 2 * (nbytes // 8 + 8 * groups)
+    # A value at the peak is unpacked twice.
+    assert moved.stored("low_bit_unpack_kernel") == nbytes * moved.launches.count("low_bit_unpack_kernel")
 
 
 def test_one_graph_for_all_sizes():
@@ -166,7 +197,8 @@ def test_graphs_before_and_after():
         return aten.relu(out[0]), out[1], out[2]
 
     def backward(x, w, b, mean, rstd, dz):
-        y = aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.0, 1e-5)[0]
+        one = aten.full_like(mean, 1)
+        y = aten.native_batch_norm(x, aten.mul(rstd, w), b, mean, one, False, 0.0, 0.0)[0]
         z = aten.relu(y)
         dx, dw, db = aten.native_batch_norm_backward(
             aten.threshold_backward(dz * 2, z, 0), x, w, None, None, mean, rstd, True, 1e-5, [True, True, True]
@@ -195,7 +227,7 @@ def test_graphs_before_and_after():
     close(module(*given), expected)
     reinplace.results(module.graph)
     # The gradient of x lies where the gradient of z was.
-    assert [node.target.in_place for node in module.graph.nodes if isinstance(node.target, triton_ops.Backward)] == [
+    assert [node.target.in_place for node in module.graph.nodes if isinstance(node.target, norm_calls.Backward)] == [
         True
     ]
     module.recompile()

@@ -42,9 +42,9 @@ def grid_of(lowest: Tensor, highest: Tensor, bits: int) -> Grid:
     below = torch.where(lowest < 0, codes / 2, torch.where(lowest > 0, 0.0, 1.0)).to(lowest.dtype)
     below = torch.where(highest > 0, below, torch.where(highest < 0, codes, below + (lowest < 0) * (codes / 2 - 1)))
     border = lowest.clamp(min=0) + highest.clamp(max=0)
-    shortest = (torch.maximum(highest, -lowest) * FLAT).clamp_(min=LEAST)
+    shortest = (torch.maximum(highest, -lowest) * FLAT).clamp(min=LEAST)
     above_range, below_range = highest - border, border - lowest
-    steps = (codes - 1 + NEAR - below).clamp_(min=NEAR), (below - 1 + NEAR).clamp_(min=NEAR)
+    steps = (codes - 1 + NEAR - below).clamp(min=NEAR), (below - 1 + NEAR).clamp(min=NEAR)
     step_above = torch.maximum(above_range, shortest) * SHORTER / steps[0]
     step_below = torch.maximum(below_range, shortest) * SHORTER / steps[1]
     # With no value below the border, code 0 is the border itself.
@@ -103,20 +103,23 @@ def outward(lowest: Tensor, highest: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return low, torch.where(highest.isfinite(), high.clamp(min=-most, max=most), highest)
 
 
-def bounds_of(kink: Tensor | None, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def limits_of(kink: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """For each group, the least result above the border and the greatest one below it.
 
-    A rebuilt value is added to the kink and rounded to the tensor's dtype, which must not change its side.  The result
-    is None if that cannot happen.
+    A rebuilt value is added to the kink and rounded to the tensor's dtype, which must not change its side.
     """
-    step_above, step_below, codes = grid.step_above, grid.step_below, 2.0**grid.bits
+    margin = kink.abs() * MARGIN + LEAST
+    # A zero that is exact has no side.
+    least = torch.where(grid.below == 2.0**grid.bits - 1, -torch.inf, rounded_up(kink + margin, dtype))
+    return least, torch.where(grid.below == 1, torch.inf, -rounded_up(margin - kink, dtype))
+
+
+def bounds_of(kink: Tensor | None, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """The limits, or None if no result reaches them."""
     if kink is None:
         if dtype != torch.float16:
             return None
-        kink = torch.zeros((), dtype=step_above.dtype, device=step_above.device)
-    margin = kink.abs() * MARGIN + LEAST
-    # A zero that is exact has no side.
-    least = torch.where(grid.below == codes - 1, -torch.inf, rounded_up(kink + margin, dtype))
-    most = torch.where(grid.below == 1, torch.inf, -rounded_up(margin - kink, dtype))
-    needed = (least - kink > NEAR * step_above) | (kink - most > NEAR * step_below)
+        kink = torch.zeros((), dtype=grid.step_above.dtype, device=grid.step_above.device)
+    least, most = limits_of(kink, grid, dtype)
+    needed = (least - kink > NEAR * grid.step_above) | (kink - most > NEAR * grid.step_below)
     return (least, most) if bool(needed.any()) else None

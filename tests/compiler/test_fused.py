@@ -1,0 +1,41 @@
+"""Packing as arithmetic that Inductor fuses: the values of eager mode, and its passes over memory."""
+
+import pytest
+import torch
+
+from fusedseg import _torch
+from fusedseg.ops.low_bit import traced
+
+pytestmark = pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+KEY = torch.tensor(12345)
+
+
+def passes(function, *inputs):
+    """The results of a compiled function, and the bytes that its kernels read and write."""
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    results = torch.compile(function)(*inputs)
+    return results, metrics.num_bytes_accessed
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+def test_compiled_packing(rows):
+    """Pack reads the tensor for the range of each group and again for the codes; unpack writes it once."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 32, 32)
+    if rows:
+        x = x.to(memory_format=torch.channels_last)
+    form = traced.Form.of(x.shape, x.stride())
+
+    def pack(x, key):
+        return traced.pack(x, traced.key_of(key, 1), 4, form)
+
+    packed, moved = passes(pack, x, KEY)
+    expected = pack(x, KEY)
+    assert all(map(torch.equal, packed, expected))
+    assert moved < 2.6 * x.nbytes
+    values, moved = passes(lambda ends, *codes: traced.unpack(ends, codes, 4, form), *packed)
+    assert torch.equal(values, traced.unpack(expected[0], expected[1:], 4, form))
+    assert moved < 1.5 * x.nbytes
