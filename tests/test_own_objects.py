@@ -32,6 +32,7 @@ ALLOWED = {
     "fusedseg/cli/nnunet.py": {"args": ARGUMENTS},
     "fusedseg/cli/profile.py": {"args": ARGUMENTS},
     "fusedseg/compiler/emit.py": {"module": "a graph's parameters, by their names"},
+    "fusedseg/compiler/reinplace.py": {"aten": NAMED},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},
     "fusedseg/conversion/norms.py": {"x": MARK},
     "fusedseg/conversion/observe.py": {"func": CALLED},

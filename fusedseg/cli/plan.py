@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..memory import Curve, Plan, curve, plan
 from ..memory.export import write_json
@@ -45,7 +46,13 @@ def add_plan(commands) -> None:
         run=run,
     )
     add_common(command, "the wanted batch (default: find the largest one)", needed=False)
-    command.add_argument("--budget", type=budget, metavar="SIZE", help="memory of the GPU, such as 16GiB")
+    command.add_argument(
+        "--budget",
+        "--gpu",
+        type=budget,
+        metavar="SIZE",
+        help="memory of the GPU, such as 16GiB; both names mean the same",
+    )
     command.add_argument(
         "--curve",
         metavar="PATH",
@@ -147,6 +154,13 @@ def check(args: argparse.Namespace) -> None:
         raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
 
 
+def partitions(*args: Any) -> Any:
+    """``fusedseg.compiler.partitions``, whose import takes seconds."""
+    from ..compiler import partitions
+
+    return partitions(*args)
+
+
 def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
     return plan(
         spec.build,
@@ -155,6 +169,7 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         batch=batch,
         convert=spec.convert([(batch or 2, *shape) for shape in samples]),
         budgets=spec.budgets,
+        backend=partitions,
         bits=(8, 4),
         converted=FUSED,
         code=spec.code,
@@ -169,4 +184,12 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
 def _curve(
     spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
 ) -> Curve:
-    return curve(spec.build, samples, spec.budgets, batch=batch or 2, dtype=DTYPES[args.dtype], progress=say)
+    return curve(
+        spec.build,
+        samples,
+        spec.budgets,
+        batch=batch or 2,
+        dtype=DTYPES[args.dtype],
+        backend=partitions,
+        progress=say,
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from .models import (
     shapes_text,
 )
 
-# The ways that are counted on the graphs of a compiler.
+# The ways that are counted on the graphs of a compiler; the second one may have options.
 COMPILED = ("compile", "fusedseg-compile")
+# The options of the backend in a label, and what reads their values.
+OPTIONS: dict[str, Callable[[str], Any]] = {"budget": lambda text: number_or_text(text), "bits": int}
 FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
 
 
@@ -57,7 +60,8 @@ def add_profile(commands) -> None:
         default="eager",
         metavar="LIST",
         help="ways to run the step, joined by commas: eager, fusedseg, amp, checkpoint, and combinations such as "
-        "fusedseg+amp; and beside them compile and fusedseg-compile, whose graphs are counted (default: eager)",
+        "fusedseg+amp; and beside them compile, fusedseg-compile and fusedseg-compile+bits=4, whose graphs are counted "
+        "(default: eager)",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "none", "whose step is taken")
     command.add_argument(
@@ -87,33 +91,64 @@ def run(args: argparse.Namespace) -> int:
             for count, strategy in enumerate(strategies, 1):
                 progress.update(f"{strategy.label(FUSED)} ({count} of {len(strategies)})")
                 reports.append(report_of(spec, shapes, strategy, args))
-            graphs = compiled_report(spec, shapes, args) if compiled_ways(args) else None
+            graphs = compiled_reports(spec, shapes, args, progress.update)
         write(reports, args)
     except Refused as refusal:
         print(f"fusedseg profile: {refusal}", file=sys.stderr)
         return 2
     show(reports, spec, shapes, args)
-    if graphs is not None:
-        print(f"\ntorch.compile, counted on its graphs\n{graphs}")
+    for label, report in graphs.items():
+        print(f"\n{label}, counted on its graphs\n{report}")
     return 0
 
 
-def compiled_ways(args: argparse.Namespace) -> list[str]:
-    return [label.strip() for label in args.compare.split(",") if label.strip() in COMPILED]
+def compiled_ways(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The compiled ways of --compare, and the options of the backend in each."""
+    labels = [label.strip() for label in args.compare.split(",")]
+    return {label: options_of(label) for label in labels if label.split("+")[0] in COMPILED}
 
 
-def compiled_report(spec: Spec, shapes: Shapes, args: argparse.Namespace) -> Any:
+def options_of(label: str) -> dict[str, str]:
+    name, *words = label.split("+")
+    options = dict(word.partition("=")[::2] for word in words)
+    if options and (name == COMPILED[0] or not set(options) <= set(OPTIONS)):
+        raise Refused(f"--compare: expected {' or '.join(OPTIONS)} beside {COMPILED[1]}, got {label!r}")
+    return options
+
+
+def compiled_reports(
+    spec: Spec, shapes: Shapes, args: argparse.Namespace, say: Callable[[str], None]
+) -> dict[str, Any]:
     """What the compiler's own partitioner keeps, and what the backend of this package keeps; no step runs."""
+    ways = compiled_ways(args)
+    if not ways:
+        return {}
     # Importing the compiler takes seconds.
     from ..compiler.report import counted
+    from ..compiler.settings import parse
 
-    dtype = DTYPES[args.dtype]
+    # The report of the backend has the bytes of the compiler's own partitioner too.
+    ways = {label: options for label, options in ways.items() if label != COMPILED[0]} or {COMPILED[1]: {}}
+    dtype, found = DTYPES[args.dtype], {}
+    for label, options in ways.items():
+        say(label)
+        try:
+            settings = parse({"codegen": "inductor"} | {name: OPTIONS[name](text) for name, text in options.items()})
+            with fake_mode() as mode:
+                inputs = fake_inputs(shapes, dtype)
+                found[label] = counted(fake_model(spec.build, mode, dtype), inputs, settings=settings)
+        # A model, and the compiler, may raise any error.
+        except Exception as error:
+            raise Refused(f"{spec.name} is not compiled as {label}: {first_line(error)}{place_of(error)}") from error
+    return found
+
+
+def number_or_text(text: str) -> float | str:
+    """A budget: a share such as 0.3, or a text such as 6GiB."""
     try:
-        with fake_mode() as mode:
-            return counted(fake_model(spec.build, mode, dtype), fake_inputs(shapes, dtype))
-    # A model, and the compiler, may raise any error.
-    except Exception as error:
-        raise Refused(f"{spec.name} is not compiled: {first_line(error)}{place_of(error)}") from error
+        return float(text)
+    except ValueError:
+        return text
 
 
 def check(args: argparse.Namespace) -> list[Strategy]:
@@ -126,7 +161,8 @@ def check(args: argparse.Namespace) -> list[Strategy]:
             raise Refused(f"{path} exists: choose another path, or pass --overwrite")
         if not Path(path).parent.is_dir():
             raise Refused(f"{path}: there is no folder {Path(path).parent}")
-    labels = [label for label in args.compare.split(",") if label.strip() not in COMPILED]
+    compiled = compiled_ways(args)
+    labels = [label for label in args.compare.split(",") if label.strip() not in compiled]
     if not labels:
         raise Refused(f"--compare: {args.compare} needs a way that runs beside it, such as eager")
     try:

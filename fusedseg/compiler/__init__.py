@@ -2,5 +2,6 @@
 
 from .backend import backend
 from .report import Graph, Report, report
+from .unrun import partitions
 
-__all__ = ["Graph", "Report", "backend", "report"]
+__all__ = ["Graph", "Report", "backend", "partitions", "report"]

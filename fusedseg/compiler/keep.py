@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
+from ..ops.recompute.packed import FEWEST_VALUES
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
 from .joint import Joint, copied, is_op, is_random, nbytes_of
@@ -86,7 +87,10 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        return node.op == "call_function" and call_node(node) not in joint.forward and not _may_run_again(node)
+        if node.op != "call_function" or not tensors_of(node):
+            # Symbolic sizes are computed in forward.
+            return False
+        return call_node(node) not in joint.forward and not _may_run_again(node)
 
     return [node for node in joint.graph.nodes if is_of_backward(node)]
 
@@ -160,6 +164,9 @@ def _is_worth_keeping(
         # Keeping a view would keep all of its memory.
         return False
     size = size_of(node)
+    if isinstance(forms.form_of(node), forms.MaxPool):
+        # A result that is too small to be rounded is kept, so that it has no noise.
+        return size < FEWEST_VALUES
     rebuilt = [source for source in sources if calls.get(source)]
     if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
         return True

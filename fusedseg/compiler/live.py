@@ -33,12 +33,12 @@ class Step(NamedTuple):
     Attributes:
         node: the node; its result is known by it.
         reads: the nodes whose results it reads.
-        over: whether it may write over the first of them.
+        over: those that it may write over.
     """
 
     node: fx.Node
     reads: list[fx.Node]
-    over: bool
+    over: list[fx.Node]
 
 
 class Live:
@@ -62,7 +62,7 @@ class Live:
         self.arguments = sum(
             self._nbytes[node] for node in nodes if node.op == "placeholder" and node not in joint.backward
         )
-        self._over = {node for node in nodes if not fused and reinplace.may_overwrite(node)}
+        self._over = {} if fused else {node: reinplace.may_overwrite(node) for node in nodes}
         self._inlined = {node for node in nodes if fused and _is_inlined(node)}
         self._fusing = self._inlined | {node for node in nodes if name_of(node) in REDUCTIONS}
         self._forward = self._steps(
@@ -73,7 +73,7 @@ class Live:
     def _steps(self, runs: Iterable[tuple[fx.Node, Iterable[fx.Node]]]) -> list[Step]:
         """The steps of nodes that allocate memory; views and arguments do not."""
         return [
-            Step(node, [self._roots[source] for source in reads], node in self._over)
+            Step(node, [self._roots[s] for s in reads], [self._roots[s] for s in self._over.get(node, ())])
             for node, reads in runs
             if node.op == "call_function" and self._roots[node] is node
         ]
@@ -136,14 +136,10 @@ class Live:
         for place, step in enumerate(steps):
             node, reads = step.node, [memory.get(source, source) for source in step.reads]
             call: Any = node.args[0] if node.target is operator.getitem else None
-            x = reads[0] if step.over else None
-            if (
-                x in held
-                and x not in start
-                and last[x] <= place
-                and held[x] == self._nbytes[node]
-                and x not in reads[1:]
-            ):
+            dead = {x for x in reads if x in held and x not in start and last[x] <= place and reads.count(x) == 1}
+            own = [memory.get(x, x) for x in step.over]
+            x = next((x for x in own if x in dead and held[x] == self._nbytes[node]), None)
+            if x is not None:
                 memory[node] = x
                 last[x] = last.get(node, place)
             elif call in held:

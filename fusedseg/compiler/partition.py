@@ -56,19 +56,30 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
     graph.eliminate_dead_code()
-    of = joint.Joint(module, forward_outputs)
-    storage = None
-    if settings.bits is not None:
-        branches.simplify_backward(of)
+    if settings.bits is None:
         of = joint.Joint(module, forward_outputs)
-    if wanted is None:
-        decided = keep.plan(of, repeats=settings.bits is None)
+        decided, storage = keep.plan(of), None
+        if wanted is not None:
+            decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
     else:
-        decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
-    if settings.bits is not None:
-        storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
+        of, decided, found = _rounded(module, forward_outputs, settings.bits)
+        storage = rounded.Storage(graph, found, settings.seed)
     keep.apply(of, decided, storage)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return decided
+
+
+def _rounded(module: fx.GraphModule, outputs: int, bits: int) -> tuple[joint.Joint, keep.Plan, rounded.Rounded]:
+    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values."""
+    forms.round_inputs(module.graph)
+    stuck: set[fx.Node] = set()
+    while True:
+        of = joint.Joint(module, outputs)
+        decided = keep.plan(of, repeats=False)
+        found = rounded.choose(of, decided, bits, stuck)
+        if not found.asking:
+            return of, decided, found
+        stuck |= {node for node in found.asking if not branches.write_chain(module.graph, node)}
+        module.graph.eliminate_dead_code()

@@ -27,6 +27,7 @@ from . import keep, order
 from .joint import name_of, outputs_of, value_of
 from .settings import OP, Settings
 
+INDUCTOR = Settings("inductor")
 # A row shows at most this many ops that are computed again.
 NAMES = 6
 
@@ -276,7 +277,12 @@ def _twin(module: fx.GraphModule) -> fx.GraphModule:
         return copy.deepcopy(module)
 
 
-def counted(model: nn.Module, inputs: Sequence[Tensor], autocast: torch.dtype | None = None) -> Report:
+def counted(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    autocast: torch.dtype | None = None,
+    settings: Settings = INDUCTOR,
+) -> Report:
     """A report on a model that is compiled and not run, with the bytes of the compiler's own partitioner.
 
     The compiler's caches are emptied before and after.
@@ -285,6 +291,7 @@ def counted(model: nn.Module, inputs: Sequence[Tensor], autocast: torch.dtype | 
         model: a module; it may be fake, inside its fake mode.
         inputs: its arguments.
         autocast: the dtype of autocast around forward.
+        settings: the options of the backend.
     """
     from .partition import prepare
 
@@ -297,7 +304,7 @@ def counted(model: nn.Module, inputs: Sequence[Tensor], autocast: torch.dtype | 
         with parts.config.patch(activation_memory_budget=1.0):
             stock = parts.min_cut(_twin(joint), joint_inputs, compiler="inductor", **options)
             graph.stock = Bytes(kept_of(stock[0], outputs), peak_of(stock, fused=True))
-            plan = prepare(joint, outputs, Settings("inductor"))
+            plan = prepare(joint, outputs, settings)
             made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
         note_after(plan, made, outputs, fused=True)
         return made

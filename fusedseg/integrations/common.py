@@ -1,4 +1,4 @@
-"""What the integrations share: the import of a framework, and a conversion that is done once."""
+"""What the integrations share: the import of a framework, a conversion that is done once, and a compilation."""
 
 import importlib
 import sys
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from .._torch import tree_map_only
+from ..compiler import Report, backend, report
+from ..compiler.settings import parse
 from ..conversion import ConversionReport, convert
 from ..conversion.scope import is_converted
 
@@ -65,3 +67,29 @@ def converted_once(
     elif not report.replaced:
         text += f" ({report.how})"
     return report, text
+
+
+def compile_in_place(op: str, network: nn.Module, options: dict[str, Any]) -> None:
+    """Compiles the calls of a network by ``torch.compile(backend="fusedseg")``; its class and its names stay.
+
+    Raises:
+        ValueError: an option is wrong; or the network is a class of ``torch.nn``, whose calls PyTorch does not compile.
+    """
+    parse(options)
+    if type(network).__module__.startswith("torch.nn."):
+        raise ValueError(
+            f"{op}: {type(network).__name__}.compile() of PyTorch has no effect on classes of torch.nn; make a class "
+            'of your own of the network, or build it as torch.compile(network, backend="fusedseg")'
+        )
+    network.compile(backend=backend, options=options)
+
+
+def kept_by_backend(network: Any) -> tuple[Report | None, str]:
+    """The report of the backend on a network that has run, and a text for the log."""
+    try:
+        found = report(network)
+    except ValueError:
+        # PyTorch keeps graphs by the code of forward, not by the module.
+        name = type(network).__name__
+        return None, f"fusedseg: no graph was compiled for this {name}; it runs those of an earlier network, if any"
+    return found, f"fusedseg.compiler.report, of the graphs so far:\n{found}"

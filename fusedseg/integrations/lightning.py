@@ -1,4 +1,7 @@
-"""Callbacks for Lightning: ``Convert`` converts the network before training, ``MemoryReport`` counts a step's bytes."""
+"""Callbacks for Lightning.
+
+``Convert`` converts the network before training, ``Compile`` compiles it, and ``MemoryReport`` counts a step's bytes.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiler import Report
 from ..conversion import ConversionReport
 from ..memory import LiveBytes
 from ..nn import convert_sync
-from .common import converted_once, needed
+from .common import compile_in_place, converted_once, kept_by_backend, needed
 
 OP = "fusedseg.integrations.lightning"
 # The package has two names, and its classes are not the same under both.
@@ -22,6 +26,19 @@ LAYER_SYNC = "_layer_sync"
 def _say(trainer: Any, text: str) -> None:
     if trainer.is_global_zero:
         _pl.utilities.rank_zero_info(text)
+
+
+def _network(op: str, pl_module: Any, name: str | None) -> nn.Module:
+    """The module with this name, or the only child that has parameters."""
+    if name is not None:
+        return pl_module.get_submodule(name)
+    names = [name for name, child in pl_module.named_children() if any(True for _ in child.parameters())]
+    if len(names) != 1:
+        raise ValueError(
+            f"{op}: module must name the network, because {type(pl_module).__name__} has "
+            f"{len(names)} children with parameters{': ' + ', '.join(names) if names else ''}"
+        )
+    return pl_module.get_submodule(names[0])
 
 
 class Convert(_pl.Callback):
@@ -78,7 +95,7 @@ class Convert(_pl.Callback):
     def _convert(self, trainer: Any, pl_module: Any) -> None:
         if self._done:
             return
-        network = self._network(pl_module)
+        network = _network(f"{OP}.Convert", pl_module, self.module)
         if any(type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in network.modules()):
             raise RuntimeError(
                 f"{OP}.Convert: {type(network).__name__} is sharded already; call fusedseg.convert in configure_model, "
@@ -90,17 +107,6 @@ class Convert(_pl.Callback):
         if self.sync:
             convert_sync(network)
         _say(trainer, message)
-
-    def _network(self, pl_module: Any) -> nn.Module:
-        if self.module is not None:
-            return pl_module.get_submodule(self.module)
-        names = [name for name, child in pl_module.named_children() if any(True for _ in child.parameters())]
-        if len(names) != 1:
-            raise ValueError(
-                f"{OP}.Convert: module must name the network, because {type(pl_module).__name__} has "
-                f"{len(names)} children with parameters{': ' + ', '.join(names) if names else ''}"
-            )
-        return pl_module.get_submodule(names[0])
 
 
 class SyncNorms:
@@ -124,6 +130,43 @@ class SyncNorms:
             module.__class__ = cls
         self._classes = []
         return model
+
+
+class Compile(_pl.Callback):
+    """Compiles the network of a ``LightningModule`` by ``torch.compile(backend="fusedseg")``, and logs what it keeps.
+
+    ``Trainer(callbacks=[Compile()])`` is the only change to a program.  The network stays stock, and keeps its class,
+    its names and its checkpoints.  It is compiled in place when training starts, so that it may be made in
+    ``configure_model``, and stays compiled.
+
+    Args:
+        module: as in ``Convert``.
+        options: those of the backend, such as ``budget`` and ``bits``.
+
+    Attributes:
+        report: ``fusedseg.compiler.report`` of the network after the first training batch; None before, and if the
+            network runs graphs that were compiled for an earlier one of its class.
+
+    Raises:
+        ValueError: as in ``Convert`` for ``module``; an option is wrong; or the network is a class of ``torch.nn``.
+    """
+
+    def __init__(self, module: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.module, self.options = module, options
+        self.report: Report | None = None
+        self._said = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._said = False
+        op = f"{OP}.Compile"
+        compile_in_place(op, _network(op, pl_module, self.module), self.options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
+        if not self._said:
+            self._said = True
+            self.report, text = kept_by_backend(_network(f"{OP}.Compile", pl_module, self.module))
+            _say(trainer, text)
 
 
 class MemoryReport(_pl.Callback):

@@ -1,4 +1,4 @@
-"""A callback for the ``Trainer`` of Hugging Face, which converts a segmentation model before training."""
+"""Callbacks for the ``Trainer`` of Hugging Face, which convert or compile a segmentation model before training."""
 
 import logging
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiler import Report
 from ..conversion import ConversionReport
 from ..nn import convert_sync
-from .common import converted_once, needed
+from .common import compile_in_place, converted_once, kept_by_backend, needed
 
 OP = "fusedseg.integrations.transformers"
 _transformers: Any = needed("transformers", "transformers", "transformers")
@@ -59,6 +60,43 @@ class Convert(_transformers.TrainerCallback):
             convert_sync(model)
         if state.is_world_process_zero:
             logger.warning(message)
+
+
+class Compile(_transformers.TrainerCallback):
+    """Compiles the model of a ``Trainer`` by ``torch.compile(backend="fusedseg")``, and logs what it keeps.
+
+    ``Trainer(..., callbacks=[Compile()])`` is the only change to a program; ``torch_compile_backend`` takes the names
+    of Hugging Face's own list alone.  The model stays stock, and keeps its class, its names and its checkpoints.  It
+    is compiled in place when training starts, and stays compiled.
+
+    Args:
+        options: those of the backend, such as ``budget`` and ``bits``.
+
+    Attributes:
+        report: ``fusedseg.compiler.report`` of the model after the first step; None before, and if the model runs
+            graphs that were compiled for an earlier one of its class.
+
+    Raises:
+        ValueError: an option is wrong.
+
+    The message is logged with level WARNING, as that of ``Convert``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.report: Report | None = None
+        self._said = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self._said = False
+        compile_in_place(f"{OP}.Compile", model, self.options)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if not self._said:
+            self._said = True
+            self.report, text = kept_by_backend(model)
+            if state.is_world_process_zero:
+                logger.warning(text)
 
 
 def _images(model: Any) -> dict[str, torch.Tensor]:

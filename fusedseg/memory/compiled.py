@@ -7,13 +7,14 @@ backward computes again.  It works on shapes alone, so a model without values is
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from .._torch import partitioner
-from .buffers import Buffers
+from .buffers import Buffers, results
 from .meter import key_of, mean_of
 
 OP = "fusedseg.memory.partitions"
@@ -35,8 +36,28 @@ class Partition(NamedTuple):
     flops: int
 
 
+# A function that is called with the graph of forward and backward, its inputs and the keywords of the compiler's
+# partitioner, and divides the graph.
+Way = Callable[[fx.GraphModule, Any, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
+
+
 def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
     """Compiles a model, and partitions its graph for each ``activation_memory_budget`` of the compiler.
+
+    Args:
+        model, inputs: as in ``divided``.
+        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
+
+    Raises:
+        RuntimeError: as in ``divided``.
+    """
+    return dict(zip(budgets, divided(model, inputs, [partial(_by_budget, budget) for budget in budgets]), strict=True))
+
+
+def divided(
+    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way], autocast: torch.dtype | None = None
+) -> list[Partition]:
+    """Compiles a model, and counts what its graph keeps if it is divided in each of several ways.
 
     The graph is decomposed as for Inductor.  The compiler's caches are emptied before and after, so that functions that
     were compiled before are compiled again when they are called next.
@@ -44,33 +65,40 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
     Args:
         model: any module that ``torch.compile(fullgraph=True)`` can trace; it may be fake, inside its fake mode.
         inputs: its arguments.
-        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
+        ways: each gets a copy of the graph.
+        autocast: the dtype of autocast around forward.
 
     Raises:
         RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
     """
     parts = partitioner()
     is_fusible = parts.op_list().is_fusible
-    found: dict[float, Partition] = {}
+    found: list[Partition] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
     def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        for budget in budgets:
+        total = _flops(joint)
+        for way in ways:
             with warnings.catch_warnings():
                 # Copying a graph warns of a class of PyTorch that its own copy uses.
                 warnings.simplefilter("ignore", FutureWarning)
                 twin = copy.deepcopy(joint)
-            forward, backward = _divided(parts, twin, joint_inputs, budget, options)
-            first, second = _flops(forward), _flops(backward)
-            found[budget] = Partition(
-                _kept(forward, owned, options["num_fwd_outputs"]),
-                _peak(forward, backward, is_fusible),
-                (first + second - _flops(joint)) / max(first, 1),
-                first,
+            with warnings.catch_warnings():
+                # What a way cannot reach is seen in its bytes.
+                warnings.simplefilter("ignore", UserWarning)
+                forward, backward = way(twin, joint_inputs, options)
+            first = _flops(forward)
+            found.append(
+                Partition(
+                    _kept(forward, owned, options["num_fwd_outputs"]),
+                    _peak(forward, backward, is_fusible),
+                    (first + _flops(backward) - total) / max(first, 1),
+                    first,
+                )
             )
-        return _divided(parts, joint, joint_inputs, 1.0, options)
+        return _by_budget(1.0, joint, joint_inputs, options)
 
-    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
     backend = parts.aot_autograd(
@@ -78,7 +106,7 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
     )
     torch.compiler.reset()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
             # The warning that nothing counts what is kept is wrong here.
             warnings.filterwarnings("ignore", "fusedseg.convert: compiled code runs the calls twice")
             mean_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs))
@@ -94,7 +122,9 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
     return found
 
 
-def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, options: dict[str, Any]) -> Any:
+def _by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+    """Divides a graph as the compiler itself does."""
+    parts = partitioner()
     with parts.config.patch(activation_memory_budget=budget):
         return parts.min_cut(joint, inputs, compiler="inductor", **options)
 
@@ -102,12 +132,11 @@ def _divided(parts: Any, joint: fx.GraphModule, inputs: Any, budget: float, opti
 def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) -> int:
     """The bytes that forward keeps; ``owned`` has the shapes of parameters and buffers, inputs that do not count."""
     (returned,) = next(node for node in forward.graph.nodes if node.op == "output").args
-    kept: dict[int, int] = {}
-    for node in returned[outputs:]:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(value, Tensor) and not (node.op == "placeholder" and tuple(value.shape) in owned):
-            kept[key_of(value)] = value.untyped_storage().nbytes()
-    return sum(kept.values())
+    given = [t for node in forward.graph.nodes if node.op == "placeholder" for t in results(node)]
+    # Views of parameters are parameters.
+    uncounted = {key_of(t) for t in given if tuple(t.shape) in owned}
+    made = [t for node in returned[outputs:] if isinstance(node, fx.Node) for t in results(node)]
+    return sum({key_of(t): t.untyped_storage().nbytes() for t in made if key_of(t) not in uncounted}.values())
 
 
 def _peak(forward: fx.GraphModule, backward: fx.GraphModule, is_fusible: Callable[[fx.Node], bool]) -> int:

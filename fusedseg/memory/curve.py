@@ -14,15 +14,18 @@ from .meter import measure
 from .plan import gib
 from .plot import plot_curve
 from .search import EXAMPLE, batched
-from .strategy import Budgets, Ladder, NoBlocks, Rung, checkpoint_blocks
+from .strategy import Backend, Budgets, Ladder, NoBlocks, Rung, checkpoint_blocks
 from .tables import table, wrapped
 
 OP = "fusedseg.memory.curve"
 EAGER, CHECKPOINT, OURS, OURS_COMPILED, COMPILER = (
     "eager", "checkpoint", "fusedseg", "fusedseg, compiled", "torch.compile",
 )  # fmt: skip
+BACKEND = 'torch.compile, backend "fusedseg"'
 # The compiler's own budgets that are tried.
 COMPILER_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+# The backend's budgets that are tried.
+BACKEND_BUDGETS = (0.5, 0.4, 0.3, 0.2, 0.1)
 # Budgets that repeat a larger share of the forward's arithmetic are left out.
 MOST = 0.5
 # The number of our budgets that are compiled, and that a table shows.
@@ -103,8 +106,8 @@ class Curve:
         note = (
             "Kept: for backward, at the end of forward, counted on tensors without values. Repeated: the arithmetic "
             "that backward runs again, as a share of the forward's. The budget of torch.compile is its own "
-            "activation_memory_budget. The peak of a compiled model is that of its graphs if elementwise functions are "
-            "fused."
+            "activation_memory_budget. The peak of a compiled model is read from its graphs, from the life of each "
+            "tensor if elementwise functions are fused; the peak of eager mode is that of the step."
         )
         lines = [f"Left out: {way}: {reason}." for way, reason in self.left_out.items()]
         return "\n".join([title, "═" * len(title), self.table(), "", wrapped("\n".join([note, *lines]))])
@@ -118,13 +121,14 @@ def curve(
     batch: int = EXAMPLE,
     dtype: torch.dtype = torch.float32,
     compiled: bool = True,
+    backend: Backend | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Curve:
     """Counts what each way to train keeps for backward, and the arithmetic that it repeats for this.
 
     The ways are eager mode, checkpoints of each block, this package with all its byte budgets, and with ``compiled``
-    the same under ``torch.compile``, and the budgets of ``torch.compile`` itself.  All bytes are those of tensors
-    without values.
+    the same under ``torch.compile``, the budgets of ``torch.compile`` itself, and those of ``backend``.  All bytes are
+    those of tensors without values.
 
     Args:
         model: a function that builds the model, or a module, which is copied without its values.
@@ -134,6 +138,8 @@ def curve(
         batch: the batch.
         dtype: the dtype of the model.
         compiled: whether models are compiled, which takes seconds for each of about ten compilations.
+        backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
+            out ``torch.compile(backend="fusedseg")``.
         progress: a function that is called with a short text before each step.
 
     Raises:
@@ -170,6 +176,8 @@ def curve(
             ways[OURS] = tuple(Point(_budget(rung), rung.kept, rung.peak, rung.repeated) for rung in rungs)
         if compiled:
             tries: dict[str, Callable[[], list[Point]]] = {COMPILER: lambda: _compiler(net, inputs)}
+            if backend is not None:
+                tries[BACKEND] = lambda: _backend(backend, net, inputs)
             if OURS in ways:
                 tries[OURS_COMPILED] = lambda: _ours_compiled(net, ladder, rungs, inputs, say)
             for way, points in tries.items():
@@ -186,7 +194,7 @@ def _budget(rung: Rung) -> str:
 
 
 def _ours_compiled(
-    stock: nn.Module, ladder: Ladder, rungs: Sequence[Rung], inputs: Any, say: Callable[[str], None]
+    stock: nn.Module, ladder: Ladder, rungs: Sequence[Rung], inputs: Sequence[torch.Tensor], say: Callable[[str], None]
 ) -> list[Point]:
     (of_stock,) = partitions(stock, inputs).values()
     points = []
@@ -201,10 +209,20 @@ def _ours_compiled(
     return points
 
 
-def _compiler(model: nn.Module, inputs: Any) -> list[Point]:
+def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[Point]:
     found = partitions(model, inputs, COMPILER_BUDGETS)
     names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
     return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
+
+
+def _backend(backend: Backend, model: nn.Module, inputs: Any) -> list[Point]:
+    budgets: list[float | None] = [None, *BACKEND_BUDGETS]
+    ways = [{} if budget is None else {"budget": budget, "extra_flops": MOST} for budget in budgets]
+    found: dict[int, Point] = {}
+    for budget, of in zip(budgets, backend(model, inputs, ways, None), strict=True):
+        # A budget that cannot be met keeps what a larger one keeps.
+        found.setdefault(of.kept, Point("" if budget is None else f"{budget:g}", of.kept, of.peak, of.repeated))
+    return [found[kept] for kept in sorted(found, reverse=True)]
 
 
 def spread(items: Sequence[Any], kept: Callable[[Any], int]) -> list[Any]:

@@ -162,6 +162,8 @@ class Plan:
             "inputs. Kept: the part of it that forward keeps for backward. Repeated: the arithmetic that backward runs "
             "again, as a share of the forward's. What is kept back is for workspaces and fragmentation."
         )
+        if any(option.strategy.compiled for option in self.options):
+            note += " The bytes of compiled models are counted on the graphs that the compiler captures."
         named, lines = self._wanted() if self.batch is not None else self._largest()
         lines += [f"Left out: {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
         text = wrapped("\n".join([*lines, note, *self.remarks]))

@@ -1,10 +1,11 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import OP, Option, Plan, gib, parse_budget
 from .report import MemoryReport
 from .step import OptimizerFactory
-from .strategy import Budgets, Convert, Ladder, NoBlocks, Rung, Strategy, combinations
+from .strategy import Backend, Budgets, Convert, Ladder, NoBlocks, Rung, Strategy, combinations, option_text
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
@@ -34,6 +35,7 @@ class Task:
     batch: int | None
     convert: Convert | None
     budgets: Budgets | None
+    backend: Backend | None
     bits: Sequence[int]
     converted: str
     code: str | None
@@ -44,6 +46,21 @@ class Task:
     progress: Callable[[str], None] | None
 
 
+class Counted(NamedTuple):
+    """What the graphs of a compiled step need, with the names of ``MemoryReport``."""
+
+    total: int
+    saved: int
+    repeated: float
+
+
+class Before(NamedTuple):
+    """The bytes that are there before a step without the inputs, and those of them that are the optimizer's state."""
+
+    owned: int
+    state: int
+
+
 def plan(
     model: Model,
     input_shape: Sequence[Any],
@@ -52,6 +69,7 @@ def plan(
     batch: int | None = None,
     convert: Convert | None = None,
     budgets: Budgets | None = None,
+    backend: Backend | None = None,
     bits: Sequence[int] = (),
     converted: str = "fusedseg",
     code: str | None = None,
@@ -70,6 +88,10 @@ def plan(
     does not fit.  For the largest batch these are the budgets that repeat at most 2 %, 10 % and 30 %.  Their calls are
     chosen on tensors of ``dtype``, with the wanted batch or a batch of 2.
 
+    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with ``bits``, and for
+    a wanted batch with the budget ``"peak ..."`` that fits.  The bytes of compiled models are counted on their graphs,
+    to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
+
     Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
 
@@ -82,6 +104,8 @@ def plan(
             combinations with conversion.
         budgets: a function that is called with a copy of the model and its inputs, and returns the ladder of its
             budgets: ``fusedseg.conversion.Ladder``.  None leaves out byte budgets.
+        backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
+            out compiled models.
         bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
             with the keyword ``bits`` then.  They add noise to the gradient, so they come after all other combinations.
         converted: the name of the converted model in labels.
@@ -110,8 +134,8 @@ def plan(
     usable = int(nbytes * (1 - reserve))
     task = Task(
         model, input_shape, usable, batch, convert, budgets,
-        bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast, optimizer=optimizer, loss=loss,
-        progress=progress,
+        backend=backend, bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast,
+        optimizer=optimizer, loss=loss, progress=progress,
     )  # fmt: skip
     with fake_mode() as mode:
         search = _Search(task, mode)
@@ -137,6 +161,7 @@ class _Search:
         # Models are shared by the strategies with and without autocast; the keys are those without.
         self._nets: dict[Strategy, nn.Module] = {}
         self._ladder: Ladder | None = None
+        self._there: Before | None = None
 
     def run(self) -> None:
         strategies = combinations(self._task.convert is not None)
@@ -144,6 +169,7 @@ class _Search:
         noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
         tries = [*((self._try, s) for s in strategies), *((self._try_budgets, s) for s in budgets)]
         tries += [(self._try, strategy) for strategy in noisy]
+        tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self._task.backend else []
         for number, (run, strategy) in enumerate(tries, 1):
             run(strategy, f"({number} of {len(tries)})")
 
@@ -189,6 +215,51 @@ class _Search:
             if rung.budget is not None:
                 self._add(Strategy(True, strategy.amp, budget=rung.budget), partial(report, rung), rung.repeated)
 
+    def _try_backend(self, strategy: Strategy, place: str) -> None:
+        task = self._task
+        exact = replace(strategy, compiled=True)
+        label = exact.label(task.converted)
+        try:
+            self._add_compiled([exact, *(replace(exact, bits=bits) for bits in task.bits)], f"{label} {place}")
+            if task.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
+                # The state of the optimizer is no part of the peak that the backend knows.
+                peak = peak_text(task.usable - self._before().state)
+                self._add_compiled([replace(exact, budget=peak)], f"{label}+budget {place}")
+        except RuntimeError as error:
+            self.left_out[label] = str(error).partition(": ")[2]
+
+    def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
+        """Adds ways of the backend; one compilation counts all of them."""
+        task, net = self._task, self._net(Strategy())
+        backend = task.backend
+        assert backend is not None
+        seen: dict[int, list[Counted]] = {}
+
+        def report(way: int, n: int) -> Counted:
+            if n not in seen:
+                self._say(f"{said}, batch {n}")
+                inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
+                before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
+                options = [one.options for one in ways]
+                found = backend(net, inputs, options, ways[0].autocast(task.autocast))
+                seen[n] = [Counted(before + of.peak, of.kept, of.repeated) for of in found]
+            return seen[n][way]
+
+        for number, way in enumerate(ways):
+            self._add(way, partial(report, number))
+
+    def _before(self) -> Before:
+        """The bytes that are there before a step, whatever the batch is."""
+        if self._there is None:
+            n = self._task.batch or EXAMPLE
+            report = self._report(self._net(Strategy()), Strategy(), "before the step", n)
+            kinds = dict.fromkeys(("inputs", "optimizer state"), 0)
+            for storage in report.storages:
+                if storage.kind in kinds:
+                    kinds[storage.kind] += storage.nbytes
+            self._there = Before(report.resident - kinds["inputs"], kinds["optimizer state"])
+        return self._there
+
     def _budgets(self) -> Ladder:
         if self._ladder is None:
             task = self._task
@@ -217,8 +288,10 @@ class _Search:
             net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
         )
 
-    def _add(self, strategy: Strategy, report: Callable[[int], MemoryReport], repeated: float | None = None) -> None:
-        seen: dict[int, MemoryReport] = {}
+    def _add(
+        self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted], repeated: float | None = None
+    ) -> None:
+        seen: dict[int, MemoryReport | Counted] = {}
 
         def total(n: int) -> int:
             if n not in seen:
@@ -240,9 +313,12 @@ class _Search:
         """The lines of Python that make a model run in this way."""
         task, lines = self._task, []
         if strategy.converted:
-            options = "".join(f", {name}={value:g}" for name, value in strategy.options.items())
+            options = "".join(f", {name}={option_text(value)}" for name, value in strategy.options.items())
             own = task.code if not options else None
             lines.append(own or f"fusedseg.convert(model, example_inputs={self._example()}{options})")
+        if strategy.compiled:
+            options = f", options={strategy.options}".replace("'", '"') if strategy.options else ""
+            lines.append(f'model = torch.compile(model, backend="fusedseg"{options})')
         if strategy.checkpoint:
             lines.append("fusedseg.memory.checkpoint_blocks(model)")
         return "\n".join(lines)
@@ -263,6 +339,12 @@ def within(ladder: Iterable[Rung], shares: Sequence[float]) -> list[Rung]:
             break
         chosen |= {share: rung for share in shares if rung.repeated <= share}
     return list({rung.budget: rung for share, rung in sorted(chosen.items(), key=lambda item: item[0])}.values())
+
+
+def peak_text(nbytes: int) -> str:
+    """The backend's budget of a peak, rounded down."""
+    unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+    return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
 
 
 def fitting(ladder: Iterable[Rung], total: Callable[[Rung], int], usable: int) -> Rung:

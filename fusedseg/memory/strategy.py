@@ -1,6 +1,9 @@
-"""Ways to run a step in less memory, and their combinations: conversion, byte budgets, autocast and checkpoints."""
+"""Ways to run a step in less memory, and their combinations.
 
-from collections.abc import Callable, Iterator
+These are conversion, byte budgets, the compiler backend, autocast and checkpoints.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
@@ -11,10 +14,17 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
+from .compiled import Partition
+
 EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
 # A function that is called with a model of its own and the keywords of ``Strategy.options``, and returns the converted
 # model.
 Convert = Callable[..., nn.Module]
+# A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
+# what the compiler backend keeps with each of these options.
+Backend = Callable[
+    [nn.Module, Sequence[torch.Tensor], Sequence[Mapping[str, Any]], torch.dtype | None], list[Partition]
+]
 # A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -108,29 +118,33 @@ class Strategy:
         converted: whether the caller's function converts the model.
         amp: whether the step runs under autocast.
         checkpoint: whether ``checkpoint_blocks`` is applied.
-        budget: the share of the stock model's bytes that the converted model may keep; None for no budget.
-        bits: the bits of a value in which the converted model keeps activations; None keeps them as they are.
+        budget: the share of the stock model's bytes that the converted model may keep, or the backend's option of this
+            name; None for no budget.
+        bits: the bits of a value in which the model keeps activations; None keeps them as they are.
+        compiled: whether the stock model is compiled by the backend of this package.
     """
 
     converted: bool = False
     amp: bool = False
     checkpoint: bool = False
-    budget: float | None = None
+    budget: float | str | None = None
     bits: int | None = None
+    compiled: bool = False
 
     def label(self, converted: str) -> str:
-        parts = [(self.converted, converted), (self.amp, AMP), (self.checkpoint, CHECKPOINT)]
-        parts += [(True, f"{name}={value:g}") for name, value in self.options.items()]
+        parts = [(self.converted, converted), (self.compiled, f"{converted}-compile")]
+        parts += [(self.amp, AMP), (self.checkpoint, CHECKPOINT)]
+        parts += [(True, f"{name}={option_text(value)}") for name, value in self.options.items()]
         return "+".join(name for used, name in parts if used) or EAGER
 
     @property
-    def options(self) -> dict[str, float]:
-        """The keywords for the function that converts the model."""
+    def options(self) -> dict[str, Any]:
+        """The keywords for the function that converts the model, or the options of the backend."""
         return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
 
     @property
     def measures(self) -> int:
-        return self.converted + self.amp + self.checkpoint + len(self.options)
+        return self.converted + self.compiled + self.amp + self.checkpoint + len(self.options)
 
     def is_part_of(self, other: "Strategy") -> bool:
         """Whether ``other`` has all of these measures and more."""
@@ -169,6 +183,10 @@ class Strategy:
             raise ValueError(f"bits must be 8 or 4, got {label!r}")
         share = None if budget is None else _share(budget, label)
         return cls(converted in words, AMP in words, CHECKPOINT in words, share, None if bits is None else int(bits))
+
+
+def option_text(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _share(text: str, label: str) -> float:

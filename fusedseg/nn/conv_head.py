@@ -53,7 +53,7 @@ DOC = """The last convolution, 1x1, of a segmentation network; in training its l
 
 
 class _ConvHead(Unscriptable):
-    """What both classes share, beside the stock convolution."""
+    """The methods of both heads that the stock convolution does not have."""
 
     _stock: type[nn.Module]
 

@@ -1,7 +1,5 @@
 """``convert_sync``: the BatchNorms of a model get the statistics of all processes."""
 
-from typing import Any
-
 from torch import nn
 
 from .inplace_abn import InPlaceABN
@@ -18,7 +16,7 @@ SYNCHRONISED: dict[type, type] = {
 }
 
 
-def convert_sync(model: nn.Module, process_group: Any = None) -> nn.Module:
+def convert_sync(model: nn.Module, process_group: object = None) -> nn.Module:
     """Makes every ``InPlaceABN`` of a model an ``InPlaceABNSync``, every ``BatchNormAct`` a ``BatchNormActSync`` and
     every ``nn.BatchNorm`` an ``nn.SyncBatchNorm``.
 

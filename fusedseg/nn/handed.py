@@ -43,7 +43,7 @@ def cat_of(x: Handed) -> Tensor:
     return cat(list(x))
 
 
-def take_off(x: Any) -> None:
+def take_off(x: object) -> None:
     """Empties ``x`` if it is a ``Handed`` and its tensors may be freed."""
     if type(x) is Handed:
         x.take_off()

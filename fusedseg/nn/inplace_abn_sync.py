@@ -1,7 +1,5 @@
 """``InPlaceABNSync``: ``InPlaceABN`` with the statistics of all processes."""
 
-from typing import Any
-
 from .inplace_abn import InPlaceABN
 from .synchronised import Synchronised
 
@@ -50,7 +48,7 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         *,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
-        process_group: Any = None,
+        process_group: object = None,
         bias: bool = True,
         device=None,
         dtype=None,

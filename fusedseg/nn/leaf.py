@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from ..ops.conv.sources import Interpolated
 
 
-def proxy_in(value: Any) -> Proxy | None:
+def proxy_in(value: object) -> Proxy | None:
     """The first proxy in a value, or None.  The value may be a tensor, an ``Interpolated``, a list or a tuple."""
     if isinstance(value, Proxy):
         return value
@@ -27,7 +27,7 @@ def proxy_in(value: Any) -> Proxy | None:
     return None
 
 
-def as_leaf(module: nn.Module, *args: Any) -> Any:
+def as_leaf(module: nn.Module, *args: object) -> Any:
     """Records the call ``module(*args)`` as one node in the graph of the proxies among the arguments."""
     proxy = proxy_in(args)
     assert proxy is not None
@@ -40,7 +40,7 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(module), _formed(args), {})
 
 
-def _formed(value: Any) -> Any:
+def _formed(value: object) -> Any:
     """The value with every ``Interpolated`` computed, because a graph has no values of that class."""
     if isinstance(value, (tuple, list)):
         return type(value)(_formed(part) for part in value)

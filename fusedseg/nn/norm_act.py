@@ -26,8 +26,8 @@ class _NormAct(StockNorm):
         activation: str,
         activation_param: float | str | None,
         num_slopes: int,
-        device: Any,
-        dtype: Any,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
         **options: Any,
     ) -> None:
         act = parse_activation(self.OP, activation, activation_param)

@@ -1,7 +1,5 @@
 """``BatchNormActSync``: ``BatchNormAct`` with the statistics of all processes."""
 
-from typing import Any
-
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -42,7 +40,7 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         activation: str = "leaky_relu",
         activation_param: float | str | None = None,
         num_slopes: int = 1,
-        process_group: Any = None,
+        process_group: object = None,
         bias: bool = True,
         device=None,
         dtype=None,

@@ -33,12 +33,12 @@ class Using(NamedTuple):
 LookUp = Callable[[Any, str, tuple[str, ...]], list[Any]]
 
 
-def attributes(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
+def attributes(module: object, where: str, names: tuple[str, ...]) -> list[Any]:
     """The parameters or buffers with these names; ``where`` is "_parameters" or "_buffers"."""
     return [getattr(module, name) for name in names]
 
 
-def looked_up(module: Any, where: str, names: tuple[str, ...]) -> list[Any]:
+def looked_up(module: object, where: str, names: tuple[str, ...]) -> list[Any]:
     """The result of ``attributes``, outside of compiled code.
 
     ``nn.Module`` searches for such an attribute in Python, after all other places.  This function reads the module's
@@ -114,7 +114,7 @@ class BatchStatistics:
             raise AttributeError(f"{type(self).__name__} has no qconfig") from None
 
     @qconfig.setter
-    def qconfig(self, value: Any) -> None:
+    def qconfig(self, value: object) -> None:
         self.__dict__["qconfig"] = value
 
     @qconfig.deleter

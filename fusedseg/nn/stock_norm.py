@@ -65,7 +65,7 @@ class StockNorm(Unscriptable, nn.Module):
     _aside = Aside()
     _marked: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, *stock: Any, bias: bool = True, dtype: torch.dtype | None = None, **options: Any) -> None:
+    def __init__(self, *stock: object, bias: bool = True, dtype: torch.dtype | None = None, **options: object) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
         if dtype is not None:
             check_dtype(self.OP, "dtype", dtype)
@@ -101,7 +101,7 @@ class StockNorm(Unscriptable, nn.Module):
         return z if self._marked is None else self._marked(z)
 
     def _without_activation(self, x: Tensor) -> Tensor:
-        """What the stock norm returns, by the stock function if there is one."""
+        """The result of the stock norm, by the stock function if there is one."""
         passed, spec = self._call(x, None, attributes)
         momentum, running_mean = spec.momentum, self._buffers.get("running_mean")
         if passed.running_mean is None and running_mean is not None:

@@ -18,7 +18,7 @@ def _warn_alone() -> None:
     )
 
 
-def group_name(process_group: Any) -> str | None:
+def group_name(process_group: object) -> str | None:
     """The name of the group, or of the group of all processes for None; None if there are no other processes."""
     if not distributed.is_available() or not distributed.is_initialized():
         _warn_alone()

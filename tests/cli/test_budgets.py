@@ -52,6 +52,19 @@ def test_profile_names_packed_bytes(capsys, tmp_path):
     assert "--compare: bits must be 8 or 4, got 'fusedseg+bits=5'" in capsys.readouterr().err
 
 
+def test_profile_of_the_backend_with_bits(capsys):
+    argv = ["profile", NETWORK, *VOLUME, "--compare"]
+    assert main([*argv, "eager,fusedseg-compile,fusedseg-compile+bits=4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("counted on its graphs\nPlainConvUNet: 1 graph") == 2
+    exact, packed = (float(line.split("(")[1][:4]) for line in out.splitlines() if "kept for backward   " in line)
+    assert packed < 0.5 * exact
+    assert main([*argv, "eager,fusedseg-compile+bits=5"]) == 2
+    assert "option bits must be 8, 4 or None, got 5" in capsys.readouterr().err
+    assert main([*argv, "eager,compile+bits=4"]) == 2
+    assert "--compare: expected budget or bits beside fusedseg-compile, got 'compile+bits=4'" in capsys.readouterr().err
+
+
 def test_profile_compares_budgets(capsys, tmp_path):
     figures = tmp_path / "found.json"
     labels = ["eager", "fusedseg", "fusedseg+budget=0.4"]
@@ -64,7 +77,31 @@ def test_profile_compares_budgets(capsys, tmp_path):
     assert budget["convolutions"]["recomputed"] > 0 == converted["convolutions"]["recomputed"]
 
 
-def test_plan_ends_with_the_line_of_code(capsys, tmp_path):
+def refuses(*args):
+    raise RuntimeError("partitions: the compiler refuses the model")
+
+
+def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
+    """Where eager mode does not fit, and the compiled stock model does without repeated arithmetic."""
+    figures = tmp_path / "plan.json"
+    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--gpu"]
+    assert main([*argv, "1GiB", "--json", str(figures)]) == 0
+    options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
+    compiled, eager = options["fusedseg-compile"], options["eager"]
+    assert compiled["kept_bytes"] < 0.6 * eager["kept_bytes"]
+    assert options["fusedseg-compile+bits=4"]["kept_bytes"] < 0.4 * compiled["kept_bytes"]
+    assert options["fusedseg-compile+amp"]["kept_bytes"] < 0.6 * compiled["kept_bytes"]
+    capsys.readouterr()
+    assert main([*argv, f"{compiled['total_bytes']}B"]) == 0
+    out = capsys.readouterr().out
+    assert "fusedseg-compile+amp" in out
+    assert compiled["code"] == 'model = torch.compile(model, backend="fusedseg")'
+    assert out.splitlines()[-1].strip() == compiled["code"]
+
+
+def test_plan_ends_with_the_line_of_code(monkeypatch, capsys, tmp_path):
+    """The compiler refuses this model."""
+    monkeypatch.setattr("fusedseg.cli.plan.partitions", refuses)
     figures = tmp_path / "plan.json"
     argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
     assert main([*argv, "1GiB", "--json", str(figures)]) == 0
@@ -74,7 +111,9 @@ def test_plan_ends_with_the_line_of_code(capsys, tmp_path):
     out = capsys.readouterr().out
     line = out.splitlines()[-1].strip()
     assert line.startswith("fusedseg.convert(model, example_inputs=torch.empty(2, 1, 16, 16, 16), budget=0.")
-    assert "Without autocast, which rounds to half precision: fusedseg+budget=" in " ".join(out.split())
+    out = " ".join(out.split())
+    assert "Without autocast, which rounds to half precision: fusedseg+budget=" in out
+    assert "Left out: fusedseg-compile, fusedseg-compile+amp: the compiler refuses the model." in out
 
 
 def test_a_curve_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_path):

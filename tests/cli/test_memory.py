@@ -234,7 +234,7 @@ def test_an_error_in_the_users_module_names_its_line(tmp_path, monkeypatch, caps
         (["profile", RESNET, "--input", "0,3,4,4"], "a shape is positive integers joined by commas, got '0,3,4,4'"),
         (["profile", RESNET, "--input", ""], "a shape is positive integers joined by commas, got ''"),
         (["profile", RESNET, *IMAGE, "--batch", "0"], "argument --batch: expected a positive integer, got '0'"),
-        ([*PLAN, "--budget", "16"], "argument --budget: budget must be a positive number with one of B, KB"),
+        ([*PLAN, "--budget", "16"], "argument --budget/--gpu: budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "-5GiB"], "TiB, such as 16GiB, got '-5GiB'"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got '-0.1'"),
         (["profile", RESNET, *IMAGE, "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),

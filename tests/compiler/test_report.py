@@ -131,6 +131,6 @@ def test_counted_without_values():
 def test_profile_counts_compiled_ways(capsys):
     model = ["profile", "tests.compiler.networks:mixed", "--input", "2,3,16,16", "--compare"]
     assert main([*model, "eager,compile,fusedseg-compile"]) == 0
-    assert "torch.compile, counted on its graphs\nSequential: 1 graph" in capsys.readouterr().out
+    assert "fusedseg-compile, counted on its graphs\nSequential: 1 graph" in capsys.readouterr().out
     assert main([*model, "compile"]) == 2
     assert "needs a way that runs beside it" in capsys.readouterr().err

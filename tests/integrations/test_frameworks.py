@@ -249,6 +249,32 @@ def test_a_plugin_of_the_user_stays(lightning):
     assert trainer.strategy._layer_sync is mine
 
 
+def test_a_lightning_module_is_compiled(lightning, said):
+    """In place, so that checkpoints have the stock names; the log says what the backend keeps, once."""
+    module, callback = lit(lightning), lightning.Compile(codegen="aten", bits=4)
+    names = list(module.state_dict())
+    callback.on_fit_start(TRAINER, module)
+    for _ in range(2):
+        module.net(torch.randn(2, 3, 32, 32)).mean().backward()
+        callback.on_train_batch_end(TRAINER, module, None, None, 0)
+    (text,) = said
+    assert "\nUNet: 1 graph, from eager mode to this backend" in text
+    eager, ours = callback.report.kept
+    assert ours < 0.4 * eager
+    assert list(module.state_dict()) == names
+    # A second network of the class runs the graphs of the first one, and has no report.
+    again = lit(lightning)
+    callback.on_fit_start(TRAINER, again)
+    again.net(torch.randn(2, 3, 32, 32)).mean().backward()
+    callback.on_train_batch_end(TRAINER, again, None, None, 0)
+    assert said[1] == "fusedseg: no graph was compiled for this UNet; it runs those of an earlier network, if any"
+    with pytest.raises(ValueError, match=r"options must be among .*, got 'bit'"):
+        lightning.Compile(bit=4).on_fit_start(TRAINER, module)
+    module.net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"lightning\.Compile: Sequential\.compile\(\) of PyTorch has no effect"):
+        lightning.Compile().on_fit_start(TRAINER, module)
+
+
 def test_what_convert_of_lightning_refuses(lightning):
     module = lit(lightning)
     module.other = nn.Linear(2, 2)
@@ -287,10 +313,26 @@ def test_memory_report(lightning, said):
     assert "batch 7 was not counted" in said[1]
 
 
-def test_a_model_of_transformers(monkeypatch, caplog):
+@pytest.fixture
+def plugin(monkeypatch):
     framework = types.ModuleType("transformers")
     framework.TrainerCallback = object
-    plugin = integration(monkeypatch, "transformers", transformers=framework)
+    return integration(monkeypatch, "transformers", transformers=framework)
+
+
+def test_a_model_of_transformers_is_compiled(plugin, caplog):
+    model, callback = networks.UNet(), plugin.Compile(codegen="aten")
+    state = types.SimpleNamespace(is_world_process_zero=True)
+    callback.on_train_begin(None, state, None, model=model)
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32)).mean().backward()
+        callback.on_step_end(None, state, None, model=model)
+    assert caplog.text.count("\nUNet: 1 graph, from eager mode to this backend") == 1
+    eager, ours = callback.report.kept
+    assert ours < 0.6 * eager
+
+
+def test_a_model_of_transformers(plugin, caplog):
     model = networks.UNet()
     model.main_input_name, model.dtype = "pixel_values", torch.float32
     model.config = types.SimpleNamespace(num_channels=3)

@@ -153,3 +153,48 @@ def test_averaged_weights_and_frozen_norms(program):
     with SavedBytes() as kept:
         averaged.net(x.requires_grad_()).sum().backward()
     assert kept.nbytes == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["network", "configure_model"])
+def test_compiled_network(late, program, tmp_path):
+    """``Compile``, and the same by hand; checkpoints have the stock names, and the losses the bits of eager mode."""
+    from fusedseg.integrations.lightning import Compile
+
+    stock, ours, whole = program["Lit"](), program["Late" if late else "Lit"](), program["Lit"]()
+    if late:
+        ours.net = nn.Identity()
+    compiled = Compile("net", codegen="aten")
+    program["fit"](stock)
+    trainer = program["fit"](ours, compiled)
+    assert ours.losses == stock.losses
+    (graph,) = compiled.report.graphs
+    assert graph.ours.kept < 0.6 * graph.eager.kept
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    fresh = program["Lit"]()
+    fresh.load_state_dict(torch.load(tmp_path / "ours.ckpt", weights_only=False)["state_dict"])
+    # Lightning's own way compiles the whole step.
+    whole.losses = Silent()
+    program["fit"](torch.compile(whole, backend="fusedseg", options={"codegen": "aten"}))
+    for p, q in zip(whole.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Silent:
+    """A list would be another one in each step, and each step be compiled anew."""
+
+    def append(self, value):
+        pass
+
+
+def test_compiled_in_bits(program):
+    from fusedseg.integrations.lightning import Compile
+
+    stock, ours = program["Lit"](), program["Lit"]()
+    compiled = Compile(codegen="aten", bits=4)
+    program["fit"](stock)
+    program["fit"](ours, compiled)
+    # The first loss is that of an exact forward; noise comes after it.
+    assert ours.losses[0] == stock.losses[0]
+    assert ours.losses == pytest.approx(stock.losses, rel=0.05)
+    eager, kept = compiled.report.kept
+    assert kept < 0.2 * eager

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -117,9 +116,18 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     assert 0.5 * whole < half < 0.6 * whole
 
 
-@pytest.mark.parametrize(("options", "ours"), [({}, True), ({"inplace": False}, True), ({"budget": 0.3}, False)])
-def test_a_network_that_is_compiled_stays_stock(options, ours, monkeypatch):
-    """The backend decides what is kept; a budget needs the converted network."""
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        ({}, {}),
+        ({"inplace": False}, {}),
+        ({"bits": 4, "unrounded": "0"}, {"bits": 4}),
+        ({"budget": 0.3, "extra_flops": 0.1}, {"budget": 0.3, "extra_flops": 0.1}),
+    ],
+    ids=["exact", "inplace", "bits", "budget"],
+)
+def test_a_network_that_is_compiled_stays_stock(options, passed, monkeypatch):
+    """The backend gets the options that it shares with ``convert``; nothing is compiled before the first step."""
     used = []
     stock = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **given: used.append(given) or stock(model, **given))
@@ -127,31 +135,57 @@ def test_a_network_that_is_compiled_stays_stock(options, ours, monkeypatch):
     monkeypatch.setattr(FusedStandIn, "convert_options", options)
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.device = torch.device("cuda")
-    with warnings.catch_warnings():
-        # This small network cannot reach the budget.
-        warnings.simplefilter("ignore", UserWarning)
-        trainer.initialize()
+    trainer.initialize()
     assert torch.compile is patched
-    assert used == [{"backend": fusedseg.compiler.backend} if ours else {}]
-    assert (type(trainer.network._orig_mod[1]) is nn.BatchNorm2d) is ours
-    assert ('fusedseg: the network stays stock, for torch.compile(backend="fusedseg")' in trainer.log) is ours
+    assert used == [{"backend": fusedseg.compiler.backend, "options": passed}]
+    assert type(trainer.network._orig_mod[1]) is nn.BatchNorm2d
+    call = f'torch.compile(backend="fusedseg", options={passed})'
+    assert f"fusedseg: the network stays stock, for {call}" in trainer.log
+    assert not any("fusedseg.convert" in line for line in trainer.log)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_bits_switch_compiling_off(bits, monkeypatch):
-    """nnU-Net compiles on a GPU by default, and compiled code keeps activations as they are."""
-    for options, device, compiled in (
-        ({}, "cuda", True),
-        ({"bits": bits}, "cuda", False),
-        ({"bits": bits}, "cpu", False),
-    ):
-        monkeypatch.setattr(FusedStandIn, "convert_options", options)
-        trainer = FusedStandIn(nn.BatchNorm2d(8))
-        trainer.device = torch.device(device)
+def test_options_that_the_backend_refuses_raise_before_training(monkeypatch):
+    monkeypatch.setattr(FusedStandIn, "convert_options", {"bits": 4, "budget": 0.3})
+    trainer = FusedStandIn(nn.BatchNorm2d(8))
+    trainer.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="bits has no effect together with budget"):
         trainer.initialize()
-        assert trainer.compiled is compiled
-        said = f"fusedseg: torch.compile is off, because compiled code does not keep activations in {bits} bits"
-        assert (said in trainer.log) is (bool(options) and device == "cuda")
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 4}], ids=str)
+def test_the_log_says_what_the_backend_keeps(options, monkeypatch):
+    """Once, after the first training step; the loss and the gradients are those of the stock trainer, or near."""
+    monkeypatch.setattr(FusedStandIn, "convert_options", options)
+    monkeypatch.setattr(FusedStandIn, "compile_options", {"codegen": "aten"})
+    batch = {"data": torch.randn(8, 1, 32, 32), "target": torch.zeros(8, 2, 30, 30)}
+    found = {}
+    for kind, compiles in ((StandIn, False), (FusedStandIn, True)):
+        monkeypatch.setattr(StandIn, "_do_i_compile", lambda self, compiles=compiles: compiles)
+        torch.manual_seed(0)
+        trainer = kind(nn.BatchNorm2d(8))
+        trainer.initialize()
+        losses = [trainer.train_step(batch)["loss"] for _ in range(2)]
+        found[kind] = losses, torch.cat([parameter.grad.flatten() for parameter in trainer.network.parameters()])
+    assert found[StandIn][0] == found[FusedStandIn][0]
+    stock, ours = (grads for _, grads in found.values())
+    # Without bits the gradients are those of eager mode to the last bit.
+    assert (ours - stock).norm() <= (0.2 if options else 0) * stock.norm()
+    (said,) = (line for line in trainer.log if line.startswith("fusedseg.compiler.report"))
+    (graph,) = fusedseg.compiler.report(trainer.network).graphs
+    assert "kept for backward" in said
+    assert graph.ours.kept < (0.4 if options else 0.6) * graph.eager.kept
+
+
+def test_what_keeps_less_where_nnunet_does_not_compile(monkeypatch):
+    """The eager scope keeps the budget and the bits, as before the backend, and the log says why."""
+    monkeypatch.setattr(StandIn, "_do_i_compile", lambda self: False)
+    monkeypatch.setattr(FusedStandIn, "convert_options", {"bits": 4})
+    trainer = FusedStandIn(nn.BatchNorm2d(8))
+    trainer.initialize()
+    (said,) = (line for line in trainer.log if "fusedseg.convert" in line)
+    assert said.startswith("fusedseg.convert, because nnU-Net does not compile, for a step in torch.float32")
+    trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
+    assert not any("compiler.report" in line for line in trainer.log)
 
 
 def test_plans_with_relu_get_leaky_relu():
@@ -339,6 +373,42 @@ def test_training_in_fewer_bits_follows_the_exact_one(bits, tmp_path):
     fall = stock[0] - stock[-1]
     assert fall > 0.2
     assert abs(losses[-1] - stock[-1]) < 0.01 * fall
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "Leaky", "Budget", "Bits8", "Bits4"])
+def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
+    """Twenty steps of nnU-Net's own ``train_step`` in float64 through the backend, and a validation; ``aten``."""
+    framework("nnunetv2")
+    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+
+    nnunet_ddp.folders(tmp_path)
+    monkeypatch.setattr(nnunet.Fused, "compile_options", {"codegen": "aten"})
+    share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
+    found, log = {}, []
+    monkeypatch.setattr(nnUNetTrainer, "print_to_log_file", lambda self, *args, **_: log.extend(map(str, args)))
+    for name, compiles in (("nnUNetTrainer", False), (f"nnUNetTrainerFusedseg{end}", True)):
+        monkeypatch.setattr(nnUNetTrainer, "_do_i_compile", lambda self, compiles=compiles: compiles)
+        trainer = nnunet_ddp.initialized(name, "InstanceNorm3d")
+        trainer.network.train()
+        losses = [float(trainer.train_step(share)["loss"]) for _ in range(20)]
+        trainer.network.eval()
+        with torch.no_grad():
+            checked = trainer.validation_step(share)
+        found[name] = losses, float(checked["loss"])
+    (stock, stock_end), (ours, ours_end) = found.values()
+    (said,) = (line for line in log if line.startswith("fusedseg.compiler.report"))
+    graph = fusedseg.compiler.report(trainer.network).graphs[0]
+    print(f"\nnnU-Net compiled, {end or 'exact'}: {said}\nlast losses {stock[-1]:.6f}, {ours[-1]:.6f}", end="")
+    assert graph.ours.kept < graph.eager.kept
+    # The losses of nnU-Net are sums in fp32; ours are those of this package in both trainers.
+    assert ours[0] == pytest.approx(stock[0], rel=1e-6)
+    fall = stock[0] - stock[-1]
+    assert fall > 0.2
+    # The noise of rounding, which changes the weights after the first step.
+    noise = 0.01 * fall if "Bits" in end else 1e-5
+    assert abs(ours[-1] - stock[-1]) < noise
+    assert abs(ours_end - stock_end) < 2 * noise
 
 
 @pytest.mark.slow

@@ -111,3 +111,29 @@ def test_a_callback_that_is_added_later(tmp_path):
     trainer.add_callback(convert)
     trainer.train()
     assert convert.report.replaced
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_compiled_model(name, tmp_path, caplog):
+    """The losses have the bits of eager mode, ``save_model`` writes a stock checkpoint, and the log has the report."""
+    from fusedseg.integrations.transformers import Compile
+
+    torch.manual_seed(0)
+    stock = names[name]()
+    ours = copy.deepcopy(stock)
+    compiled = Compile(codegen="aten")
+    losses = trained(ours, tmp_path / "ours", compiled)
+    assert losses == trained(stock, tmp_path / "stock")
+    assert "from eager mode to this backend" in caplog.text
+    eager, kept = compiled.report.kept
+    print(f"\ntransformers {name}, compiled: kept {eager / 2**20:.2f} -> {kept / 2**20:.2f} MiB", end="")
+    assert kept < 0.75 * eager
+    loaded = type(stock).from_pretrained(str(tmp_path / "ours"))
+    assert list(loaded.state_dict()) == list(stock.state_dict())
+
+
+def test_the_trainers_own_option_names_no_other_backend(tmp_path):
+    """The reason for ``Compile``: accelerate has a list of names of its own."""
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, torch_compile_backend="fusedseg")
+    with pytest.raises(ValueError, match="'FUSEDSEG' is not a valid DynamoBackend"):
+        transformers.Trainer(model=names["segformer"](), args=args, train_dataset=data())

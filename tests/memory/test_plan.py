@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.conversion import Ladder
 from fusedseg.memory import checkpoint_blocks, plan, profile
+from fusedseg.memory.compiled import Partition
 from fusedseg.memory.plan import Option, Plan, parse_budget
 from fusedseg.memory.search import fitting, largest, within
 from fusedseg.memory.strategy import Strategy
@@ -18,6 +19,7 @@ from fusedseg.unet import UNet
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 
+MIB = 2**20
 SHAPE = (3, 64, 64)
 UNETS = {"plain": partial(UNet, 3, 4, widths=(8, 16, 32), plain=True), "ours": partial(UNet, 3, 4, widths=(8, 16, 32))}
 
@@ -375,3 +377,38 @@ def test_labels_are_read_back():
             Strategy.parse(label, "fusedseg")
     with pytest.raises(ValueError, match="without a function that converts"):
         Strategy(converted=True).prepare(nn.ReLU(), None)
+
+
+def test_a_wanted_batch_gets_a_peak_of_the_backend(monkeypatch):
+    """The stock model compiled does not fit, and with a budget it does; the state of the optimizer is not in it."""
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy()])
+    asked = []
+
+    def backend(model, inputs, ways, autocast):
+        asked.extend((options, autocast) for options in ways)
+        return [
+            Partition(8 * MIB, (9 if "budget" in way else 19) * MIB, 0.1 if "budget" in way else 0.0, 1) for way in ways
+        ]
+
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 3)))
+    found = plan(net, (3, 512, 512), 20 * MIB, batch=2, backend=backend, optimizer=torch.optim.AdamW, reserve=0.0)
+    (of,) = (option for option in found.options if option.strategy.compiled and option.fits and not option.strategy.amp)
+    owned = sum(p.nbytes for p in net.parameters())
+    inputs, state = 2 * 3 * 512 * 512 * 4, 2 * owned + 4 * 4
+    assert of.total == 9 * MIB + owned + inputs + state
+    assert of.strategy.budget == "peak 19.99MiB"
+    assert of.code == 'model = torch.compile(model, backend="fusedseg", options={"budget": "peak 19.99MiB"})'
+    assert found.exact is of
+    assert str(found).endswith(of.code)
+    assert ({}, None) in asked
+    assert ({}, torch.float16) in asked
+
+
+def test_a_model_that_is_no_graph_has_no_rows_of_the_backend(monkeypatch):
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy()])
+
+    def backend(*_):
+        raise RuntimeError("partitions: a graph break")
+
+    found = plan(nn.Conv2d(3, 8, 3), (3, 8, 8), "1GiB", backend=backend)
+    assert found.left_out == dict.fromkeys(["fusedseg-compile", "fusedseg-compile+amp"], "a graph break")

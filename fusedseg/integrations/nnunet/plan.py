@@ -95,8 +95,8 @@ class NnunetPlan:
         head = ("", "planned step needs", "largest batch", f"largest patch at batch {batch}")
         kept_back = f"{gib(self.budget - self.usable)} of {gib(self.budget)} are kept back for workspaces. "
         note = (
-            f"{kept_back}One step of nnU-Net's optimizer and loss with float16 autocast, estimated on tensors without "
-            "values. Let nnU-Net plan for fusedseg in this GPU with "
+            f"{kept_back}One step of nnU-Net's optimizer and loss with float16 autocast in eager mode, without "
+            "torch.compile, estimated on tensors without values. Let nnU-Net plan for fusedseg in this GPU with "
             f"`nnUNetv2_plan_experiment -gpu_memory_target {math.floor(self.memory_target)}` and a name of your own "
             "for the plans (`-overwrite_plans_name`)."
         )

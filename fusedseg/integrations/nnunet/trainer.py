@@ -10,10 +10,11 @@ import torch
 from torch import autocast, nn
 
 from ...compiler import backend
+from ...compiler.settings import NAMES, parse
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
-from ..common import of_this_process
+from ..common import kept_by_backend, of_this_process
 from .loss import UnknownLoss, fused_loss
 
 
@@ -32,16 +33,13 @@ def _synchronised_already() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _compiled_by_backend(trainer: Any) -> Iterator[None]:
+def _compiled_by_backend(trainer: Any, options: dict[str, Any]) -> Iterator[None]:
     """Lets nnU-Net's call of ``torch.compile`` on its network use the backend of this package."""
     stock = torch.compile
 
-    def compiled(model: Any, *args: Any, **options: Any) -> Any:
-        return (
-            stock(model, *args, backend=backend, **options)
-            if model is trainer.network
-            else stock(model, *args, **options)
-        )
+    def compiled(model: Any, *args: Any, **given: Any) -> Any:
+        ours: dict[str, Any] = {"backend": backend, "options": options} if model is trainer.network else {}
+        return stock(model, *args, **given, **ours)
 
     torch.compile = compiled  # type: ignore[assignment]
     try:
@@ -58,12 +56,11 @@ class Fused(_Trainer):
     """The first base class of a trainer, such as ``class MyTrainer(Fused, nnUNetTrainer_250epochs): pass``.
 
     * Where nnU-Net compiles, which it does on a GPU by default, the network stays stock, and
-      ``torch.compile(backend="fusedseg")`` decides what is kept; with a ``budget`` the network is converted and then
-      compiled as nnU-Net does it.
-    * Otherwise the network is converted when the trainer builds it for training, before DDP.  With DDP its BatchNorms
-      get the statistics of all processes first.  Networks that are built for prediction stay stock.
-    * With ``bits`` the network is not compiled, although nnU-Net compiles on a GPU by default: compiled code keeps
-      activations as they are.  The log says so.
+      ``torch.compile(backend="fusedseg")`` decides what is kept, with the budget and the bits of ``convert_options``.
+      After the first training step the log has ``fusedseg.compiler.report``.
+    * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) the network is converted when the trainer builds it
+      for training, before DDP, and the log has the report of ``fusedseg.convert``.  With DDP its BatchNorms get the
+      statistics of all processes first.  Networks that are built for prediction stay stock.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
       without an equal stays, and the log says so.
     * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
@@ -72,15 +69,24 @@ class Fused(_Trainer):
       fusedseg.
 
     Attributes:
-        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.
+        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.  Where nnU-Net compiles,
+            those that the backend has too are its options, and the others have no effect.
+        compile_options: more options of the backend, such as ``{"budget": "peak 22GiB"}``.
     """
 
     convert_options: ClassVar[dict[str, Any]] = {}
+    compile_options: ClassVar[dict[str, Any]] = {}
     build_network_architecture: Any
+    # Whether the log still lacks what the backend keeps.
+    _unreported = False
 
     def initialize(self) -> None:
-        # A budget and bits need the converted network.
-        by_backend = not any(map(self.convert_options.get, ("budget", "bits"))) and self._do_i_compile()
+        shared = {name: value for name, value in self.convert_options.items() if name in NAMES}
+        options = {**shared, **self.compile_options}
+        by_backend = self._unreported = self._do_i_compile()
+        if by_backend:
+            # Wrong options raise here, and not in the first step.
+            parse(options)
         # The method of the most derived class, which may stand before this one.
         build: Any = self.build_network_architecture
 
@@ -89,7 +95,8 @@ class Fused(_Trainer):
         def converted(*args: Any, **kwargs: Any) -> nn.Module:
             network = build(*args, **kwargs)
             if by_backend:
-                self.print_to_log_file('fusedseg: the network stays stock, for torch.compile(backend="fusedseg")')
+                call = f'torch.compile(backend="fusedseg", options={options})'
+                self.print_to_log_file(f"fusedseg: the network stays stock, for {call}")
             else:
                 self._convert(network)
             return network
@@ -99,7 +106,7 @@ class Fused(_Trainer):
         try:
             with contextlib.ExitStack() as stack:
                 if by_backend:
-                    stack.enter_context(_compiled_by_backend(self))
+                    stack.enter_context(_compiled_by_backend(self, options))
                 elif self.is_ddp:
                     stack.enter_context(_synchronised_already())
                 super().initialize()
@@ -116,16 +123,8 @@ class Fused(_Trainer):
         if self.is_ddp:
             convert_sync(network)
         dtype = "torch.float16 autocast" if half else weight.dtype
-        text = f"fusedseg.convert, for a step in {dtype} without the loss:\n{report}"
+        text = f"fusedseg.convert, because nnU-Net does not compile, for a step in {dtype} without the loss:\n{report}"
         self.print_to_log_file(text, add_timestamp=False)
-        if self.convert_options.get("bits") and super()._do_i_compile():
-            self.print_to_log_file(
-                "fusedseg: torch.compile is off, because compiled code does not keep activations in "
-                f"{self.convert_options['bits']} bits"
-            )
-
-    def _do_i_compile(self) -> bool:
-        return not self.convert_options.get("bits") and super()._do_i_compile()
 
     def _build_loss(self) -> nn.Module:
         stock = super()._build_loss()
@@ -134,6 +133,13 @@ class Fused(_Trainer):
         except UnknownLoss as why:
             self.print_to_log_file(f"fusedseg: the loss stays as it is, because fusedseg has no equal of {why}")
             return stock
+
+    def train_step(self, batch: dict) -> dict:
+        found = super().train_step(batch)
+        if self._unreported:
+            self._unreported = False
+            self.print_to_log_file(kept_by_backend(self.network)[1], add_timestamp=False)
+        return found
 
     def validation_step(self, batch: dict) -> dict:
         data, target = batch["data"].to(self.device, non_blocking=True), batch["target"]
