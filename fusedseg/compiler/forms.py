@@ -178,10 +178,10 @@ class Dropout(NamedTuple):
         return [self.x, self.mask]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again."""
+        """A node that computes the output again, as dropout does; Inductor has no ``native_dropout_backward``."""
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        op = aten.native_dropout_backward.default
-        return call(graph, op, read(self.x), read(self.mask), scale, before=before)
+        left = call(graph, aten.mul.Tensor, read(self.x), read(self.mask), before=before)
+        return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
 # The batch norms, by name: the places of ``training`` and ``eps`` among their arguments.
