@@ -138,7 +138,7 @@ def _normed(graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: Any, mean: fx.No
     def widened(t: fx.Node | None) -> fx.Node | None:
         if t is None or value_of(t).dtype == wide:
             return t
-        return call(graph, aten._to_copy.default, t, dtype=wide, before=before)
+        return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
 
     scale, shift, mean = map(widened, (scale, shift, mean))  # type: ignore[assignment]
     # A shape may be symbolic, so a node takes it from the statistics.
