@@ -6,13 +6,13 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, choose, forms, joint, keep, live, order, rounded, simplify, split, twice
+from . import branches, choose, cut, forms, joint, keep, live, order, rounded, simplify, split, twice
 from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
 # The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, live)
+_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, cut, live, order)
 FILES = (*(str(module.__file__) for module in _OURS), __file__)
 
 
@@ -33,7 +33,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         with _parts.config.patch(activation_memory_budget=1.0):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
         if self.settings.codegen == "aten":
-            order.rewrite(backward)
+            order.rewrite(backward, plan.goal)
         note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
         return forward, backward
 

@@ -114,13 +114,6 @@ def _is_whole(root: Any, x: Any) -> bool:
     return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
 
 
-def may_overwrite(node: fx.Node) -> bool:
-    """Whether the result may lie where the first argument does, if nobody reads that one later."""
-    if node.op != "call_function" or node.target not in OVERWRITING:
-        return False
-    return is_alike(value_of(node.args[0]), value_of(node))
-
-
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
     if isinstance(node.target, triton_ops.Backward):
