@@ -183,11 +183,11 @@ def test_inductor(chosen):
     net, inputs = make("U-Net")
     net, inputs = net.double(), [x.double() for x in inputs]
     twin = copy.deepcopy(net)
-    run = budgeted(net, 0.28, "inductor")
+    run = budgeted(net, 0.4, "inductor")
     for found, wanted in zip(results(net, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
     assert chosen[-1][2] > 0
-    assert chosen[-1][1].kept <= 0.28 * chosen[-1][0]
+    assert chosen[-1][1].kept <= 0.4 * chosen[-1][0]
 
 
 @pytest.mark.parametrize(
