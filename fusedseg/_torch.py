@@ -43,7 +43,7 @@ def _find(path: str) -> Any:
     return found
 
 
-def _or(path: str, stand_in: Any) -> Any:
+def _or(path: str, stand_in: object) -> Any:
     NAMES.append(path)
     found = _find(path)
     if found is _ABSENT:
@@ -52,7 +52,7 @@ def _or(path: str, stand_in: Any) -> Any:
     return found
 
 
-def _for_scope(path: str, stand_in: Any = None) -> Any:
+def _for_scope(path: str, stand_in: object = None) -> Any:
     """``stand_in`` serves the callers that run without a scope too."""
     NAMES.append(path)
     found = _find(path)
@@ -73,7 +73,7 @@ def _needed(path: str, feature: str) -> Any:
     """A class or function; if it is missing, a class that raises an error when it is called."""
 
     class Missing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             _raise(path, feature)
 
     return _or(path, Missing)
@@ -149,7 +149,7 @@ def scope_problem() -> str:
     return f"PyTorch {torch.__version__} does not have {', '.join(MISSING_FOR_SCOPE)}"
 
 
-def run_as_python(code: Any) -> None:
+def run_as_python(code: object) -> None:
     """Keeps the compiler from compiling a function's code, and what it calls, where plain Python calls it."""
     if None not in _skips:
         set_strategy, strategy, action = _skips
@@ -341,7 +341,7 @@ def proxy_dispatch_mode() -> Any:
     return later("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a fused norm in compiled code")
 
 
-def node_of(t: torch.Tensor, tracer: Any) -> Any:
+def node_of(t: torch.Tensor, tracer: object) -> Any:
     """The node of the graph that is traced now for a tensor of the trace."""
     return later("torch.fx.experimental.proxy_tensor.get_proxy_slot", "a fused norm in compiled code")(
         t, tracer
@@ -371,7 +371,7 @@ def partitioner() -> SimpleNamespace:
     return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
 
 
-def is_optimized_module(module: Any) -> bool:
+def is_optimized_module(module: object) -> bool:
     """Whether ``torch.compile`` has made a module of another one."""
     compiled = _find("torch._dynamo.OptimizedModule")
     return compiled is not _ABSENT and isinstance(module, compiled)
@@ -397,6 +397,7 @@ _BACKEND = {
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
     "config": "torch._functorch.config",
+    "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 _FOR_INDUCTOR = ("CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options")
@@ -432,7 +433,7 @@ def inductor_problem() -> str:
     return ""
 
 
-def decomposition(op: Any) -> Any:
+def decomposition(op: object) -> Any:
     """The function by which the compiler writes an op as simpler ones; None if it has none."""
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
 
@@ -456,7 +457,7 @@ def compiling() -> Any:
     return None
 
 
-def reason_of_break(module: Any) -> str:
+def reason_of_break(module: object) -> str:
     """Why a captured graph ends before the end of the model, and where; "" if it does not."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -465,11 +466,17 @@ def reason_of_break(module: Any) -> str:
     return f"{place}: {reason.reason.strip().splitlines()[0]}"
 
 
+def known(answer: Any) -> bool:
+    """Whether a question about symbolic sizes has the answer True for all of them; no guard is added."""
+    path = "torch.fx.experimental.symbolic_shapes.statically_known_true"
+    return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
+
+
 def python_dispatcher() -> Any:
     """The context in which ops compute shapes from symbolic sizes."""
     return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()
 
 
-def bare_op(op: Any) -> Any:
+def bare_op(op: object) -> Any:
     """The binding that an op of ``torch.ops`` calls; the op itself if it has none."""
     return getattr(op, "_op", op)

@@ -299,7 +299,7 @@ def over_samples(sums, layout, dtype):
 
 
 class Kept(NamedTuple):
-    """What plans know of the kept tensor: whether it is the "output" or the "input", its dtype, and of its codes.
+    """The properties of the kept tensor that plans depend on: whether it is "output" or "input", its dtype, its codes.
 
     ``bits`` is 0 if it is not packed.
     """

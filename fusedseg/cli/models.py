@@ -131,7 +131,7 @@ def _converter(shapes: Shapes) -> Convert:
 
 
 def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
-    def converted(model: nn.Module, **options: Any) -> nn.Module:
+    def converted(model: nn.Module, **options: object) -> nn.Module:
         return _converter(shapes)(model, **options) if options else _fused(make, model)
 
     return converted

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import _torch
-from .joint import Joint, is_op, is_tensor, items_of, name_of, outputs_of, value_of
+from .joint import is_op, is_tensor, items_of, name_of, outputs_of, value_of
 
 aten = torch.ops.aten
 LINEAR, SMOOTH, EXACT = "linear", "smooth", "exact"
@@ -136,25 +136,16 @@ def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return [env[result] for result in results]
 
 
-def simplify_backward(joint: Joint) -> None:
-    """Writes ops of backward that are neither linear nor smooth as chains, so that their questions can be answered in
-    forward."""
-
-    def reads(source: Any) -> bool:
-        return isinstance(source, fx.Node) and source not in joint.backward
-
-    for node in list(joint.graph.nodes):
-        if node not in joint.backward or not is_op(node):
-            continue
-        if kind_of(node, reads) != EXACT:
-            continue
-        chain = chain_of(joint.graph, node)
-        if chain is None:
-            continue
-        if len(chain) == 1 and is_tensor(node):
-            node.replace_all_uses_with(chain[0])
-        else:
-            for place, item in items_of(node).items():
-                item.replace_all_uses_with(chain[place])
-                joint.graph.erase_node(item)
-        joint.graph.erase_node(node)
+def write_chain(graph: fx.Graph, node: fx.Node) -> bool:
+    """Writes an op of backward as a chain, so that its questions can be answered in forward; whether there is one."""
+    chain = chain_of(graph, node)
+    if chain is None:
+        return False
+    if len(chain) == 1 and is_tensor(node):
+        node.replace_all_uses_with(chain[0])
+    else:
+        for place, item in items_of(node).items():
+            item.replace_all_uses_with(chain[place])
+            graph.erase_node(item)
+    graph.erase_node(node)
+    return True

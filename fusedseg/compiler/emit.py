@@ -14,7 +14,7 @@ from torch import fx
 from .. import _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
-from . import reinplace, triton_ops
+from . import joined, reinplace, triton_ops
 from .joint import is_op
 
 aten = torch.ops.aten
@@ -31,6 +31,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,
+    aten.empty.memory_format: torch.empty,
     aten.sigmoid.default: torch.sigmoid,
     aten.tanh.default: torch.tanh,
     aten.add.Tensor: torch.add,
@@ -154,6 +155,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     """The function that runs a graph."""
     reinplace.statistics(module.graph)
     triton_ops.rewrite(module.graph)
+    joined.rewrite(module.graph)
     reinplace.results(module.graph)
     source = source_of(module)
     text = "\n".join(source.lines)

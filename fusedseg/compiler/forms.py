@@ -9,6 +9,10 @@ A group norm with parameters is written as such a batch norm too, which saves it
 norm runs again: its rows lie in the cache, and one kernel takes less time than a difference, a product and a sum.
 
 Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
+
+With the option "bits" the input is rounded, so last bits do not count.  Then every norm is rebuilt from its statistics,
+on all devices and in all dtypes, layer norm too; and a max-pool of this package picks the values at the positions that
+backward reads anyway, because the maximum of rounded values would be too large on average.
 """
 
 import operator
@@ -19,9 +23,12 @@ import torch
 from torch import fx
 
 from .. import _backend, _torch
-from .joint import call, is_tensor, items_of, name_of, value_of
+from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
+from .joint import call, form_in, is_tensor, items_of, name_of, value_of
 
 aten = torch.ops.aten
+# The mark of calls whose inputs may be rounded in backward.
+ROUNDED = "fusedseg_rounded"
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # What gives the node that backward reads in place of a node of forward.
 Read = Callable[[Any], Any]
@@ -50,11 +57,8 @@ class BatchNorm(NamedTuple):
         if mean is None or rstd is None:
             again = call(graph, _torch.batch_norm_without_running, x, weight, bias, True, 0.0, self.eps, before=before)
         else:
-            # A shape may be symbolic, so a node takes it from the statistics.
-            one = call(graph, aten.full_like.default, mean, 1, before=before)
             scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
-            given = (x, scale, bias, mean, one, False, 0.0, 0.0)
-            again = call(graph, aten.native_batch_norm.default, *given, before=before)
+            return _normed(graph, x, scale, bias, mean, before)
         return call(graph, operator.getitem, again, 0, before=before)
 
 
@@ -62,37 +66,103 @@ class GroupNorm(NamedTuple):
     """The output of a group norm, from its statistics of shape (N, groups)."""
 
     x: fx.Node
-    weight: fx.Node
-    bias: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
     mean: fx.Node
     rstd: fx.Node
 
     def sources(self) -> list[fx.Node]:
-        return list(self)
+        return [source for source in self if source is not None]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
         x, weight, bias, mean, rstd = map(read, self)
-        shape, (N, G) = value_of(x).shape, value_of(mean).shape
-        C = shape[1]
+        shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
+        N, C = shape[:2]
 
         def make(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
             return call(graph, op, *args, before=before, **kwargs)
 
         def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
             """The product of a value for each group and one for each channel, for all channels of all samples."""
-            whole = make(aten.mul.Tensor, make(aten.unsqueeze.default, statistic, 2), by)
-            return make(aten.view.default, whole, [N * C])
+            return make(aten.view.default, make(aten.mul.Tensor, make(aten.unsqueeze.default, statistic, 2), by), [-1])
 
         value = value_of(mean)
-        one = make(aten.full.default, [N * C], 1, dtype=value.dtype, device=value.device, pin_memory=False)
-        per_channel = make(aten.view.default, one, [N, G, C // G])
-        scale = spread(rstd, make(aten.view.default, weight, [G, C // G]))
-        shift = make(aten.mul.Tensor, make(aten.view.default, one, [N, C]), bias)
-        flat = make(aten.view.default, x, [1, N * C, value_of(x).numel() // (N * C)])
-        given = (flat, scale, make(aten.view.default, shift, [N * C]), spread(mean, per_channel), one, False, 0.0, 0.0)
-        again = make(operator.getitem, make(aten.native_batch_norm.default, *given), 0)
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        ones = make(aten.full.default, [N, C], 1, **options)
+        per_channel = make(aten.view.default, ones, [N, G, C // G])
+        by_weight = per_channel if weight is None else make(aten.view.default, weight, [G, C // G])
+        shift = None if bias is None else make(aten.view.default, make(aten.mul.Tensor, ones, bias), [-1])
+        # One sample with the channels of all samples; its number of positions follows.
+        channels = N * C if isinstance(N, int) else make(operator.mul, N, C)
+        flat = make(aten.view.default, x, [1, channels, -1])
+        again = _normed(graph, flat, spread(rstd, by_weight), shift, spread(mean, per_channel), before)
         return make(aten.view.default, again, list(shape))
+
+
+class LayerNorm(NamedTuple):
+    """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    mean: fx.Node
+    rstd: fx.Node
+
+    def sources(self) -> list[fx.Node]:
+        return [source for source in self if source is not None]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
+        x, weight, bias, mean, rstd = map(read, self)
+
+        def make(op: Any, *args: Any) -> fx.Node:
+            return call(graph, op, *args, before=before)
+
+        shape = form_in(graph, x, before)[0]
+        rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
+        rows = form_in(graph, mean, before)[0]
+        flat = make(aten.view.default, x, [1, *rows, -1])
+        again = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
+        if weight is not None:
+            again = make(aten.mul.Tensor, again, weight)
+        return again if bias is None else make(aten.add.Tensor, again, bias)
+
+
+def _normed(graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: Any, mean: fx.Node, before: fx.Node) -> fx.Node:
+    """(x - mean) scale + shift for each channel, in one pass: a batch norm in eval mode."""
+    wide = torch.float64 if value_of(x).dtype == torch.float64 else torch.float32
+
+    def widened(t: fx.Node | None) -> fx.Node | None:
+        if t is None or value_of(t).dtype == wide:
+            return t
+        return call(graph, aten._to_copy.default, t, dtype=wide, before=before)
+
+    scale, shift, mean = map(widened, (scale, shift, mean))  # type: ignore[assignment]
+    # A shape may be symbolic, so a node takes it from the statistics.
+    one = call(graph, aten.full_like.default, mean, 1, before=before)
+    given = (x, scale, shift, mean, one, False, 0.0, 0.0)
+    return call(
+        graph, operator.getitem, call(graph, aten.native_batch_norm.default, *given, before=before), 0, before=before
+    )
+
+
+class MaxPool(NamedTuple):
+    """The output of a max-pool of this package; only for rounded inputs."""
+
+    x: fx.Node
+    codes: fx.Node
+    window: tuple[Any, ...]
+
+    def sources(self) -> list[fx.Node]:
+        return [self.x, self.codes]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that picks the values at the positions of the maxima."""
+        # The op asks for the size and the format of x, which its transpose needs.
+        rows = not value_of(self.codes).is_contiguous()
+        given = (read(self.x), read(self.codes), [], rows, *self.window)
+        return call(graph, max_pool_pick_op._opoverload, *given, before=before)
 
 
 class Dropout(NamedTuple):
@@ -123,36 +193,65 @@ NORMS = {
 WITHOUT_RUNNING = (3, 5)
 
 
-def form_of(node: fx.Node) -> BatchNorm | GroupNorm | Dropout | None:
+Form = BatchNorm | GroupNorm | LayerNorm | Dropout | MaxPool
+
+
+def round_inputs(graph: fx.Graph) -> None:
+    """Says that backward may read rounded values, so that the last bits of what it rebuilds do not count."""
+    for node in graph.nodes:
+        node.meta[ROUNDED] = True
+
+
+def form_of(node: fx.Node) -> Form | None:
     """The form in which backward computes ``node`` again, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     made: Any = node.args[0]
-    name, items = name_of(made), items_of(made)
+    name, items, rounded = name_of(made), items_of(made), ROUNDED in made.meta
     if name == "native_dropout" and 1 in items and made.args[2] is not False:
         return Dropout(made.args[0], items[1], made.args[1])
     if name == "native_group_norm":
-        return _group_norm(made, items)
+        return _group_norm(made, items, rounded)
+    if rounded and name == "native_layer_norm":
+        return _layer_norm(made, items)
+    if rounded and made.target is max_pool_op._opoverload and 1 in items:
+        return MaxPool(made.args[0], items[1], tuple(made.args[1:6]))
     if name not in NORMS:
         return None
     training, eps = WITHOUT_RUNNING if made.target._overloadname == "no_stats" else NORMS[name]
     if made.args[training] is not True:
         return None
     norm = BatchNorm(made.args[0], made.args[1], made.args[2], made.args[eps], items.get(1), items.get(2))
+    if rounded and norm.mean is not None and norm.rstd is not None:
+        return norm
     return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
 
 
-def _group_norm(made: Any, items: dict[int, fx.Node]) -> GroupNorm | None:
+def _group_norm(made: Any, items: dict[int, fx.Node], rounded: bool) -> GroupNorm | None:
     """The norm if a batch norm gives the same bits, as it does in contiguous memory for parameters of one dtype."""
     x, weight, bias = made.args[:3]
-    if weight is None or bias is None or not {1, 2} <= set(items):
+    if not {1, 2} <= set(items) or not value_of(x).is_contiguous() or value_of(x).dim() < 3:
+        return None
+    norm = GroupNorm(x, weight, bias, items[1], items[2])
+    if rounded:
+        return norm
+    if weight is None or bias is None:
         return None
     values = [value_of(t) for t in (x, weight, bias, items[1])]
     sizes = values[0].shape
     alike = values[0].dtype in (torch.float32, torch.float64) and len({t.dtype for t in values}) == 1
     if not alike or values[0].device.type != "cpu" or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
         return None
-    return GroupNorm(x, weight, bias, items[1], items[2]) if values[0].is_contiguous() else None
+    return norm
+
+
+def _layer_norm(made: Any, items: dict[int, fx.Node]) -> LayerNorm | None:
+    """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
+    x, _, weight, bias = made.args[:4]
+    alike = all(value_of(t).dtype == value_of(x).dtype for t in (weight, bias) if t is not None)
+    if not {1, 2} <= set(items) or not value_of(x).is_contiguous() or not alike:
+        return None
+    return LayerNorm(x, weight, bias, items[1], items[2])
 
 
 def _is_certain(norm: BatchNorm) -> bool:

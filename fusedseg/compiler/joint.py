@@ -83,6 +83,17 @@ def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: An
     return node
 
 
+def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[Any], list[Any]]:
+    """The sizes and the strides of a result: numbers, and new nodes for symbolic ones."""
+    value = value_of(node)
+
+    def number(known: Any, op: Any, place: int) -> Any:
+        return known if isinstance(known, int) else call(graph, op, node, place, before=before)
+
+    sizes = [number(n, torch.ops.aten.sym_size.int, place) for place, n in enumerate(value.shape)]
+    return sizes, [number(n, torch.ops.aten.sym_stride.int, place) for place, n in enumerate(value.stride())]
+
+
 def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     """A second node of the same call that reads other inputs."""
     with graph.inserting_before(before):

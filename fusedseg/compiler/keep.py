@@ -195,6 +195,8 @@ def _is_worth_keeping(
     if is_view(node):
         # Keeping a view would keep all of its memory.
         return False
+    if isinstance(forms.form_of(node), forms.MaxPool):
+        return False
     size = size_of(node)
     rebuilt = [source for source in sources if calls.get(source)]
     if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):

@@ -1,19 +1,20 @@
 """The partitioner: passes over the joint graph, the decision what to keep, and the compiler's own cut along it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from .. import _torch
-from . import branches, choose, cut, forms, joint, keep, live, order, rounded, simplify, split, twice
+from . import branches, choose, forms, joint, keep, order, rounded, simplify, split
 from .report import note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
-# The files whose code decides what a graph becomes; Inductor's caches forget what another version of them has made.
-_OURS = (joint, keep, twice, forms, simplify, split, branches, rounded, choose, cut, live, order)
-FILES = (*(str(module.__file__) for module in _OURS), __file__)
+# Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
+# table of cheap ops, and the ops that graphs call.
+FILES = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
@@ -30,7 +31,8 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         outputs = options["num_fwd_outputs"]
         plan = prepare(module, outputs, self.settings)
-        with _parts.config.patch(activation_memory_budget=1.0):
+        # Equal nodes are one already, and the partitioner does not know which must stay apart.
+        with _parts.config.patch(activation_memory_budget=1.0, cse=False):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
         if self.settings.codegen == "aten":
             order.rewrite(backward, plan.goal)
@@ -40,30 +42,43 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
-    graph = module.graph
-    graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code()
     wanted, eager = settings.wanted, 0
     if wanted is not None:
         eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
+    if _parts.config.cse:
+        module.graph = _parts.fx_graph_cse(module.graph)
+        simplify.part(module.graph)
+    graph = module.graph
     simplify.rewrite(graph)
     forms.forget_running(graph)
     if settings.codegen == "inductor" or settings.bits is not None:
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
     graph.eliminate_dead_code()
-    of = joint.Joint(module, forward_outputs)
-    storage = None
-    if settings.bits is not None:
-        branches.simplify_backward(of)
+    if settings.bits is None:
         of = joint.Joint(module, forward_outputs)
-    if wanted is None:
-        decided = keep.plan(of, repeats=settings.bits is None)
+        fused, storage = settings.codegen == "inductor", None
+        decided = keep.plan(of) if wanted is None else choose.choose(of, wanted, eager, fused)
     else:
-        decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
-    if settings.bits is not None:
-        storage = rounded.Storage(graph, rounded.choose(of, decided, settings.bits), settings.seed)
+        of, decided, found = _rounded(module, forward_outputs, settings.bits)
+        storage = rounded.Storage(graph, found, settings.seed)
     keep.apply(of, decided, storage)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return decided
+
+
+def _rounded(module: fx.GraphModule, outputs: int, bits: int) -> tuple[joint.Joint, keep.Plan, rounded.Rounded]:
+    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values."""
+    forms.round_inputs(module.graph)
+    stuck: set[fx.Node] = set()
+    while True:
+        of = joint.Joint(module, outputs)
+        decided = keep.plan(of, repeats=False)
+        found = rounded.choose(of, decided, bits, stuck)
+        if not found.asking:
+            return of, decided, found
+        stuck |= {node for node in found.asking if not branches.write_chain(module.graph, node)}
+        module.graph.eliminate_dead_code()

@@ -28,11 +28,13 @@ COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.
 GRADIENTS = (
     "threshold", "leaky_relu", "elu", "hardtanh", "silu", "gelu", "hardsigmoid", "sigmoid", "tanh", "softplus",
 )  # fmt: skip
-INTO = "grad_input"
+# How these forms, and that of a choice by a mask, name the tensor that they write to.
+INTO = {"grad_input": "grad_input", "self_out": "out"}
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in ACTIVATIONS},
     **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
+    aten.where.self: aten.where.self_out,
     **{op.default: op.grad_input for op in (getattr(aten, f"{name}_backward") for name in GRADIENTS)},
 }
 
@@ -69,7 +71,8 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     # A sum or a product has the same bits with its arguments exchanged.
     exchanged = node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
     result = _result(node)
-    return [x for x in node.args[: 1 + exchanged] if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+    given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + exchanged]
+    return [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
 
 
 def _result(node: fx.Node) -> Any:
@@ -87,11 +90,12 @@ def results(graph: fx.Graph) -> int:
         if x is None:
             continue
         result, root = _result(node), roots[x]
-        if x is not node.args[0]:
-            node.args = (x, node.args[0])
         node.target = _overwriting(node)
-        if is_op(node) and node.target._overloadname == INTO:
-            node.kwargs = {**node.kwargs, INTO: x}
+        into = INTO.get(node.target._overloadname) if is_op(node) else None  # type: ignore[union-attr]
+        if into is not None:
+            node.kwargs = {**node.kwargs, into: x}
+        elif x is not node.args[0]:
+            node.args = (x, node.args[0])
         # The result lies in the memory of x, so that memory is read as long as the result is.
         for other, of in roots.items():
             if of is result:

@@ -7,25 +7,33 @@ A value is rounded once.  Everything that backward computes again from it is a c
 question about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
 """
 
+import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
+from .. import _torch
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
-from ..ops.low_bit.spec import is_dense, lines_of
-from ..ops.recompute.cheap import size_of
+from ..ops.low_bit.spec import lines_of
+from ..ops.recompute.cheap import hint_of, size_of
 from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
 from ..ops.recompute.registry import SMALL
 from . import forms
 from .branches import EXACT, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
-from .joint import Joint, call, is_op, is_tensor, name_of, value_of
+from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
 
 BENDS = ("relu", "leaky_relu")  # they bend at 0 and do not change signs
+# Products whose result mixes values of many places, so that the rounding of one value hardly counts there.
+MIXING = ("convolution_backward", "mm", "addmm", "bmm", "baddbmm")
+# What asks for the sign of one of its arguments, and the place of that argument.
+SIGNS = {"le": 0, "gt": 0, "threshold_backward": 1, "leaky_relu_backward": 1, **dict.fromkeys(BENDS, 0)}
+# The max-pools whose second result numbers a position in the window, whose size is their second argument.
+MOST_POSITIONS = 1 << 7
+POOLS = ("fusedseg::max_pool", "prims::_low_memory_max_pool_with_offsets")
 
 
 @dataclass
@@ -35,27 +43,42 @@ class Rounded:
     Attributes:
         bits: for each kept node the bits of a value.
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
-        masks: the kept nodes that are true or false for each element.
+        integers: the kept nodes with masks or small integers, and the bits of a value.
+        asking: ops of backward with a branch, which must be written as chains before anything can be decided.
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, forms.BatchNorm] = field(default_factory=dict)
-    masks: set[fx.Node] = field(default_factory=set)
+    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm] = field(default_factory=dict)
+    integers: dict[fx.Node, int] = field(default_factory=dict)
+    asking: set[fx.Node] = field(default_factory=set)
 
 
 def _has_size(node: fx.Node) -> bool:
     """Whether a kept result of forward is large, and lies in memory without gaps."""
-    if node.op != "call_function" or not is_tensor(node):
+    if node.op != "call_function" or not is_tensor(node) or size_of(node) < FEWEST_VALUES:
         return False
-    value = value_of(node)
-    if any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
-        return False
-    return value.numel() >= FEWEST_VALUES and is_dense(tuple(value.shape), value.stride())
+    value, expected = value_of(node), 1
+    pairs = zip(value.stride(), value.shape, strict=True)
+    for step, n in sorted(pairs, key=lambda pair: (hint_of(pair[0]), hint_of(pair[1]))):
+        if hint_of(n) != 1:
+            # Nothing is asked of symbolic sizes that would become a guard.
+            if not _torch.known(step == expected):
+                return False
+            expected = n * expected
+    return True
+
+
+def _positions(node: fx.Node) -> int:
+    """How many numbers there are, if a node numbers positions in windows; otherwise 0."""
+    if node.target is not operator.getitem or node.args[1] != 1 or not is_op(node.args[0]):
+        return 0
+    pool: Any = node.args[0]
+    return math.prod(pool.args[1]) if pool.target._schema.name in POOLS else 0
 
 
 class _Choice:
-    def __init__(self, joint: Joint, found: Plan, bits: int) -> None:
-        self.joint, self.found, self.least = joint, found, bits
+    def __init__(self, joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> None:
+        self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
         self.rounded = Rounded()
         self.questions: dict[Any, fx.Node] = {}
         self.own = set(found.reading)
@@ -68,16 +91,27 @@ class _Choice:
         if value_of(node).dtype in DTYPES:
             self.rounded.bits[node] = self.least
         elif is_question(node):
-            self.rounded.masks.add(node)
+            self.rounded.integers[node] = 1
+        elif 1 < _positions(node) <= MOST_POSITIONS:
+            self.rounded.integers[node] = (_positions(node) - 1).bit_length()
 
     def _roots(self) -> dict[fx.Node, set[fx.Node]]:
-        """For each node the packed ones from which backward has it, and those that its gradient depends on."""
+        """For each node the packed ones from which backward has it, and those that its gradient depends on.
+
+        ``near`` has those that the gradient of a norm depends on element by element, times a mean over many values.
+        """
         roots: dict[fx.Node, set[fx.Node]] = {}
+        self.near: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
             elif (node in self.found.again or node in self.own) and not is_question(node):
-                roots[node] = set().union(*(roots.get(source, ()) for source in self._followed(node)))
+                followed, sources = self._followed(node), self._sources(node)
+                roots[node] = set().union(*(roots.get(source, ()) for source in followed))
+                if node in self.joint.backward and name_of(node) not in MIXING:
+                    others = [source for source in sources if source not in followed and name_of(node) not in SIGNS]
+                    near = [self.near.get(source, ()) for source in sources]
+                    self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
         return {node: of for node, of in roots.items() if of}
 
     def _followed(self, node: fx.Node) -> list[fx.Node]:
@@ -87,6 +121,8 @@ class _Choice:
             if name_of(node) == "convolution_backward":
                 # The gradient of the input does not depend on the input.
                 return [sources[0], *sources[2:]]
+            if name_of(node) in SIGNS:
+                return sources[:1]
             if name_of(node).endswith("norm_backward"):
                 # It does, times a mean over many values.
                 return sources[:1]
@@ -110,7 +146,8 @@ class _Choice:
                 continue
             kind, of = self._kind(node, again, roots), set().union(*read)
             if kind == LINEAR and name_of(node) in PRODUCTS:
-                kind, of = SMOOTH, _twice(read)
+                sources = self._sources(node)
+                kind, of = SMOOTH, _twice([(roots.get(s, set()), self.near.get(s, set())) for s in sources])
             if kind == SMOOTH:
                 few = [root for root in of if bits[root] < SMOOTH_BITS]
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
@@ -118,6 +155,8 @@ class _Choice:
             elif kind == EXACT and again:
                 self._answer(node)
                 return True
+            elif kind == EXACT and node not in self.stuck:
+                self.rounded.asking.add(node)
             elif kind == EXACT:
                 for root in of:
                     del bits[root]
@@ -139,24 +178,31 @@ class _Choice:
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
-        asks = name_of(node) in ("le", "gt") and node.args[1] == 0
-        if not asks and name_of(node) not in BENDS:
+        name = name_of(node)
+        if name not in SIGNS or (name in ("le", "gt") and node.args[1] != 0):
             return False
-        source: Any = node.args[0]
+        if name == "threshold_backward" and node.args[2] != 0:
+            return False
+        source: Any = node.args[SIGNS[name]]
         if name_of(source) == "relu" and source in self.rounded.bits:
             # 0 is a value of the grid.
             return True
         source = _bent(source)
+        while is_op(source) and is_view(source):
+            # An instance norm is a batch norm of another shape.
+            source = _bent(source.args[0])
         norm = forms.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, forms.BatchNorm) or norm.rstd is None:
+        if not isinstance(norm, (forms.BatchNorm, forms.GroupNorm)) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
             x = x.args[0]  # type: ignore[assignment]
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
-        value, channels = value_of(x), value_of(norm.mean).numel()
-        if channels % value.shape[1] or lines_of(value, channels).S * channels > value.numel():
+        value, kinks = value_of(x), value_of(norm.mean).numel()
+        if isinstance(norm, forms.GroupNorm):
+            kinks = value.shape[0] * value.shape[1]
+        if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
             return False
         self.rounded.kinks[x] = norm
         return True
@@ -209,9 +255,13 @@ class _Choice:
                 stack.append(source)
 
 
-def _twice(sets: list[set[fx.Node]]) -> set[fx.Node]:
-    """What is in more than one of some sets."""
-    return set().union(*(one & other for place, one in enumerate(sets) for other in sets[:place]))
+def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
+    """The roots of one factor that are roots of another one, or near to it."""
+    found: set[fx.Node] = set()
+    for place, (roots, near) in enumerate(factors):
+        for others, near_others in factors[:place]:
+            found |= (roots & others) | (near & others) | (roots & near_others)
+    return found
 
 
 def _bent(node: Any) -> Any:
@@ -229,9 +279,12 @@ def _asked(question: fx.Node) -> Any:
     return question.target, source, *rest
 
 
-def choose(joint: Joint, found: Plan, bits: int) -> Rounded:
-    """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact."""
-    choice = _Choice(joint, found, bits)
+def choose(joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> Rounded:
+    """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact.
+
+    ``stuck`` are ops of backward with branches for which there is no chain.
+    """
+    choice = _Choice(joint, found, bits, stuck)
     while choice.settle():
         pass
     return choice.rounded
@@ -242,38 +295,36 @@ class Storage:
 
     def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
         self.graph = graph
-        self.packed: dict[fx.Node, Any] = {}
+        self.packed: dict[fx.Node, tuple[Any, ...]] = {}
         self.made: dict[fx.Node, fx.Node] = {}
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.masks]
+        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
         key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
         for place, node in enumerate(order):
-            after, stride = _after(node), list(value_of(node).stride())
-            if node in rounded.masks:
-                self.packed[node] = _keep(call(graph, ops.bits_pack._opoverload, node, stride, before=after))
+            after = _after(node)
+            size, stride = form_in(graph, node, after)
+            if node in rounded.integers:
+                bits = rounded.integers[node]
+                packed = _keep(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
+                unpack = ops.bits_unpack._opoverload
+                self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
             bits, kink = rounded.bits[node], None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = _after(call_node(norm.mean))  # type: ignore[arg-type]
-                of_norm = (norm.mean, norm.rstd, norm.weight, norm.bias, value_of(norm.mean).numel())
+                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, stride)
             codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
             results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (*results, kink, bits)
+            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, size, stride)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""
         if node not in self.made:
-            value, packed = value_of(node), self.packed[node]
-            form = (list(value.shape), list(value.stride()))
-            if isinstance(packed, fx.Node):
-                made = call(self.graph, ops.bits_unpack._opoverload, packed, *form, before=before)
-            else:
-                made = call(self.graph, unpack_op._opoverload, *packed, *form, before=before)
-            made.meta[LABEL] = AGAIN
-            self.made[node] = made
+            self.made[node] = call(self.graph, *self.packed[node], before=before)
+            self.made[node].meta[LABEL] = AGAIN
         return self.made[node]
 
 

@@ -1,18 +1,21 @@
-"""Copies and calls that a functional graph does not need.
+"""Copies and calls that a functional graph does not need, and calls that it needs twice.
 
 An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
 of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.
 """
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .joint import name_of, value_of
+from .joint import copied, name_of, value_of
 
 # Ops that return their input.
 NOTHING = ("detach", "alias")
+# What a checkpoint in the model writes into the nodes of its calls.
+LABELS = ("recompute", "ac_graph_id")
 
 
 def rewrite(graph: fx.Graph) -> int:
@@ -45,3 +48,23 @@ def _is_same(old: Any, new: Any) -> bool:
     if any(isinstance(n, torch.SymInt) for n in (*old.shape, *new.shape)):
         return False
     return old.shape == new.shape and old.stride() == new.stride()
+
+
+def part(graph: fx.Graph) -> int:
+    """Parts calls that the compiler has made one call of although their results must stay apart; returns their number.
+
+    It leaves apart what the graph returns.  So the one call has a result twice, in one memory: an op would write over
+    what is returned, and the labels of a checkpoint that held one of the calls would be half of the other call's.
+    """
+    count = 0
+    for call in list(graph.nodes):
+        found = set()
+        for item in [user for user in call.users if user.target is operator.getitem]:
+            if item.args[1] in found:
+                own = copied(graph, call, {}, before=call.next)
+                own.meta = {name: value for name, value in own.meta.items() if name not in LABELS}
+                own.meta |= {name: item.meta[name] for name in LABELS if name in item.meta}
+                item.args = (own, item.args[1])
+                count += 1
+            found.add(item.args[1])
+    return count

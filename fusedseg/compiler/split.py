@@ -1,48 +1,54 @@
-"""Backward of a convolution of a concatenation, source by source: the concatenation is not needed in backward.
+"""Backward of a convolution of a concatenation or of an enlarged map, piece by piece; where last bits may differ.
 
-A convolution is linear in its input channels.  So the gradient of each source, and its part of the weight's gradient,
-come from the source and the matching slice of the weight.  Of two such convolutions, as in a residual block, the
-gradients are added source by source.  Last bits may differ: some kernels add in another order for fewer channels.
+A convolution is linear in its input channels, so with W = [Wa, Wb]
+
+    conv([a, b], W) = conv(a, Wa) + conv(b, Wb):    da and dWa need a alone, db and dWb need b alone
+
+Backward needs no concatenation, and its gradient is never formed: each source gets its own.  Of two such
+convolutions, as in a residual block, the gradients are added source by source.  Last bits may differ: some kernels add
+in another order for fewer channels.
+
+A source that is an interpolation is divided further if it is large: a range of channels is enlarged, and its gradient
+is brought back to the small size before the next range.
 """
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from .joint import call, is_tensor, items_of, name_of, value_of
+from ..ops.conv.slabs import SLAB_BYTES
+from ..ops.interpolate import interpolate_backward_op, interpolate_op
+from .joint import call, is_tensor, items_of, name_of, nbytes_of, value_of
 
 aten = torch.ops.aten
+INTERPOLATE, ITS_BACKWARD = interpolate_op._opoverload, interpolate_backward_op._opoverload
+# An enlarged map is divided into at most this many ranges of channels.
+MOST_RANGES = 4
 
 
 def rewrite(graph: fx.Graph) -> int:
     """Splits every such backward, and returns their number."""
-    found = [node for node in graph.nodes if _is_of_sources(node)]
+    found = [node for node in graph.nodes if name_of(node) == "convolution_backward"]
+    joined = {node for node in found if name_of(node.args[1]) == "cat" and _is_plain(node)}
     for node in reversed(list(graph.nodes)):
-        if node.target is aten.add.Tensor and any(_call(term) in found for term in node.args):
+        if node.target is aten.add.Tensor and any(_call(term) in joined for term in node.args):
             _add_slices(graph, node)
-    for node in found:
-        _split(graph, node)
-    return len(found)
+    return sum(_split(graph, node) for node in found if _is_plain(node))
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a convolution is neither transposed nor in groups, and gives both gradients."""
+    _, _, _, *geometry = node.args
+    mask: Any = geometry[7]
+    return not geometry[4] and geometry[6] == 1 and all(mask[:2])
 
 
 def _call(node: Any) -> Any:
     """The call of which a node picks the first result."""
     first = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == 0
     return node.args[0] if first else None
-
-
-def _is_of_sources(node: fx.Node) -> bool:
-    if name_of(node) != "convolution_backward":
-        return False
-    given: Any = node.args
-    _, x, _, *geometry = given
-    transposed, groups, mask = geometry[4], geometry[6], geometry[7]
-    if name_of(x) != "cat" or transposed or groups != 1 or not all(mask[:2]):
-        return False
-    channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
-    return channels == 1 and len(set(x.args[0])) == len(x.args[0])
 
 
 def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
@@ -65,44 +71,128 @@ def _is_slice(node: fx.Node) -> bool:
     return name_of(node) == "slice" and given[1] == 1 and len(given) == 4
 
 
-def _split(graph: fx.Graph, node: fx.Node) -> None:
+class Source(NamedTuple):
+    """An input of a convolution, or one of those that are concatenated to it.
+
+    begin: its first channel.
+    gradient: the node of its gradient, if one node alone picks it.
+    divisible: whether nobody reads the gradient of the concatenation otherwise.
+    """
+
+    node: fx.Node
+    begin: int
+    gradient: fx.Node | None
+    divisible: bool
+
+    @property
+    def width(self) -> int:
+        return value_of(self.node).shape[1]
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The ranges of channels, from 0, if it is enlarged right before, and its gradient goes to the small size."""
+        if self.gradient is None or not self.divisible or self.node.target is not INTERPOLATE:
+            return []
+        if [user.target for user in self.gradient.users] != [ITS_BACKWARD]:
+            return []
+        count = min(MOST_RANGES, nbytes_of(self.node) // SLAB_BYTES)
+        step = -(-self.width // max(count, 1))
+        return [(k, min(k + step, self.width)) for k in range(0, self.width, step)] if count > 1 else []
+
+
+def _sources(x: Any, dx: fx.Node | None) -> list[Source]:
+    """The sources of a convolution of ``x`` whose gradient is ``dx``."""
+    if name_of(x) != "cat":
+        return [Source(x, 0, dx, True)]
+    nodes: Any = x.args[0]
+    channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
+    if channels != 1 or len(set(nodes)) < len(nodes):
+        return []
+    slices: dict[tuple[int, int], list[fx.Node]] = {}
+    for user in dx.users if dx is not None else ():
+        given: Any = user.args
+        if name_of(user) == "slice" and given[1] == 1 and len(given) <= 4:
+            slices.setdefault((given[2], min(given[3], value_of(x).shape[1])), []).append(user)
+    owns, begin = [], 0
+    for node in nodes:
+        own = slices.get((begin, begin + value_of(node).shape[1]), [])
+        owns.append((node, begin, own[0] if len(own) == 1 else None))
+        begin += value_of(node).shape[1]
+    divisible = dx is not None and set(dx.users) == {gradient for *_, gradient in owns if gradient is not None}
+    return [Source(*own, divisible) for own in owns]
+
+
+class Part(NamedTuple):
+    """The backward of a convolution of some channels: of ``source`` from ``begin`` on, or of a range of them."""
+
+    source: Source
+    begin: int
+    node: fx.Node
+    small: fx.Node | None
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> bool:
     given: Any = node.args
     dy, x, weight, *geometry = given
-    mask, sources = geometry[7], x.args[0]
-    items = items_of(node)
-    parts, begin = [], 0
-    for place, source in enumerate(sources):
-        width = value_of(source).shape[1]
-        piece = call(graph, aten.slice.Tensor, weight, 1, begin, begin + width, before=node)
-        flags = [True, True, bool(mask[2]) and place == 0]
-        parts.append(call(graph, node.target, dy, source, piece, *geometry[:7], flags, before=node))
-        begin += width
+    mask, items = geometry[7], items_of(node)
+    sources = _sources(x, items.get(0))
+    if len(sources) < 2 and not any(source.ranges() for source in sources):
+        return False
+    parts: list[Part] = []
 
     def item(part: fx.Node, place: int) -> fx.Node:
         return call(graph, operator.getitem, part, place, before=node)
 
-    if 0 in items:
-        _give_slices(graph, items[0], [item(part, 0) for part in parts], sources, node)
+    def convolve(source: Source, begin: int, end: int, of: fx.Node, small: fx.Node | None = None) -> None:
+        piece = call(graph, aten.slice.Tensor, weight, 1, source.begin + begin, source.begin + end, before=node)
+        flags = [True, True, bool(mask[2]) and not parts]
+        made = call(graph, node.target, dy, of, piece, *geometry[:7], flags, before=node)
+        if small is not None:
+            _, size, shape, *how = small.args
+            shape = [shape[0], end - begin, *shape[2:]]  # type: ignore[index,misc]
+            small = call(graph, ITS_BACKWARD, item(made, 0), size, shape, *how, before=node)
+        parts.append(Part(source, source.begin + begin, made, small))
+
+    # First what needs the most memory on the way, and leaves the least.
+    for source in sorted(sources, key=lambda source: not source.ranges()):
+        if not source.ranges():
+            convolve(source, 0, source.width, source.node)
+        for begin, end in source.ranges():
+            x, *how = source.node.args
+            of = call(graph, aten.slice.Tensor, x, 1, begin, end, before=node)
+            of = call(graph, INTERPOLATE, of, *how, before=node)
+            convolve(source, begin, end, of, next(iter(source.gradient.users)))  # type: ignore[union-attr]
+    _give_gradients(graph, node, sources, parts, items)
     if 1 in items:
-        whole = call(graph, aten.cat.default, [item(part, 1) for part in parts], 1, before=node)
+        in_order = sorted(parts, key=lambda part: part.begin)
+        whole = call(graph, aten.cat.default, [item(part.node, 1) for part in in_order], 1, before=node)
         items[1].replace_all_uses_with(whole)
     if 2 in items:
-        items[2].replace_all_uses_with(item(parts[0], 2))
+        items[2].replace_all_uses_with(item(parts[0].node, 2))
     for old in (*items.values(), node):
-        graph.erase_node(old)
+        if not old.users:
+            graph.erase_node(old)
+    return True
 
 
-def _give_slices(graph: fx.Graph, dx: fx.Node, parts: list[fx.Node], sources: Any, before: fx.Node) -> None:
-    """The readers of a slice of the gradient of the concatenation get the gradient of the source."""
-    bounds, begin = {}, 0
-    for part, source in zip(parts, sources, strict=True):
-        bounds[begin, begin + value_of(source).shape[1]] = part
-        begin += value_of(source).shape[1]
-    for user in filter(_is_slice, list(dx.users)):
-        given: Any = user.args
-        own = bounds.get((given[2], min(given[3], begin)))
-        if own is not None:
-            user.replace_all_uses_with(own)
-            graph.erase_node(user)
-    if dx.users:
-        dx.replace_all_uses_with(call(graph, aten.cat.default, parts, 1, before=before))
+def _give_gradients(
+    graph: fx.Graph, node: fx.Node, sources: list[Source], parts: list[Part], items: dict[int, fx.Node]
+) -> None:
+    """The readers of the gradient of a source get it from its parts."""
+    whole: list[fx.Node] = []
+    for source in sources:
+        own = [part for part in parts if part.source is source]
+        if own[0].small is not None:
+            made = call(graph, aten.cat.default, [part.small for part in own], 1, before=node)
+            old = next(iter(source.gradient.users))  # type: ignore[union-attr]
+        else:
+            made = call(graph, operator.getitem, own[0].node, 0, before=node)
+            old = source.gradient
+            whole.append(made)
+        if old is not None:
+            old.replace_all_uses_with(made)
+            graph.erase_node(old)
+            if source.gradient not in (old, items.get(0)):
+                graph.erase_node(source.gradient)  # type: ignore[arg-type]
+    dx = items.get(0)
+    if dx is not None and dx.users:
+        dx.replace_all_uses_with(call(graph, aten.cat.default, whole, 1, before=node))

@@ -11,6 +11,7 @@ from torch import fx
 
 from .. import _torch
 from .joint import outputs_of
+from .partition import FILES
 
 _parts = _torch.compiler_parts()
 # The note of Inductor on the output of a graph: the places of the results whose strides the user sees.
@@ -21,7 +22,7 @@ class WeightsAsTheyAre(_parts.CustomGraphPass):  # type: ignore[name-defined]
     """A pass of Inductor over the graph of forward.  It can be pickled, so that Inductor's caches work."""
 
     def uuid(self) -> Any:
-        return _parts.get_hash_for_files((__file__,))
+        return _parts.get_hash_for_files(FILES)
 
     def __call__(self, graph: fx.Graph) -> None:
         end = next(node for node in reversed(graph.nodes) if node.op == "output")

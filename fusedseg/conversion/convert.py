@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -35,8 +35,8 @@ OP = "fusedseg.convert"
 
 def convert(
     model: nn.Module,
-    *unnamed: Any,
-    example_inputs: Any = None,
+    *unnamed: object,
+    example_inputs: object = None,
     mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
@@ -247,7 +247,7 @@ def _apply(plan: Plan, asides: dict[nn.Module, Aside]) -> None:
         become(module, twin)
 
 
-def _footprint(model: nn.Module, inputs: Any) -> Footprint:
+def _footprint(model: nn.Module, inputs: object) -> Footprint:
     """The footprint of a training step on tensors without values."""
     with on_fake_tensors(model, inputs) as (args, kwargs), torch.enable_grad():
         set_training(model, True)
@@ -255,7 +255,7 @@ def _footprint(model: nn.Module, inputs: Any) -> Footprint:
         return measure(lambda: model(*args, **kwargs), owned=owned)
 
 
-def _stock_footprint(model: nn.Module, inputs: Any) -> tuple[Footprint | None, str]:
+def _stock_footprint(model: nn.Module, inputs: object) -> tuple[Footprint | None, str]:
     """The footprint, or None and the reason: the model reads values, or cannot be trained on the example."""
     try:
         return _footprint(model, inputs), ""
@@ -264,7 +264,7 @@ def _stock_footprint(model: nn.Module, inputs: Any) -> tuple[Footprint | None, s
         return None, _first_line(error)
 
 
-def _converted_footprint(model: nn.Module, inputs: Any) -> Footprint:
+def _converted_footprint(model: nn.Module, inputs: object) -> Footprint:
     """The footprint of a model whose stock form runs on tensors without values."""
     try:
         return _footprint(model, inputs)

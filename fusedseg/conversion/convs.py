@@ -93,7 +93,7 @@ class LeanConv3d(_LeanConv, nn.Conv3d):
 LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3d}
 
 
-def joins(conv: Any) -> bool:
+def joins(conv: object) -> bool:
     """Whether the convolution of a concatenation can be computed from its sources one by one."""
     return type(conv) in LEAN and _is_linear_in_channels(conv)
 

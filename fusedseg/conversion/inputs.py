@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
 
-def parse_inputs(op: str, example: Any) -> tuple[tuple, dict]:
+def parse_inputs(op: str, example: object) -> tuple[tuple, dict]:
     """Arguments and keyword arguments of an example: a tensor, a sequence of arguments, or a mapping of keywords."""
     if isinstance(example, Tensor):
         return (example,), {}

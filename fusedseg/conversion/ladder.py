@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -62,7 +62,7 @@ class Ladder:
     before: Footprint
     after: Footprint
 
-    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+    def __init__(self, model: nn.Module, example_inputs: object) -> None:
         report = convert(model, example_inputs=example_inputs)
         if report.before is None or report.after is None or not is_converted(model):
             raise ValueError(f"{OP}: {type(model).__name__} has no budgets: its bytes on the example are not known")

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ METADATA = {
 }  # fmt: skip
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -60,7 +60,7 @@ class Observer:
             stack.enter_context(_Functions(self))
             yield
 
-    def returns(self, out: Any) -> None:
+    def returns(self, out: object) -> None:
         """Records that ``out`` leaves the model."""
         self.flow.returned = {self._value(tensor) for tensor in tensors_in(out)}
 
@@ -75,7 +75,7 @@ class Observer:
         self.flow.returned |= {value for value, ref in refs if ref() is not None}
         return self.flow
 
-    def call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a function, and records the call unless it is part of another recorded call."""
         if self._inside:
             return func(*args, **kwargs)
@@ -97,7 +97,7 @@ class Observer:
                     self._stored.setdefault(key_of(stored), set()).add(self._values[key])
         return self._values[key]
 
-    def writes(self, func: Any, args: Any, kwargs: Any) -> None:
+    def writes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Notes the values over which an op writes.
 
         The version of a tensor does not tell all: ``.data`` has another one, and ``torch._foreach_mul_`` raises none.
@@ -107,11 +107,11 @@ class Observer:
                 for tensor in tensors_of(args[i] if i < len(args) else kwargs.get(argument.name)):
                     self.flow.overwritten |= self._stored.get(key_of(tensor), set())
 
-    def _begin(self, args: Any) -> list[tuple[Tensor, int]]:
+    def _begin(self, args: object) -> list[tuple[Tensor, int]]:
         self._inside += 1
         return [(tensor, self._value(tensor)) for tensor in tensors_in(args)]
 
-    def _end(self, name: str, module: nn.Module | None, read: list[tuple[Tensor, int]], out: Any) -> None:
+    def _end(self, name: str, module: nn.Module | None, read: list[tuple[Tensor, int]], out: object) -> None:
         outputs = tensors_in(out)
         if not outputs and (name == "__get__" or name in METADATA):
             return
@@ -125,7 +125,7 @@ class Observer:
         reads = tuple(dict.fromkeys(value for _, value in read))
         self.flow.add(Call(name, module, self._where[-1], reads, makes, *size))
 
-    def _sees(self, module: nn.Module, tree: Any) -> None:
+    def _sees(self, module: nn.Module, tree: object) -> None:
         if self._inside:
             return
         # Reading the version of a tensor is no call of the model.
@@ -134,7 +134,7 @@ class Observer:
             self.flow.sees(module, self._value(tensor))
         self._inside -= 1
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         self._sees(module, (args, kwargs))
         if self._inside and not is_leaf(module):
             return
@@ -145,7 +145,7 @@ class Observer:
         else:
             self._begun.append(self._begin((args, kwargs)))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, kwargs: object, out: object) -> None:
         if is_leaf(module):
             self._inside -= 1
             if not self._inside:
@@ -160,7 +160,9 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._observer = observer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return self._observer.call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
 
 
@@ -169,7 +171,9 @@ class _Ops(TorchDispatchMode):
         super().__init__()
         self._observer = observer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self._observer.writes(func, args, kwargs or {})
         return self._observer.call(func.overloadpacket.__name__, func, args, kwargs or {})
 
@@ -182,7 +186,7 @@ def fake_mode_of(model: nn.Module) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def replace_tensors(model: nn.Module, change: Any) -> None:
+def replace_tensors(model: nn.Module, change: Callable[[Tensor], Any]) -> None:
     """Replaces every parameter and buffer by ``change`` of it; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -196,7 +200,7 @@ def replace_tensors(model: nn.Module, change: Any) -> None:
 
 
 @contextmanager
-def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[Any]:
+def on_fake_tensors(model: nn.Module, inputs: object) -> Iterator[Any]:
     """A context in which the model has fake parameters and buffers; yields the inputs as fake tensors."""
     mode = fake_mode_of(model)
 

@@ -87,7 +87,7 @@ class Planner:
             fusion.marks = any(act in plan.shared for act in fusion.acts)
         plan.pools = list(self._each(POOLS, self._pool))
         norms = {fusion.conv: fusion.norm for fusion in plan.fusions if fusion.conv is not None}
-        # What a convolution reads whose backward needs only the sources.
+        # For each convolution whose backward needs only the sources of its input: how that input is made.
         self._joined = {conv: what for conv in self._paths if (what := self._source_of(conv))}
         convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
         plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]

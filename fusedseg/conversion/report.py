@@ -85,7 +85,7 @@ class ConversionReport:
     twice: Twice | None = None
     bits: int | None = None
 
-    def verify(self, example_input: Any, *, training: bool | None = None) -> "Verification":
+    def verify(self, example_input: object, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
 
         Both copies start from the same random state.

@@ -29,12 +29,12 @@ class Scoped:
     _fusedseg_stock_class: type
     _fusedseg_wiring: Wiring | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         # The model's class may have an __init_subclass__ that needs arguments, or that registers its subclasses.
         if STOCK_CLASS not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._fusedseg_wiring is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         self._check_wiring()
@@ -72,7 +72,7 @@ class Scoped:
 class _ScopedGraph(Scoped):
     """``Scoped`` for a ``GraphModule``, which writes its code to its own class and has its own way to copy itself."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # GraphModule.recompile() replaces __call__ and forward of type(self), so this calls the methods below them.
         call: Any = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
         if self._fusedseg_wiring is None:
@@ -83,7 +83,7 @@ class _ScopedGraph(Scoped):
         with self._fusedseg_wiring.scope():
             return call(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         if STOCK_CLASS not in type(self).__dict__:
             return super().__reduce_ex__(protocol)
         state = {WIRING: self.__dict__[WIRING]} if WIRING in self.__dict__ else {}
@@ -133,7 +133,7 @@ def _made_again(make: Callable[..., Any], args: Any, has_scope: bool) -> Any:
     return made
 
 
-def _change_class(root: Any) -> None:
+def _change_class(root: object) -> None:
     stock = type(root)
     # Python refers to subclasses weakly, so that looking among them keeps no class alive.
     cls = next((sub for sub in stock.__subclasses__() if sub.__dict__.get(STOCK_CLASS) is stock), None)

@@ -96,7 +96,7 @@ def _flow(model: nn.Module, graph: fx.Graph, seen: list[tuple[nn.Module, fx.Node
     return flow
 
 
-def _written(node: fx.Node, module: Any) -> list[fx.Node]:
+def _written(node: fx.Node, module: object) -> list[fx.Node]:
     """The arguments over which a call may write.  ``torch.fx`` records ``y += x`` as ``y + x``."""
     name = _name(node)
     out = [leaf for leaf in tree_leaves(node.kwargs.get("out")) if isinstance(leaf, fx.Node)]

@@ -58,7 +58,7 @@ def spec_of(act: nn.Module) -> Spec:
     return Spec(row.name, value if row.parameter.choices else _number(row.parameter.name, value))
 
 
-def _number(what: str, value: Any) -> float:
+def _number(what: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise Refused(f"the {what} of its activation is {value!r}, which is not a finite number")
     return float(value)

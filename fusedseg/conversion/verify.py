@@ -1,7 +1,7 @@
 """Compares a converted model with its stock form: outputs, gradients and buffers."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Verification(NamedTuple):
         return f"{title}{one}\n  outputs    {self.value}\n  gradients  {self.gradient}\n  buffers    {self.buffers}"
 
 
-def verify(model: nn.Module, example: Any, training: bool | None = None) -> Verification:
+def verify(model: nn.Module, example: object, training: bool | None = None) -> Verification:
     """Runs copies of the model and of its reverted form; see ``ConversionReport.verify``."""
     ours, stock = copy.deepcopy(model), revert(copy.deepcopy(model))
     random = torch.get_rng_state()
@@ -77,7 +77,7 @@ def verify(model: nn.Module, example: Any, training: bool | None = None) -> Veri
     )
 
 
-def _results(model: nn.Module, example: Any) -> tuple[dict[str, Tensor], ...]:
+def _results(model: nn.Module, example: object) -> tuple[dict[str, Tensor], ...]:
     """Runs the model forward and backward; returns its outputs, gradients and buffers by name."""
     args, kwargs = tree_map_only(Tensor, _leaf, parse_inputs("fusedseg.verify", example))
     # The model gets views, because it may write over its input, and a leaf must not be overwritten.

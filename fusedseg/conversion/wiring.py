@@ -64,7 +64,7 @@ class Wiring:
         self.choice: Choice | None = None
         # Makes the guide of each scope; None without a budget.
         self.make_guide: Callable[[], Guide] | None = None
-        # What is kept in fewer bits; None if nothing is.
+        # How tensors are kept in fewer bits; None if all are kept as they are.
         self.rounding: Rounding | None = None
 
     def scope(self) -> recompute:
@@ -124,31 +124,32 @@ class Wiring:
         present = set(self.root.modules())
         left = []
         for fused in self._fused:
-            norm, acts, convs, _, _ = fused
-            if STOCK not in norm.__dict__:
-                # The norm was reverted, together with its activations.
-                continue
-            name = self._path(norm)
-            if norm not in present:
-                for act in acts:
-                    if act in present and isinstance(act, Applied):
-                        _refuse(f"{name} was replaced or removed, but {self._path(act)} still leaves its work to it")
-                continue
-            if not self._in_place(norm, present):
-                _refuse(f"{name} was moved or replaced, but still does the work of {self._path(acts[0])} as well")
-            for act in acts:
-                if act not in present or not self._in_place(act, present):
-                    _refuse(f"{self._path(act)} was moved, replaced or removed, but {name} still does its work")
-            for conv in convs:
-                if not self._in_place(conv, present, CONVS):
-                    _refuse(
-                        f"{self._path(conv)} was moved, replaced or removed, but {name} still writes over its input"
-                    )
-            now = tuple(self._now(conv, present) for conv in convs)
-            left.append(fused._replace(convs=now, seen_by=tuple(m for m in fused.seen_by if m in present)))
+            # A norm that was reverted was reverted together with its activations.
+            if STOCK in fused.norm.__dict__ and self._is_whole(fused, present):
+                now = tuple(self._now(conv, present) for conv in fused.convs)
+                left.append(fused._replace(convs=now, seen_by=tuple(m for m in fused.seen_by if m in present)))
         self._fused = left
         self._find_places()
         self._find_watched(present)
+
+    def _is_whole(self, fused: Fused, present: set[nn.Module]) -> bool:
+        """Whether a fused norm is still in the model.  Raises RuntimeError if only a part of the fusion is."""
+        norm, acts, convs, _, _ = fused
+        name = self._path(norm)
+        if norm not in present:
+            for act in acts:
+                if act in present and isinstance(act, Applied):
+                    _refuse(f"{name} was replaced or removed, but {self._path(act)} still leaves its work to it")
+            return False
+        if not self._in_place(norm, present):
+            _refuse(f"{name} was moved or replaced, but still does the work of {self._path(acts[0])} as well")
+        for act in acts:
+            if act not in present or not self._in_place(act, present):
+                _refuse(f"{self._path(act)} was moved, replaced or removed, but {name} still does its work")
+        for conv in convs:
+            if not self._in_place(conv, present, CONVS):
+                _refuse(f"{self._path(conv)} was moved, replaced or removed, but {name} still writes over its input")
+        return True
 
     def _find_watched(self, present: set[nn.Module]) -> None:
         """Finds the modules to look at.

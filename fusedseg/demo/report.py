@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def ours(self) -> str:
-        """What headlines and pictures call our network."""
+        """The name of our network in headlines and pictures."""
         return "fusedseg" if self.bits is None else f"fusedseg with {self.bits} bits"
 
     @property

@@ -33,7 +33,7 @@ def speed(device: torch.device, what: str) -> dict[str, Any]:
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {"test": test, "speed": speed}
 
 
-def say(**event: Any) -> None:
+def say(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 

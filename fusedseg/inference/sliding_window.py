@@ -222,7 +222,7 @@ def _predicted(model: Callable[[Tensor], Tensor], data: Tensor, axes: list[tuple
     return prediction
 
 
-def _checked(prediction: Any, data: Tensor) -> Tensor:
+def _checked(prediction: object, data: Tensor) -> Tensor:
     if not isinstance(prediction, Tensor):
         raise TypeError(
             f"{OP}: model must return one tensor, got {type(prediction).__name__}; wrap a model of several outputs in "

@@ -16,7 +16,7 @@ NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 ACTIVATIONS = tuple(({row.node for row in TABLE.values()} | {other.node for other in OTHERS}) - {""})
 # A saving below this share of the kept bytes gets no sentence.
 WORTH = 0.01
-# The same for what a loss keeps.
+# A loss that keeps less than this share gets no sentence.
 LOSS_WORTH = 0.05
 # The class of a loss, and the classes of fusedseg.losses that replace it.
 LOSSES = {name: name for name in (

@@ -70,7 +70,7 @@ def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[flo
             )
         return _divided(parts, joint, joint_inputs, 1.0, options)
 
-    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
     backend = parts.aot_autograd(

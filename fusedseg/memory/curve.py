@@ -186,7 +186,7 @@ def _budget(rung: Rung) -> str:
 
 
 def _ours_compiled(
-    stock: nn.Module, ladder: Ladder, rungs: Sequence[Rung], inputs: Any, say: Callable[[str], None]
+    stock: nn.Module, ladder: Ladder, rungs: Sequence[Rung], inputs: Sequence[torch.Tensor], say: Callable[[str], None]
 ) -> list[Point]:
     (of_stock,) = partitions(stock, inputs).values()
     points = []
@@ -201,7 +201,7 @@ def _ours_compiled(
     return points
 
 
-def _compiler(model: nn.Module, inputs: Any) -> list[Point]:
+def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[Point]:
     found = partitions(model, inputs, COMPILER_BUDGETS)
     names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
     return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]

@@ -33,7 +33,7 @@ def write_csv(rows: Sequence[Row], path: str | Path, overwrite: bool) -> None:
         file.write(text.getvalue().encode())
 
 
-def write_json(found: Any, path: str | Path, overwrite: bool) -> None:
+def write_json(found: object, path: str | Path, overwrite: bool) -> None:
     text = json.dumps(found, indent=2)
     with open_new(path, overwrite) as file:
         file.write(text.encode() + b"\n")

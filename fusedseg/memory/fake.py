@@ -56,7 +56,7 @@ def estimate(
     *,
     optimizer: OptimizerFactory | None = None,
     loss: Callable[..., Tensor] | None = None,
-    targets: Any = None,
+    targets: object = None,
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
@@ -129,7 +129,7 @@ def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]
     return inputs
 
 
-def _without_values(leaf: Any) -> Any:
+def _without_values(leaf: object) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     bare = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
@@ -154,7 +154,9 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
 class _PlainTensors(TorchFunctionMode):
     """Copies tensors without their values: those in attributes of a module that are no parameters or buffers."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is not Tensor.__deepcopy__ or args[0].layout != torch.strided:
             return func(*args, **(kwargs or {}))
         tensor, memo = args

@@ -48,7 +48,7 @@ class Saver(NamedTuple):
     node: int
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
 
 
@@ -104,7 +104,7 @@ class SavedBytes:
         """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
         self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", -1))
 
-    def add_attributes(self, outputs: Any) -> None:
+    def add_attributes(self, outputs: object) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
         for node in graph_of(outputs):
             for tensor in tensors_of(getattr(node, "__dict__", {})):
@@ -137,7 +137,7 @@ class _Kept:
         weakref.finalize(self, saved._release, key, saver).atexit = False
 
 
-def graph_of(outputs: Any) -> Iterator[Node]:
+def graph_of(outputs: object) -> Iterator[Node]:
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in tensors_of(outputs)]
     while stack:
@@ -165,7 +165,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._live: set[int] = set()
 
-    def track(self, tensor: torch.Tensor, func: Any = None) -> None:
+    def track(self, tensor: torch.Tensor, func: object = None) -> None:
         """Counts the tensor's storage, which ``func`` has made, from now until it is freed."""
         storage, key = tensor.untyped_storage(), key_of(tensor)
         if key not in self._live:
@@ -180,13 +180,15 @@ class LiveBytes(TorchDispatchMode):
         self.current -= nbytes
         self.freed(key)
 
-    def allocated(self, key: int, tensor: torch.Tensor, func: Any) -> None:
+    def allocated(self, key: int, tensor: torch.Tensor, func: object) -> None:
         """Called with each new storage; subclasses override it."""
 
     def freed(self, key: int) -> None:
         """Called with the key of each freed storage; subclasses override it."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = as_with_values(func, args, func(*args, **(kwargs or {})))
         # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
@@ -198,13 +200,13 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def mean_of(out: Any) -> torch.Tensor:
+def mean_of(out: object) -> torch.Tensor:
     return torch.stack([tensor.float().mean() for tensor in tensors_of(out)]).sum()
 
 
 def measure(
     fn: Callable[..., Any],
-    *inputs: Any,
+    *inputs: object,
     loss: Callable[[Any], torch.Tensor] = mean_of,
     owned: Iterable[torch.Tensor] = (),
     count_inputs: bool = False,

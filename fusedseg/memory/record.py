@@ -61,7 +61,7 @@ class Record:
 
     @property
     def repeated(self) -> float:
-        """The same arithmetic as a share of the forward's."""
+        """The arithmetic that runs again in backward, as a share of the forward's."""
         return self.flops[RECOMPUTED] / max(self.flops["forward"], 1)
 
     def saved_by(self, by: str) -> dict[str, float]:

@@ -19,9 +19,9 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def profile(
     model: nn.Module,
-    *inputs: Any,
+    *inputs: object,
     loss: Callable[..., Tensor] | None = None,
-    targets: Any = None,
+    targets: object = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
     label: str = "",
@@ -133,7 +133,7 @@ def op_name(node: Any) -> str:
     return node.name().split("::")[-1].rstrip("0123456789").removesuffix("Backward")
 
 
-def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: Any) -> None:
+def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: object) -> None:
     ops = {node._sequence_nr(): op_name(node) for node in graph_of(out)}
     outputs = {key_of(tensor) for tensor in tensors_of(out)}
     for key, storage in trace.alive():
@@ -147,7 +147,7 @@ def _note_saved(trace: Trace, kept: dict[int, list[Saver]], out: Any) -> None:
             storage.kind = "pool indices"
 
 
-def _loss(loss: Callable[..., Tensor] | None, targets: Any, out: Any) -> Tensor:
+def _loss(loss: Callable[..., Tensor] | None, targets: object, out: object) -> Tensor:
     if loss is None:
         return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
     value = loss(out) if targets is None else loss(out, targets)
@@ -158,7 +158,7 @@ def _loss(loss: Callable[..., Tensor] | None, targets: Any, out: Any) -> Tensor:
     return value
 
 
-def _check(model: Any, loss: Any, targets: Any, optimizer: Any) -> None:
+def _check(model: object, loss: object, targets: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
     if targets is not None and loss is None:
@@ -178,7 +178,9 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def _add_resident(trace: Trace, modules: Sequence[nn.Module], steps: torch.optim.Optimizer | None, given: Any) -> None:
+def _add_resident(
+    trace: Trace, modules: Sequence[nn.Module], steps: torch.optim.Optimizer | None, given: object
+) -> None:
     for module in modules:
         trace.add_resident(module.parameters(), "parameters")
         trace.add_resident(module.buffers(), "buffers")
@@ -206,7 +208,7 @@ def _with_state(optimizer: OptimizerFactory, model: nn.Module) -> torch.optim.Op
 
 @contextmanager
 def _put_back(
-    modules: Sequence[nn.Module], inputs: Any, device: torch.device | None, parameters: bool
+    modules: Sequence[nn.Module], inputs: object, device: torch.device | None, parameters: bool
 ) -> Iterator[None]:
     """A context that restores buffers, gradients and random states at its end; with ``parameters`` also their values.
 

@@ -201,7 +201,7 @@ class Trace(LiveBytes):
         if self.current == self.peak and self.current > self._highest:
             self._highest, self.peak_event = self.current, len(self.events) - 1
 
-    def _kind(self, op: str, tensor: torch.Tensor, func: Any) -> str:
+    def _kind(self, op: str, tensor: torch.Tensor, func: object) -> str:
         if self._recomputes:
             return RECOMPUTED
         if self.phase != "forward":
@@ -230,7 +230,9 @@ class Trace(LiveBytes):
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self._flush()
         self._from_weight = bool(args) and isinstance(args[0], torch.Tensor) and key_of(args[0]) in self._weights
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -269,13 +271,13 @@ class Trace(LiveBytes):
         self._closed = True
         self._exits.close()
 
-    def _pre(self, module: nn.Module, args: Any) -> None:
+    def _pre(self, module: nn.Module, args: object) -> None:
         if module not in self._layers:
             return
         self._row(module, "pre")
         self._calls.append(_Call(self._layers[module][1], get_sequence_nr()))
 
-    def _fwd(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _fwd(self, module: nn.Module, args: object, out: object) -> None:
         if module not in self._layers:
             return
         call = self._calls.pop()
@@ -323,7 +325,7 @@ class Trace(LiveBytes):
         )
 
 
-def _first_node(out: Any, since: int) -> Node | None:
+def _first_node(out: object, since: int) -> Node | None:
     """The first node that a call has created, which runs last in backward.
 
     ``since`` is the number that autograd would have given to a node when the call began.

@@ -22,7 +22,7 @@ FEW, MANY = 8, 136
 BATCH = 16
 
 
-def as_with_values(func: Any, args: Any, out: Any) -> Any:
+def as_with_values(func: object, args: tuple, out: Any) -> Any:
     """The results of ``func``; if they have no values, with the memory that they would have with values."""
     if func is BATCH_NORM_BACKWARD and isinstance(out[0], FakeTensor):
         *_, output_mask = args

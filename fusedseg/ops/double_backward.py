@@ -32,7 +32,7 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(message(ctx.op))
 
 
-def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: Any) -> tuple:
+def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: object) -> tuple:
     """Calls ``backward(dz, *rest)``.  If autograd records a graph of this call, using that graph raises RuntimeError.
 
     Only ``dz`` can be a batch of tensors, because ``rest`` was saved by a forward pass, which refuses transforms.
@@ -47,7 +47,7 @@ def is_batch(t: Tensor) -> bool:
     return not _is_compiling() and (_is_batched(t) or _is_legacy(t))
 
 
-def one_by_one(backward: Callable[..., tuple], *args: Any) -> tuple:
+def one_by_one(backward: Callable[..., tuple], *args: object) -> tuple:
     """Calls ``backward(*args)`` for each gradient of a batch, one after the other.
 
     ``torch.autograd.grad(..., is_grads_batched=True)``, ``jacobian(vectorize=True)`` and ``torch.vmap`` around

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests.compiler.networks import CODEGENS
+
 
 @pytest.fixture(autouse=True)
 def afresh():
@@ -18,3 +20,8 @@ def afresh():
     graph._steps.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=CODEGENS)
+def codegen(request):
+    return request.param

@@ -1,11 +1,17 @@
 """Small networks of each kind, and what a few training steps of them give."""
 
+import pytest
 import torch
 from torch import nn
 
+from fusedseg import _torch
 from fusedseg.memory import SavedBytes
 from fusedseg.unet import MultiEncoderUNet, UNet
 from tests.resnet import ResNet18
+
+HAS_CXX = not _torch.inductor_problem()
+CODEGENS = ["aten", pytest.param("inductor", marks=[
+    pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
 
 
 def relu(channels):

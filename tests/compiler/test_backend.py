@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import _torch, recompute
-from fusedseg.compiler import backend, report
+from fusedseg import recompute
+from fusedseg.compiler import backend, partition, report
 from fusedseg.compiler.settings import Settings, parse
-from tests.compiler.networks import compiled, kept, make, results, same
-
-HAS_CXX = not _torch.inductor_problem()
+from tests.compiler.networks import HAS_CXX, compiled, kept, make, results, same
 
 
 def net():
@@ -122,17 +120,30 @@ def test_inductor_keeps_no_more_than_the_scope():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
-def test_caches_know_the_partition():
+def test_caches_cold_and_warm():
     """A second compilation finds the first one's code; AOTAutograd's cache does not bypass the partitioner's name."""
     from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
 
-    def hits():
+    def found():
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
         model = net()
-        compiled(model, "inductor")(torch.randn(2, 1, 6, 6)).sum().backward()
-        return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]
+        values = results(model, compiled(model, "inductor"), [torch.randn(2, 1, 6, 6)], 1)
+        return values, dict(counters["aot_autograd"])
 
-    hits()
-    assert hits() == (1, 0)
+    with fresh_cache():
+        cold, first = found()
+        warm, second = found()
+    assert (first["autograd_cache_miss"], second["autograd_cache_hit"]) == (1, 1)
+    assert not {"autograd_cache_bypass"} & {*first, *second}
+    assert same(cold, warm)
+
+
+def test_caches_know_each_file_that_decides():
+    """A new table of cheap ops, or another form of packed bits, left code in the caches that the old one had made."""
+    deciding = ("fusedseg.compiler.", "fusedseg.ops.")
+    used = {module.__file__ for name, module in [*sys.modules.items()] if name.startswith(deciding)}
+    assert len(used) > 20
+    assert used <= set(partition.FILES)

@@ -1,15 +1,19 @@
 """The option "bits": an exact forward, few kept bytes, and gradients that are right on average."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
 from fusedseg import _torch
+from fusedseg.ops.recompute.packed import packed_bytes
+from tests.compiler import jobs
 from tests.compiler.networks import compiled, kept, make
 from tests.ops.low_bit_cases import IMAGE, Error
-from tests.ops.test_low_bit_bias import ACTIVATIONS, EVERY, MOST, NORMS, Around, Shortcut
+from tests.ops.test_low_bit_bias import ACTIVATIONS, EVERY, MOST, NORMS, Around, Shortcut, spread
+from tests.tools.ranks import on_ranks
 
 STOCK = ("batch", "instance", "group", "layer")
 
@@ -76,6 +80,145 @@ def test_every_activation(name, bits):
     found = error_of(Around(EVERY[name]), [IMAGE], bits, 48)
     assert (found.size > 0) == (name not in EXACT)
     assert not found.size or found.bias < MOST
+
+
+def test_a_norm_of_a_norm():
+    """The gradient of the outer norm follows the rounded values that the inner one reads: part of the error was bias.
+
+    It is network 321 of the hunt, for converted networks.
+    """
+    torch.manual_seed(0)
+    norms = [spread(nn.GroupNorm(4, 16)), spread(nn.BatchNorm2d(16))]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norms, nn.Conv2d(16, 8, 3, padding=1))
+    found = error_of(net, [torch.randn(2, 3, 32, 32)], 4, 64)
+    assert found.size > 0
+    assert found.bias < MOST
+
+
+class Plain(nn.Module):
+    """A norm and an activation between two convolutions."""
+
+    def __init__(self, norm, act):
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 16, 3, padding=1), spread(norm), act
+        self.conv = nn.Conv2d(16, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(self.act(self.norm(self.stem(x))))
+
+
+# One network for each activation, norm, batch and structure.
+ALL = [
+    pytest.param(act, norm, batch, around, id=f"{act}, {norm}, {batch}{', shortcut' if around is Shortcut else ''}")
+    for around in (Plain, Shortcut)
+    for batch in range(1, 5)
+    for norm in STOCK
+    for act in EVERY
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("act", "norm", "batch", "around"), ALL)
+def test_every_activation_after_every_norm(act, norm, batch, around):
+    """The two tests above have some of these cases.  The noise of 24 roundings is about .02, so more decide then."""
+    torch.manual_seed(0)
+    net = around(NORMS[norm](), EVERY[act]())
+    x = torch.randn(batch, 3, 32, 32)
+    found = error_of(net, [x], 4, 24)
+    if found.bias >= MOST:
+        torch._dynamo.reset()
+        found = error_of(net, [x], 4, 256)
+    assert found.bias < MOST or not found.size
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU], ids=["ReLU", "LeakyReLU"])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
+    """Group norm took a bit a value for it, and kept its output too."""
+    net, x = Plain(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
+    numbers = 5 * 2 * 16 * 4  # statistics and kinks of channels
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
+
+
+def test_a_layer_norm_is_rebuilt_from_its_statistics():
+    """Its output was kept beside its input."""
+    net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    x = torch.randn(128, 32)
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(torch.empty(128, 64), 4) + 2 * 128 * 4
+    torch._dynamo.reset()
+    found = error_of(net, [x], 4, 32)
+    assert found.size > 0
+    assert found.bias < MOST
+
+
+POOLS = {
+    "2x2": (2, nn.MaxPool2d(2), 2),
+    "3x3, overlapping": (2, nn.MaxPool2d(3, 2, 1), 4),
+    "2x2x2": (3, nn.MaxPool3d(2), 3),
+    "dropout": (2, nn.Dropout(0.3), 1),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_positions_and_masks_take_as_few_bits_as_number_them(name):
+    """A pool kept a byte for each result, and its result too."""
+    dims, layer, bits = POOLS[name]
+    conv = (nn.Conv2d, nn.Conv3d)[dims - 2]
+    net = nn.Sequential(conv(1, 8, 3, padding=1), layer, conv(8, 2, 1))
+    x = torch.randn(2, 1, *((64, 64) if dims == 2 else (32, 16, 16)))
+    y = net[0](x)
+    count = layer(y).numel()
+    assert kept(net, compiled(net, bits=4), [x]) == packed_bytes(y, 4) + count // 8 * bits
+    if name != "dropout":
+        torch._dynamo.reset()
+        assert error_of(net, [x], 4, 32).bias < MOST
+
+
+@pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "group"])
+def test_changing_sizes(name):
+    """Tensors of symbolic sizes stayed as they are."""
+    if name == "group":
+        net, inputs = Plain(NORMS["group"](), nn.ReLU()), [torch.randn(2, 3, 32, 32)]
+    else:
+        net, inputs = make(name)
+    run = compiled(net, bits=4, dynamic=True)
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    for size in (32, 40, 48):
+        images = [torch.randn(2, x.shape[1], *(size,) * (x.dim() - 2)) for x in inputs]
+        assert kept(net, run, images) < (0.2 if name == "group" else 0.1) * kept(net, net, images)
+        out, expected = gradient(net, net, images)
+        got, found = gradient(run, net, images)
+        torch.testing.assert_close(got, out)
+        assert 0 < (found - expected).norm() < 0.3 * expected.norm()
+    assert graphs["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 4])
+def test_memory_of_many_steps_is_constant(bits):
+    """With sizes that change, and some that the graph has not met."""
+    net, _ = make("U-Net")
+    run = compiled(net, dynamic=True, **({} if bits is None else {"bits": bits}))
+
+    def alive(steps):
+        for step in steps:
+            net.zero_grad()
+            run(torch.randn(1 + step % 2, 3, 16 + 4 * (step % 7), 32)).square().mean().backward()
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(gc.get_objects())
+
+    alive(range(28))
+    first, last = alive(range(28)), alive(range(200 - 200 % 28 + 28))
+    assert last[:2] == first[:2]
+    assert last[2] < 1.01 * first[2]
+
+
+def test_ranks_round_independently():
+    (one, state), (two, _) = on_ranks(2, jobs.rounded)
+    assert not torch.equal(one, two)
+    assert bool(state)
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")

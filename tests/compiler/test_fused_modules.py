@@ -7,12 +7,8 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg import _torch
-from tests.compiler.networks import NETWORKS, kept, make, results
+from tests.compiler.networks import CODEGENS, NETWORKS, kept, make, results
 
-HAS_CXX = not _torch.inductor_problem()
-CODEGENS = ["aten", pytest.param("inductor", marks=[
-    pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
 # For each module of this package the stock modules that compute the same.
 MODULES = {
     "in place": (lambda: fusedseg.InPlaceABN(8), lambda: (nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True))),

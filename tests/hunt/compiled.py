@@ -5,10 +5,12 @@ backward passes run outside.  A network is compiled as a module.  A step at whic
 dropped, and counted.
 """
 
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from tests.hunt import prelude
 from tests.hunt.grow import grown
@@ -33,6 +35,7 @@ class Compiled(NamedTuple):
         shape: the shape of a network's input; None for a program.
         dynamic: whether it is compiled for all sizes.
         dropped: the kinds of the steps at which PyTorch's compiler raised.
+        options: the backend's, beside the codegen.
     """
 
     seed: int
@@ -40,10 +43,11 @@ class Compiled(NamedTuple):
     shape: tuple[int, ...] | None = None
     dynamic: bool = False
     dropped: tuple[str, ...] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def functions(self) -> str:
         if self.shape is not None:
-            return self._network().functions()
+            return self.network().functions()
         setup, body = ([f"    {line}" for node in part for line in node.lines()] for part in self.parts)
         loss = ["loss"] if any("loss = " in line for line in body) else []
         found = ", ".join(f"{name!r}: {name}" for name in [*self._tensors()[-RETURNED:], *loss])
@@ -55,14 +59,14 @@ class Compiled(NamedTuple):
         names = [name for node in self.parts[1] if _is_run(node) for name in defined(node) if name[0] == "t"]
         return list(dict.fromkeys(names))
 
-    def _network(self) -> Network:
+    def network(self) -> Network:
         last = Step("return", f"return joined({', '.join(self._tensors() or ['t0'])})")
         return Network(self.seed, ((*self.parts[0], *self.parts[1], last),), self.shape or (), {})
 
     def run(self, how: Callable) -> list[Log]:
         """What it gives if ``how`` compiles it."""
         if self.shape is not None:
-            return network_logs(self._network().make(), self.shape, how)
+            return network_logs(self.network().make(), self.shape, how)
         namespace = dict(vars(prelude))
         exec(compile(self.functions(), f"<compiled program {self.seed}>", "exec"), namespace)
         return outcome([namespace["part0"]], how)
@@ -71,7 +75,10 @@ class Compiled(NamedTuple):
         run = "outcome([part0], how)"
         if self.shape is not None:
             run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
-        call = f"check_compiled(lambda how: {run}, {self.dynamic})"
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        call = f"check_compiled(lambda how: {run}, {self.dynamic}{options})"
+        if "bits" in self.options:
+            call = f"check_rounded(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
         head = f"# compiled {'program' if self.shape is None else 'network'} {self.seed} of the hunt"
         return script(self.functions(), f"{head}\ntorch.set_num_threads(1)\n{call}\n")
 
@@ -110,6 +117,16 @@ def network(seed: int) -> Compiled:
     setup = tuple(node for node in made.parts[0] if node.kind in SETUP)
     rest = tuple(node for node in made.parts[0] if node not in setup)
     return Compiled(seed, (setup, _known(setup, _steps(rest))), made.shape, dynamic=seed % 8 == 7)
+
+
+def with_budget(seed: int) -> Compiled:
+    """A network for which products run twice."""
+    return network(seed)._replace(options={"budget": random.Random(seed).choice((0.5, 0.4, 0.3, 0.2, 0.1, 0.02))})
+
+
+def with_bits(seed: int) -> Compiled:
+    """A network whose kept values are rounded; tensors of symbolic sizes would stay as they are."""
+    return network(seed)._replace(dynamic=False, options={"bits": random.Random(seed).choice((8, 4))})
 
 
 def _known(setup: Steps, body: Steps) -> Steps:

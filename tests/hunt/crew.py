@@ -30,6 +30,8 @@ KINDS = {
     "bits": with_bits,
     "compiled": compiled.program,
     "compiled-networks": compiled.network,
+    "compiled-budgets": compiled.with_budget,
+    "compiled-bits": compiled.with_bits,
 }
 # Seconds; a program takes a few hundredths of a second.
 PATIENCE = 120.0

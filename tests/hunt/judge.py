@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import fusedseg
 from tests.hunt.compiled import Compiled
 from tests.hunt.prelude import (
+    aot_eager,
     compiled_difference,
+    compiled_pair,
     difference,
     eager,
+    eager_call,
     network_difference,
     network_results,
     outcome,
     refused,
+    rounded_difference,
 )
 from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
 
@@ -83,7 +87,16 @@ def judged(
     tell("eager")
     if isinstance(program, Compiled):
         with quiet():
-            return Verdict(*compiled_difference(program.run, program.dynamic, tell))
+            if "bits" not in program.options:
+                return Verdict(*compiled_difference(program.run, program.dynamic, tell, **program.options))
+            for how, kind in ((eager_call, "raises"), (aot_eager(program.dynamic), "impossible")):
+                error = program.run(how)[0].error
+                if error is not None:
+                    return Verdict(kind, str(error))
+            tell("scope")
+            make = program.network().make()
+            found = rounded_difference(make, program.shape, **program.options, pair=compiled_pair)
+        return Verdict("same") if found is None else Verdict("failure", found)
     with quiet():
         parts = program.callables()
         expected = outcome(parts, eager)

@@ -43,7 +43,7 @@ def test_a_few(kind, count, least, tmp_path):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kind", ["compiled", "compiled-networks"])
+@pytest.mark.parametrize("kind", ["compiled", "compiled-networks", "compiled-budgets", "compiled-bits"])
 def test_a_few_that_are_compiled(kind, tmp_path):
     crew.work(kind, (5, 8), tmp_path / "verdicts")
     lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
@@ -61,6 +61,12 @@ def test_a_defect_of_the_backend_is_found(monkeypatch):
     with quiet():
         assert judged(program).kind == "failure"
         assert exec_fails(str(program))
+
+
+def test_what_a_compiled_function_writes_is_compared_without_a_loss():
+    setup = Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)")
+    (log,) = compiled.Compiled(0, ((setup,), (Step("in place", "t1 = p1.detach().add_(1)"),))).run(prelude.eager_call)
+    assert {"p1 after forward", "random numbers after forward"} <= {label for label, _ in log.results}
 
 
 def exec_fails(text):
@@ -191,6 +197,15 @@ def test_rounding_that_the_stock_network_magnifies_is_no_failure():
     other["gradient of conv.bias"] = other["gradient of conv.bias"] + 1e-3
     rounded = prelude.network_results(prelude.rounded(constants()), (2, 4, 8, 8), training=True)
     assert prelude.results_differ(expected, other, rounded).startswith("gradient of conv.bias differs")
+
+
+def test_a_bias_before_a_norm_has_a_gradient_of_zero_where_all_others_are_nan():
+    """Network 1657: the square root of |LeakyReLU(0)| has infinite gradients."""
+    nan, zero = torch.full((2,), torch.nan), torch.zeros(2)
+    expected = {"output": zero, "gradient of m.weight": nan, "gradient of m.bias": nan}
+    assert prelude.results_differ(expected, expected | {"gradient of m.bias": zero}) is None
+    for others in ({"gradient of m.bias": zero + 1}, {"gradient of m.bias": zero, "gradient of m.weight": zero}):
+        assert prelude.results_differ(expected, expected | others).endswith("it is not a number elsewhere")
 
 
 @pytest.mark.slow

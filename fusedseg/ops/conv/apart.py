@@ -192,7 +192,7 @@ def _at_once(
 
 
 class _Small(NamedTuple):
-    """What is left of a source for the gradient of its tensor: the tensor before interpolation, and no large tensor."""
+    """The parts of a source that its gradient needs: its channels and the small tensor before interpolation."""
 
     channels: int
     interpolated: Interpolated | None

@@ -13,7 +13,7 @@ from ..layout import layout_of
 
 OP = "fusedseg.low_bit"
 BITS = (2, 4, 8)
-# Those that users may ask for.
+# The bits that users may ask for.
 Bits = Literal[8, 4]
 GROUP = 256
 # A channel of a sample with fewer positions is no group of its own, unless it has a kink of its own: the two numbers of

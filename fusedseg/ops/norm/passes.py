@@ -146,7 +146,7 @@ class Again(FromCodes):
         return rebuild(self._saved(x, residual), self.spec)
 
     def from_codes(self, packed: Packed) -> InPlace | None:
-        """The same function of the residual if kernels read x from codes, otherwise None."""
+        """A function of the residual that rebuilds z if kernels read x from codes, otherwise None."""
         again = coded.rebuild(packed, self.spec)
         return None if again is None else lambda residual=None: again(self._saved(None, residual))
 

@@ -31,7 +31,7 @@ class Triton:
         layout: Layout,
         kept: Kept | None,
         out: Tensor | None,
-        codes: Any = None,
+        codes: object = None,
     ) -> Normalised:
         """``codes`` is None or the ``Codes`` (``kernels/low_bit_tile.py``) to write of the tensor that is kept."""
         norm_act, _ = _kernels()
@@ -71,7 +71,7 @@ class Triton:
         layout: Layout,
         kept: Kept | None,
         wanted: Wanted,
-        codes: Any = None,
+        codes: object = None,
     ) -> Gradients:
         """``codes`` is None or the ``Codes`` to read; then ``saved.source`` only gives the strides."""
         _, kernels = _kernels()
@@ -92,7 +92,7 @@ class Triton:
             )  # fmt: skip
         return Gradients(dx, dweight, dbias, dresidual)
 
-    def rebuild(self, saved: Saved, spec: Spec, codes: Any = None) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec, codes: object = None) -> Tensor:
         """``codes`` is None or the ``Codes`` of x; then z is written over ``saved.source``."""
         norm_act, _ = _kernels()
         x = saved.source

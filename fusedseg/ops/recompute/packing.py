@@ -169,7 +169,7 @@ def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: An
     if node is None or node.name() != "NativeGroupNormBackward0":
         return out
     mean, rstd = (of_channels(v, x.shape) for v in (node._saved_result1, node._saved_result2))
-    registry.offer(out, by_statistics(x, weight, bias, mean, rstd), [x])
+    registry.offer(out, by_statistics(x, weight, bias, mean, rstd, instance=True), [x])
     after_norm(registry, out, partial(kink_of, mean, rstd, weight, bias, x.shape))
     return out
 

@@ -69,7 +69,7 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
         if own:
             found = statistics_of(vectors, x.shape[1] * (x.shape[0] if instance else 1))
     if found is not None and (registry.rounds or _is_certain(x, found[0], instance)):
-        registry.offer(out, by_statistics(x, weight, bias, *found), [source])
+        registry.offer(out, by_statistics(x, weight, bias, *found, instance=instance), [source])
         return out
     # These are copies, because aten moves running statistics without a new version.
     mean, var = [None if own or v is None else v.detach().clone() for v in (mean, var)]
@@ -146,13 +146,13 @@ def _ones_like(mean: Tensor) -> Tensor:
 
 
 def by_statistics(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, instance: bool
 ) -> Callable[[Tensor], Tensor]:
     """A function that rebuilds the output of a norm of ``x``.
 
-    mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
+    mean, rstd: (C,), or with ``instance`` (N C,): one value for each channel, or for each channel of each sample.
     """
-    instance, scale = mean.numel() != x.shape[1], rstd
+    scale = rstd
     # These are copies, because an optimizer may change the parameters before backward.
     with _torch.below_autograd():
         if instance:

@@ -29,6 +29,8 @@ from .spec import NLL, OP, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
 ONE_HOT_CLASSES = 16
 # exp2 of a product is faster than exp on a CPU.
 LOG2_E = math.log2(math.e)
+# The target of each class, and the weights of the positions.
+Target = tuple[Tensor, Tensor | None]
 
 
 class Axes(NamedTuple):
@@ -97,7 +99,7 @@ def _labels(tile: Tile, spec: Spec, axes: Axes) -> _Labels:
     return _Labels(index if ignore is None else index * (index != ignore), _weights(tile, ignore))
 
 
-def _target(tile: Tile, spec: Spec, axes: Axes) -> tuple[Tensor, Tensor | None]:
+def _target(tile: Tile, spec: Spec, axes: Axes) -> Target:
     """y for every class, and m."""
     y = tile.target
     if spec.dense:
@@ -289,8 +291,8 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
 
 
 def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
-    x, (y, m) = tile.logits, _target(tile, spec, axes)
-    found = None
+    x, target = tile.logits, _target(tile, spec, axes)
+    (y, m), found = target, None
     if spec.probability in ("sigmoid", "identity"):
         p = _probability(x, spec, axes)
         found = _times(_grad_of_p(p, y, spec, dsums), m)
@@ -299,10 +301,19 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
     if spec.nll == "sigmoid":
         of_nll = _times(_where_counted(_grad_of_sigmoid_nll(x, y, spec.gamma, dsums), m), m)
         found = of_nll if found is None else found + of_nll
-    if "softmax" not in (spec.probability, spec.nll):
-        dx.zero_() if found is None else dx.copy_(found)
-        return
-    e, sum_of_e = _exponentials(x, axes)
+    if "softmax" in (spec.probability, spec.nll):
+        _add_grad_of_softmax(x, target, spec, axes, dsums, found, dx)
+    elif found is None:
+        dx.zero_()
+    else:
+        dx.copy_(found)
+
+
+def _add_grad_of_softmax(
+    logits: Tensor, target: Target, spec: Spec, axes: Axes, dsums: Tensor, found: Tensor | None, dx: Tensor
+) -> None:
+    """Writes ``found`` and the gradient by the softmax into ``dx``."""
+    (y, m), (e, sum_of_e) = target, _exponentials(logits, axes)
     # With p = e / sum of e, and w = m (p u - v), the gradient is w - p (sum of w over the classes).
     if spec.probability == "softmax":
         p = e.div_(sum_of_e)
