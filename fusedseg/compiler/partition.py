@@ -35,7 +35,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         with _parts.config.patch(activation_memory_budget=1.0, cse=False):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
         if self.settings.codegen == "aten":
-            order.rewrite(backward)
+            order.rewrite(backward, plan.goal)
         note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
         return forward, backward
 
@@ -58,9 +58,8 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph.eliminate_dead_code()
     if settings.bits is None:
         of = joint.Joint(module, forward_outputs)
-        decided, storage = keep.plan(of), None
-        if wanted is not None:
-            decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
+        fused, storage = settings.codegen == "inductor", None
+        decided = keep.plan(of) if wanted is None else choose.choose(of, wanted, eager, fused)
     else:
         of, decided, found = _rounded(module, forward_outputs, settings.bits)
         storage = rounded.Storage(graph, found, settings.seed)
