@@ -58,8 +58,9 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph.eliminate_dead_code()
     if settings.bits is None:
         of = joint.Joint(module, forward_outputs)
-        fused, storage = settings.codegen == "inductor", None
-        decided = keep.plan(of) if wanted is None else choose.choose(of, wanted, eager, fused)
+        decided, storage = keep.plan(of), None
+        if wanted is not None:
+            decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
     else:
         of, decided, found = _rounded(module, forward_outputs, settings.bits)
         storage = rounded.Storage(graph, found, settings.seed)
