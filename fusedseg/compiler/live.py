@@ -187,7 +187,9 @@ class Live:
         self.arguments = sum(
             self._nbytes[node] for node in nodes if node.op == "placeholder" and node not in joint.backward
         )
-        self._over = {} if fused else {node: reinplace.may_overwrite(node) for node in nodes}
+        # Gradients that are written over gradients lower the peak of all plans, and are not priced yet.
+        priced = [node for node in nodes if not fused and not name_of(node).endswith("_backward")]
+        self._over = {node: [x for x in reinplace.may_overwrite(node) if x is node.args[0]] for node in priced}
         self._inlined = {node for node in nodes if fused and _is_inlined(node)}
         self._fusing = self._inlined | {node for node in nodes if name_of(node) in REDUCTIONS}
         self._forward = self._steps(
