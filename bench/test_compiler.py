@@ -12,26 +12,31 @@ Markdown, and below them stands which goals are missed::
 
 On a CPU bytes are counted with kernels of Inductor that only write zeros: the allocations are the same, and a C++
 compiler would take minutes for each network.  Networks whose package is not installed are skipped.
-``-k "ResNet-18"`` measures one network, and ``-k test_host_time`` times Python alone.
+``-k test_budget`` measures budgets beside the scope's and the compiler's own, ``-k "ResNet-18"`` one network, and
+``-k test_host_time`` times Python alone.
 """
 
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedseg
 import fusedseg.compiler
+from fusedseg.memory.compiled import Partition, partitions
 from tests.resnet import ResNet50
 
 from .contenders import Compiled
@@ -54,6 +59,19 @@ HOST = "host time: ResNet-50 of width 4"
 BUDGETS = {"compiled": 1.0, "budget 0.6": 0.6, "budget 0.5": 0.5}
 # The backend's two ways to generate code.
 BACKENDS = {"aten": "aten", "ours": "inductor"}
+# The networks and the shares of ``test_budget``, and the ways.  The compiler's own budget means something else, so the
+# last way is ours, within the arithmetic that the compiler repeats.
+BOUGHT = ["PlainConvUNet", "ResidualEncoderUNet", *list(README)[1:4:2], "ResNet-50", "SwinUNETR"]
+SHARES = (0.4, 0.3, 0.2)
+BUYERS = {
+    "scope": "the scope",
+    "aten": "fusedseg, aten",
+    "ours": "fusedseg, Inductor",
+    "compiler": "compile",
+    "alike": "fusedseg, Inductor, at its arithmetic",
+}
+# The goals of budgets: kept and peak beside the scope's, and the peak beside the compiler's in U-Nets.
+LIKE_SCOPE, LIKE_COMPILER = 1.02, 0.85
 # More kept bytes than this share of the scope's, or a peak above this share of the compiler's, miss the goal.
 NOISE = 1.005
 STEP_GOAL, HOST_GOAL = 1.02, 1.2
@@ -86,8 +104,8 @@ def with_budget(budget: float) -> Callable[[nn.Module, Tensor], nn.Module]:
     return lambda net, x: Compiled(net, activation_memory_budget=budget)
 
 
-def with_backend(codegen: str) -> Callable[[nn.Module, Tensor], nn.Module]:
-    return lambda net, x: Compiled(net, partial(fusedseg.compiler.backend, options={"codegen": codegen}))
+def with_backend(codegen: str, **options: Any) -> Callable[[nn.Module, Tensor], nn.Module]:
+    return lambda net, x: Compiled(net, partial(fusedseg.compiler.backend, options={"codegen": codegen, **options}))
 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
@@ -138,13 +156,17 @@ class Contest:
 
     def build(self, way: str) -> NetJob:
         """The job of a way after its first step, which compiles."""
+        folder = FOLDERS.get((self.title, way))
+        with compiled_code_in(folder) if folder else nullcontext():
+            return self.of(WAYS[way], way in COMPILED)
+
+    def of(self, make: Callable[[nn.Module, Tensor], nn.Module], steps: bool) -> NetJob:
+        """The job of what ``make`` makes of the network, after a step if ``steps``."""
         net = self.make().to(self.device)
         net.load_state_dict(self.state)
-        job = NetJob(WAYS[way](net, self.x), self.x, self.target)
-        if way in COMPILED:
-            folder = FOLDERS.get((self.title, way))
-            with compiled_code_in(folder) if folder else nullcontext():
-                job.backward(job.forward(job.prepare()))
+        job = NetJob(make(net, self.x), self.x, self.target)
+        if steps:
+            job.backward(job.forward(job.prepare()))
         return job
 
     def first_steps(self, way: str) -> tuple[float, float]:
@@ -218,6 +240,66 @@ class Steps(Section):
         steps = table("step in ms: median (fifths)", {case: of for case, of in ran.items() if of}, step)
         firsts = table("first step in s: cold, warm cache", self.first, first)
         return [self.title, "", *steps, *firsts, *goals, *self.refusals()]
+
+
+class ScopedWithin(nn.Module):
+    """A module whose forward runs under one recompute scope with a budget."""
+
+    def __init__(self, net: nn.Module, budget: float) -> None:
+        super().__init__()
+        self.net, self.scope = net, fusedseg.recompute(budget)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.scope:
+            return self.net(x)
+
+
+class Bought(NamedTuple):
+    """What a way keeps and peaks at, and the products that it repeats, as a share of forward's arithmetic."""
+
+    kept: int
+    peak: int
+    repeated: float = 0.0
+
+
+@dataclass
+class Budgets(Section):
+    """What budgets buy; ``bought`` has it for each case, a network and a share, and for each way."""
+
+    bought: dict[str, dict[str, Bought]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {case: {way: of._asdict() for way, of in ways.items()} for case, ways in self.bought.items()}
+
+    def lines(self) -> list[str]:
+        rows, goals = [], []
+        for case, ways in self.bought.items():
+            eager = ways["eager"]
+
+            def cell(of: Bought | None, eager: Bought = eager) -> str:
+                if of is None:
+                    return "–"
+                return f"{of.kept / eager.kept:.3f}, {of.peak / eager.peak:.3f}, {of.repeated:.1%}"
+
+            rows.append([case, *(cell(ways.get(way)) for way in BUYERS)])
+            goals += [f"{case}: {line}" for line in missed_budgets(ways)]
+        table = markdown(["network, budget: kept, peak, repeated", *BUYERS.values()], rows)
+        return [self.title, "", *table, "", *goals]
+
+
+def missed_budgets(ways: Mapping[str, Bought]) -> Iterator[str]:
+    """The goals of budgets that a network misses, a line each."""
+    scope, compiler, alike = (ways.get(way) for way in ("scope", "compiler", "alike"))
+    for name in BACKENDS:
+        own = ways.get(name)
+        if scope is not None and own is not None:
+            kept, peak = own.kept / scope.kept, own.peak / scope.peak
+            if max(kept, peak) > LIKE_SCOPE:
+                yield f"{BUYERS[name]} keeps {kept:.3f} and peaks at {peak:.3f} of the scope"
+    if compiler is not None and alike is not None:
+        kept, peak = alike.kept / compiler.kept, alike.peak / compiler.peak
+        if kept > NOISE or peak > LIKE_COMPILER:
+            yield f"at the compiler's arithmetic ours keeps {kept:.3f} and peaks at {peak:.3f} of it"
 
 
 def missed_bytes(case: str, results: Mapping[str, Result]) -> Iterator[str]:
@@ -311,6 +393,46 @@ def count(case: str, way: str, device: torch.device) -> Result:
 
 
 @once
+def of_compiler(name: str) -> dict[float, Partition]:
+    """What the compiler's own budgets repeat."""
+    network = NETWORKS[name]
+    with FakeTensorMode():
+        return partitions(network.make(), [torch.empty(network.shape)], SHARES)
+
+
+def work_of(job: NetJob) -> int:
+    """The arithmetic of a step in eager mode."""
+    with FlopCounterMode(display=False) as counter:
+        job.backward(job.forward(job.prepare()))
+    return counter.get_total_flops()
+
+
+@once
+def buy(name: str, share: float, way: str, device: torch.device) -> Bought:
+    """What a way does with a budget of ``share``."""
+    torch.compiler.reset()
+    contest = Contest(name, NETWORKS[name], device)
+    with warnings.catch_warnings(), kernels_of_zeros() if device.type == "cpu" else nullcontext():
+        # Some budgets cannot be met; the table shows what is kept.
+        warnings.filterwarnings("ignore", ".* cannot be (met|reached) without")
+        if way == "eager":
+            return Bought(*count_bytes(contest.of(as_it_is, False), device)[:2])
+        if way == "scope":
+            job, eager = contest.of(lambda net, x: ScopedWithin(net, share), True), contest.of(as_it_is, False)
+            with FlopCounterMode(display=False) as forward, torch.no_grad():
+                eager.forward(eager.prepare())
+            repeated = (work_of(job) - work_of(eager)) / forward.get_total_flops()
+            return Bought(*count_bytes(job, device)[:2], repeated)
+        if way == "compiler":
+            job, repeated = contest.of(with_budget(share), True), of_compiler(name)[share].repeated
+            return Bought(*count_bytes(job, device)[:2], repeated)
+        options = {"extra_flops": of_compiler(name)[share].repeated} if way == "alike" else {"budget": share}
+        job = contest.of(with_backend(BACKENDS.get(way, "inductor"), **options), True)
+        repeated = sum(graph.repeated for graph in fusedseg.compiler.report(job.net).graphs)
+        return Bought(*count_bytes(job, device)[:2], repeated)
+
+
+@once
 def run(case: str, device: torch.device) -> dict[str, Result]:
     contest = Contest(case, NETWORKS[case], device)
     return compete_networks(STEP_WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
@@ -334,6 +456,7 @@ def steps_of(report: Any) -> Steps:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = {
         "test_bytes": (NETWORKS, WAYS),
+        "test_budget": (BOUGHT, list(BUYERS)),
         "test_first_step": (TIMED, [way for way in STEP_WAYS if way in COMPILED]),
         "test_step": (TIMED, STEP_WAYS),
         "test_host_time": ([HOST], HOST_WAYS),
@@ -350,6 +473,16 @@ def test_bytes(case, contender, device, report):
     result = section.cases.setdefault(title_of(case), {})[contender] = count(case, contender, device)
     if result.missing:
         pytest.skip(result.missing)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_budget(case, contender, share, device, report):
+    network = NETWORKS[case]
+    if not network.is_here():
+        pytest.skip(f"needs the package {network.package}")
+    section = report.section("compiler-budgets", Budgets("torch.compile, budgets, as shares of eager mode"))
+    ways = section.bought.setdefault(f"{title_of(case)}, {share}", {"eager": buy(case, SHARES[0], "eager", device)})
+    ways[contender] = buy(case, share, contender, device)
 
 
 def test_first_step(case, contender, device, report):

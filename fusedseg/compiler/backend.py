@@ -26,6 +26,12 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
+    wanted = settings.wanted
+    if wanted is not None and wanted.is_absolute and _torch.reason_of_break(module):
+        _say_once(
+            f"{OP}: the model has a graph break, and each of its graphs keeps and peaks at up to "
+            f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
+        )
     with noting(module, example_inputs, _torch.compiling()):
         return compiler(module, example_inputs, settings, mode)
 
@@ -39,15 +45,13 @@ def chosen(settings: Settings) -> Settings:
         return replace(settings, codegen="inductor")
     if settings.codegen == "inductor":
         raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
-    _say_once(problem)
+    _say_once(f"{OP} runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}")
     return replace(settings, codegen="aten", inductor={})
 
 
 @functools.cache
-def _say_once(problem: str) -> None:
-    warnings.warn(
-        f"{OP} runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}", stacklevel=2
-    )
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:

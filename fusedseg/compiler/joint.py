@@ -3,13 +3,14 @@
 import operator
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from .. import _torch
-from ..ops.recompute.cheap import size_of, tensors_of
+from ..ops.recompute.cheap import has_flops, hint_of, size_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -20,6 +21,11 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 
 def is_op(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Whether a node is a gradient that backward is given."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -50,6 +56,19 @@ def items_of(node: fx.Node) -> dict[int, fx.Node]:
 def nbytes_of(node: fx.Node) -> int:
     """The bytes of the largest result of a node."""
     return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
+
+
+def flops_of(node: fx.Node) -> int:
+    """The arithmetic of a product, where a multiplication and a sum are two; 0 for other nodes."""
+    if not has_flops(node):
+        return 0
+    from torch.utils.flop_counter import flop_registry
+
+    def numbers(value: Any) -> Any:
+        return torch.Size(map(hint_of, value.shape)) if isinstance(value, Tensor) else value
+
+    args, kwargs, out = tree_map(numbers, fx.map_arg((node.args, node.kwargs, node), value_of))
+    return int(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=out))  # type: ignore[union-attr]
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
@@ -103,6 +122,13 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
+class Goal(NamedTuple):
+    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic."""
+
+    peak: float
+    flops: float
+
+
 class Joint:
     """Which part of a joint graph a node belongs to.
 
@@ -123,8 +149,7 @@ class Joint:
         self.end = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         self.backward: set[fx.Node] = set()
         for node in self.graph.nodes:
-            gradient = node.op == "placeholder" and "tangents" in str(node.target)
-            if gradient or any(source in self.backward for source in node.all_input_nodes):
+            if is_gradient(node) or any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         self.backward.discard(self.end)
         writing = [node for node in self.graph.nodes if writes(node)]

@@ -12,7 +12,7 @@ from such a form (``forms.py``).
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..ops.recompute.cheap import call_of, is_cheap, size_of, tensors_of
+from ..ops.recompute.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
 from ..ops.recompute.packed import FEWEST_VALUES
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
-from .joint import Joint, copied, is_op, is_random, name_of, nbytes_of
+from .joint import Goal, Joint, copied, is_op, is_random, name_of, nbytes_of
 from .norm_calls import is_served
 
 LABEL = "recompute"
@@ -41,12 +41,14 @@ class Plan:
         readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
         reading: the nodes of backward, which read nodes of forward.
         instead: nodes that backward reads in place of others, with the same value.
+        goal: how the order of backward weighs the peak against products that run a third time; None without a budget.
     """
 
     kept: set[fx.Node] = field(default_factory=set)
     again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    goal: Goal | None = None
     reading: list[fx.Node] = field(default_factory=list)
 
 
@@ -82,6 +84,28 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return list(call_node(node).all_input_nodes) if form is None else form.sources()
 
 
+def sources_of(node: fx.Node, joint: Joint) -> list[fx.Node] | None:
+    """The nodes from which backward may compute a node again, though it be a product; None if it must be kept."""
+    call = call_node(node)
+    runs = _may_run_again(node) or (has_flops(call) and not is_random(call))
+    if node in joint.returned or not runs:
+        return None
+    sources = _sources(node)
+    if not is_view(node) and any(source in joint.overwritten for source in sources):
+        # Backward would read what forward has written there.
+        return None
+    return sources
+
+
+def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What backward reads of forward: readers and nodes.  The end of the graph reads gradients."""
+    own = set(reading)
+    for reader in (*reading, joint.end):
+        for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
+            if node not in own and not is_free(node):
+                yield reader, node
+
+
 def readers_of_forward(joint: Joint) -> list[fx.Node]:
     """The nodes that follow from a gradient, and others that only backward needs and that are not cheap."""
 
@@ -98,32 +122,44 @@ def readers_of_forward(joint: Joint) -> list[fx.Node]:
 
 def plan(joint: Joint, repeats: bool = True) -> Plan:
     """What backward reads of forward; with ``repeats`` products that are nearly free may run again."""
-    first = plan_of(joint, set())
-    twice_run = twice.chosen(_plan(joint, set()).kept, joint) if repeats else set()
-    found = plan_of(joint, twice_run) if twice_run else first
+    first = _plan(joint, set())
+    twice_run = twice.chosen(first.kept, joint) if repeats else set()
+    found = _plan(joint, twice_run) if twice_run else first
+    for one in {id(first): first, id(found): found}.values():
+        _keep_later(one, joint)
+        _take_along(one)
     # A product that runs again may need an input that backward would not keep otherwise.
     return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
 
 
-def plan_of(joint: Joint, products: Collection[fx.Node]) -> Plan:
-    """What backward reads if these products run again."""
-    found = _plan(joint, products)
-    _keep_later(found, joint)
-    _take_along(found)
+def plan_of(joint: Joint, again: Collection[fx.Node]) -> Plan:
+    """What backward reads if just these values are computed again."""
+    reading = readers_of_forward(joint)
+    found = Plan(reading=reading)
+    for reader, node in entries(joint, reading):
+        found.readers.setdefault(node, set()).add(reader)
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in found.kept or one in found.again:
+                continue
+            if one not in again:
+                found.kept.add(one)
+                continue
+            found.again[one] = _sources(one)
+            stack += [source for source in found.again[one] if not is_free(source)]
+        _read(node, found)
     return found
 
 
 def _plan(joint: Joint, products: Collection[fx.Node]) -> Plan:
+    """What backward reads by the rules if these products run again."""
     reading = readers_of_forward(joint)
     found = Plan(reading=reading)
     calls: dict[fx.Node, frozenset[str]] = {}
-    entries = [(reader, source) for reader in reading for source in reader.all_input_nodes]
-    entries += [(joint.end, node) for node in joint.gradients]
-    own = set(reading)
-    for reader, node in entries:
-        if node not in own and not is_free(node):
-            found.readers.setdefault(node, set()).add(reader)
-            _decide(node, joint, found, calls, products)
+    for reader, node in entries(joint, reading):
+        found.readers.setdefault(node, set()).add(reader)
+        _decide(node, joint, found, calls, products)
     return found
 
 
@@ -148,7 +184,7 @@ def _decide(
             continue
         stack.pop()
         needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if not cheap or (node not in products and _is_worth_keeping(node, sources, calls, needed)):
+        if not cheap or _is_worth_keeping(node, sources, calls, needed):
             calls[node] = frozenset()
             found.kept.add(node)
         else:

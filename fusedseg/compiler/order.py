@@ -7,15 +7,19 @@ readers, if that lowers the peak.
 """
 
 import operator
+from math import inf
 
 from torch import fx
 
 from ..ops.recompute.cheap import numel_of, tensors_of
 from . import reinplace
-from .joint import is_op, is_random, nbytes_of, value_of
+from .joint import Goal, flops_of, is_gradient, is_op, is_random, nbytes_of, value_of
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
+
+
+Over = list[tuple[int, int]]
 
 
 class Step:
@@ -23,12 +27,13 @@ class Step:
 
     reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
     nbytes: the bytes of that memory, which later steps read.  made: the bytes of all results while the node runs.
+    over: the places of those inputs over which the result may be written, and their bytes.
     """
 
-    __slots__ = ("first", "made", "nbytes", "node", "reads")
+    __slots__ = ("first", "made", "nbytes", "node", "over", "reads")
 
-    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int, made: int) -> None:
-        self.node, self.reads, self.nbytes, self.made = node, reads, nbytes, made
+    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int, made: int, over: Over) -> None:
+        self.node, self.reads, self.nbytes, self.made, self.over = node, reads, nbytes, made, over
         self.first: Step = self if root is node else next(step.first for step in reads if step.first.node is root)
 
     def call(self) -> "Step":
@@ -45,13 +50,18 @@ class Backward:
         self.again: set[fx.Node] = set()
         follows: set[fx.Node] = set()
         for node in graph.nodes:
-            if _is_gradient(node) or any(source in follows for source in node.all_input_nodes):
+            if is_gradient(node) or any(source in follows for source in node.all_input_nodes):
                 follows.add(node)
-            elif node.op == "call_function" and node.users and _is_pure(node):
+            elif node.op == "call_function" and node.users and is_pure(node):
                 self.again.add(node)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._flops: dict[fx.Node, int] = {}
+        self._over: dict[fx.Node, Over] = {}
         self.needs: dict[fx.Node, int] = {}
         self._inputs: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
+        for node in self.graph.nodes:
             held = need = 0
             for source in self.inputs(node):
                 need = max(need, held + self.needs[source])
@@ -102,7 +112,13 @@ class Backward:
                     steps.append(done[one])
 
     def step(self, node: fx.Node, reads: list[Step]) -> Step:
-        return Step(node, reads, self.roots[node], self.nbytes(node), self.made(node))
+        if node not in self._over:
+            self._over[node] = self.over(node)
+        return Step(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
+
+    def over(self, node: fx.Node) -> Over:
+        """The places of the inputs over which a result may be written, and their bytes."""
+        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in reinplace.may_overwrite(node)]
 
     def as_it_stands(self) -> list[Step]:
         """The nodes in the order of the graph."""
@@ -111,9 +127,37 @@ class Backward:
             done[node] = self.step(node, [done[source] for source in node.all_input_nodes])
         return list(done.values())
 
-    def parted(self, steps: list[Step], top: int) -> list[Step] | None:
-        """The steps with one value computed twice, so that fewer bytes are alive at the place ``top``; or None."""
-        now = Alive(steps)
+    def flops_of(self, node: fx.Node) -> int:
+        return flops_of(node)
+
+    def flops(self, steps: list[Step]) -> int:
+        """The arithmetic of the products that are computed again."""
+        for step in steps:
+            if step.node in self.again and step.node not in self._flops:
+                self._flops[step.node] = self.flops_of(step.node)
+        return sum(self._flops[step.node] for step in steps if step.node in self.again)
+
+    def least_peak(self, goal: Goal | None) -> list[Step]:
+        """The nodes in turn, with those computed once more that lower the peak."""
+        steps = self.in_turn()
+        if goal is None:
+            return self._parted_often(steps, inf, -inf)
+        steps = self._parted_often(steps, self.flops(steps), -inf)
+        return self._parted_often(steps, goal.flops, goal.peak)
+
+    def _parted_often(self, steps: list[Step], most: float, enough: float) -> list[Step]:
+        """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
+        for _ in range(TRIALS):
+            now = Alive(steps)
+            found = None if now.peak[0] <= enough else self.parted(steps, now, most)
+            if found is None:
+                break
+            steps = found
+        return steps
+
+    def parted(self, steps: list[Step], now: "Alive", most: float) -> list[Step] | None:
+        """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None."""
+        top = now.top
         crossing = [
             step
             for step in steps[:top]
@@ -121,7 +165,7 @@ class Backward:
         ]
         for step in sorted(crossing, key=lambda step: -step.nbytes):
             found = self._twice(steps, step, top, now)
-            if Alive(found).peak < now.peak:
+            if self.flops(found) <= most and Alive(found).peak < now.peak:
                 return found
         return None
 
@@ -185,9 +229,9 @@ class Alive:
     def _written_over(self, step: Step, place: int) -> int:
         """The bytes of an input that the result is written over."""
         memory = [read.first for read in step.reads]
-        for x in reinplace.may_overwrite(step.node):
-            first = memory[step.node.all_input_nodes.index(x)]
-            whole = first.nbytes == nbytes_of(x) and first.node.op == "call_function"
+        for at, nbytes in step.over:
+            first = memory[at]
+            whole = first.nbytes == nbytes and first.node.op == "call_function"
             if whole and self.last[first] == place and memory.count(first) == 1:
                 return first.nbytes
         return 0
@@ -196,18 +240,12 @@ class Alive:
         return {read.first for read in self.steps[place].reads}
 
 
-def rewrite(module: fx.GraphModule) -> None:
+def rewrite(module: fx.GraphModule, goal: Goal | None = None) -> None:
     """Puts the nodes of a graph of backward into this order."""
     backward = Backward(module.graph)
     if not backward.again:
         return
-    steps = backward.in_turn()
-    for _ in range(TRIALS):
-        found = backward.parted(steps, Alive(steps).top)
-        if found is None:
-            break
-        steps = found
-    module.graph = _written(steps)
+    module.graph = _written(backward.least_peak(goal))
     module.recompile()
 
 
@@ -220,11 +258,7 @@ def _written(steps: list[Step]) -> fx.Graph:
     return graph
 
 
-def _is_gradient(node: fx.Node) -> bool:
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
     if node.target is operator.getitem:
         return True

@@ -35,7 +35,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         with _parts.config.patch(activation_memory_budget=1.0, cse=False):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
         if self.settings.codegen == "aten":
-            order.rewrite(backward)
+            order.rewrite(backward, plan.goal)
         note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
         return forward, backward
 

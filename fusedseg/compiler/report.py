@@ -24,7 +24,7 @@ from ..memory.buffers import Buffers, results
 from ..memory.fake import fake_mode
 from ..memory.meter import key_of, mean_of, measure
 from . import keep, order
-from .joint import name_of, outputs_of, value_of
+from .joint import flops_of, is_gradient, name_of, outputs_of, value_of
 from .settings import OP, Settings
 
 INDUCTOR = Settings("inductor")
@@ -50,6 +50,7 @@ class Graph:
         stock: what the compiler's own partitioner keeps; None if nobody has asked for it.
         ours: what the backend keeps; None if ``eager`` is None.
         again: the ops that backward computes again, and how often.
+        repeated: the arithmetic of products that backward computes again, as a share of forward's.
         returned: the bytes that the graph returns.
         symbolic: whether it serves several sizes, so that its bytes are not counted.
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
@@ -61,6 +62,7 @@ class Graph:
     stock: Bytes | None = None
     ours: Bytes | None = None
     again: dict[str, int] = field(default_factory=dict)
+    repeated: float = 0.0
     returned: int = 0
     symbolic: bool = False
     ends: str = ""
@@ -82,7 +84,8 @@ class Graph:
             most = sorted(self.again.items(), key=lambda row: -row[1])
             names = ", ".join(f"{name} ×{count}" for name, count in most[:NAMES])
             more = f" and {len(most) - NAMES} other ops" if len(most) > NAMES else ""
-            yield f"  computed again     {names}{more}"
+            share = f", {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
+            yield f"  computed again     {names}{more}{share}"
         if self.ends:
             yield f"  ends               {self.ends}"
             yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."
@@ -230,7 +233,20 @@ def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], ou
     again = [n for n in map(keep.call_node, plan.again) if isinstance(n, fx.Node) and not keep.is_view(n)]
     calls: dict[Any, None] = dict.fromkeys(again)
     graph.again = dict(Counter(_readable(node) for node in calls))
+    graph.repeated = _repeated(*parts)
     graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
+
+
+def _repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> float:
+    """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
+    follows: set[fx.Node] = set()
+    again = 0
+    for node in backward.graph.nodes:
+        if is_gradient(node) or any(source in follows for source in node.all_input_nodes):
+            follows.add(node)
+        else:
+            again += flops_of(node)
+    return again / max(1, sum(map(flops_of, forward.graph.nodes)))
 
 
 def _readable(node: fx.Node) -> str:

@@ -21,6 +21,11 @@ class Wanted:
     budget: Budget
     peak: int | None = None
 
+    @property
+    def is_absolute(self) -> bool:
+        """Whether it asks for bytes, and not for a share of those of eager mode."""
+        return self.budget.nbytes is not None or self.peak is not None
+
 
 def parse_wanted(op: str, budget: Any, extra_flops: Any) -> Wanted | None:
     """The options as ``Wanted``; None without them.  Raises ValueError or TypeError for wrong ones."""

@@ -4,34 +4,36 @@ import copy
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fusedseg import _torch
-from fusedseg.compiler import choose, partition
+from fusedseg.compiler import choose, forms, keep
 from fusedseg.compiler import emit as partition_emit
+from fusedseg.compiler.live import nbytes_of
 from fusedseg.compiler.settings import parse
 from fusedseg.memory import LiveBytes, allocator_peak
 from tests.compiler.networks import kept, make, results, same
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
+# The share of forward's arithmetic by which a choice may be above the optimum.
+FAR = 0.05
 
 
 @pytest.fixture
 def chosen(monkeypatch):
     """For each graph: the bytes of eager mode, the price of the choice, and the share of arithmetic that it repeats."""
     found = []
+    choosing = choose.chosen
 
-    choosing = choose.choose
+    def noted(choices, wanted, eager):
+        choice = choosing(choices, wanted, eager)
+        found.append((eager, choice.cost, choice.cost.flops / max(choices.total, 1)))
+        return choice
 
-    def noted(joint, wanted, eager, fused):
-        plan = choosing(joint, wanted, eager, fused)
-        prices = choose.Prices(joint, fused)
-        cost = prices.cost([i for i, product in enumerate(prices.calls) if product.node in plan.again])
-        found.append((eager, cost, cost.flops / max(prices.total, 1)))
-        return plan
-
-    monkeypatch.setattr(partition.choose, "choose", noted, raising=True)
+    monkeypatch.setattr(choose, "chosen", noted)
     return found
 
 
@@ -152,11 +154,27 @@ def test_peak_of_a_card(chosen):
 def test_dynamic_shapes(chosen):
     net, _ = make("ResNet")
     twin = copy.deepcopy(net)
-    run = budgeted(net, 0.5, dynamic=True)
+    run = budgeted(net, 0.3, dynamic=True)
     for size in (32, 48):
         x = [torch.randn(3, 3, size, size)]
         assert same(results(net, run, x, 1), results(twin, twin, x, 1))
     assert all(share > 0 for _, _, share in chosen)
+
+
+def test_bytes_of_several_graphs_warn():
+    """A share holds for all graphs together; bytes hold for each."""
+    first, second = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def net(x):
+        x = first(x).relu()
+        torch._dynamo.graph_break()
+        return second(x)
+
+    with pytest.warns(UserWarning, match="graph break, and each of its graphs keeps and peaks at up to budget='1GiB'"):
+        budgeted(net, "1GiB")(torch.randn(1, 2, 4, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*graph break")
+        budgeted(net, 1.0)(torch.randn(1, 2, 4, 4))
 
 
 @pytest.mark.slow
@@ -165,11 +183,11 @@ def test_inductor(chosen):
     net, inputs = make("U-Net")
     net, inputs = net.double(), [x.double() for x in inputs]
     twin = copy.deepcopy(net)
-    run = budgeted(net, 0.28, "inductor")
+    run = budgeted(net, 0.4, "inductor")
     for found, wanted in zip(results(net, run, inputs, 1), results(twin, twin, inputs, 1), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
     assert chosen[-1][2] > 0
-    assert chosen[-1][1].kept <= 0.28 * chosen[-1][0]
+    assert chosen[-1][1].kept <= 0.4 * chosen[-1][0]
 
 
 @pytest.mark.parametrize(
@@ -187,3 +205,68 @@ def test_inductor(chosen):
 def test_wrong_options_raise(options, error):
     with pytest.raises((ValueError, TypeError), match=error):
         parse(options)
+
+
+def least_arithmetic(choices, nbytes):
+    """The least arithmetic with which forward keeps so many bytes, by an exact solver; the peak is left out."""
+    optimize = pytest.importorskip("scipy.optimize")
+    rows = []
+    cut = choices.cut()
+    needed = {node for _, node in keep.entries(choices.joint, keep.readers_of_forward(choices.joint))}
+    place, price = {}, []
+
+    def variable(what, flops=0):
+        if what not in place:
+            place[what] = len(price)
+            price.append(flops)
+        return place[what]
+
+    weights, most = {}, nbytes
+    for node, sources in cut.sources.items():
+        own = {variable(("kept", node)): 1, variable(("again", node)): 1}
+        weights[variable(("kept", node))] = choices.nbytes(node) if sources is None or not keep.is_view(node) else 1e12
+        if node in choices.joint.returned:
+            most -= nbytes_of(node)
+        if node in needed:
+            rows.append((own, 1))
+        if sources is None:
+            rows.append(({variable(("again", node)): -1}, 0))
+            continue
+        call = node if forms.form_of(node) is not None else keep.call_node(node)
+        run = variable(("run", call), choices.flops.get(call, 0))
+        rows.append(({run: 1, variable(("again", node)): -1}, 0))
+        for source in sources:
+            rows.append(({variable(("kept", source)): 1, variable(("again", source)): 1, run: -1}, 0))
+    matrix = np.zeros((len(rows) + 1, len(price)))
+    for i, (row, _) in enumerate(rows):
+        matrix[i, list(row)] = list(row.values())
+    matrix[-1, list(weights)] = [-weight for weight in weights.values()]
+    least = [low for _, low in rows] + [-most]
+    found = optimize.milp(
+        np.array(price, dtype=float),
+        constraints=optimize.LinearConstraint(matrix, least),
+        integrality=np.ones(len(price)),
+        bounds=optimize.Bounds(0, 1),
+        options={"time_limit": 30},
+    )
+    assert found.success, found.message
+    return found.fun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["U-Net", "3D U-Net", "nnU-Net", "ResNet", "two encoders"])
+def test_beside_the_optimum(name, monkeypatch):
+    """Each choice repeats little more than the least arithmetic that its kept bytes need."""
+    found = []
+    choosing = choose.chosen
+
+    def compared(choices, wanted, eager):
+        for choice in choices.on_the_way_down(0.35 * choices.total):
+            found.append((choice.cost.flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
+        return choosing(choices, wanted, eager)
+
+    monkeypatch.setattr(choose, "chosen", compared)
+    net, inputs = make(name)
+    budgeted(net, None, extra_flops=0.35)(*inputs)
+    print(name, [round(more, 3) for more in found])
+    assert max(found[1:]) <= FAR

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import inf
-from typing import Any, Protocol
 
-from .graph import Moment
+from .graph import Graph
 from .replay import Cost
 
 # A search ends after this many prices or this many steps, with the best set so far.
@@ -33,26 +32,6 @@ STEPS = 100
 SAME = 1e-3
 
 Again = frozenset[int]
-
-
-class Priced(Protocol):
-    """A step whose choices have a price, such as ``Graph`` and the joint graph of the compiler backend.
-
-    Attributes:
-        calls: the calls; each has its arithmetic as ``flops``.
-    """
-
-    calls: list[Any]
-
-    @property
-    def choosable(self) -> list[int]:
-        """The calls that may run twice."""
-
-    def cost(self, again: Again, *, hold_all: bool = False) -> Cost | None:
-        """The price of running these calls twice."""
-
-    def moments(self) -> list[Moment]:
-        """Moments at which the peak may lie."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +106,7 @@ class Knapsack:
     ``hold_all`` is that of ``Graph.cost``.
     """
 
-    def __init__(self, graph: Priced, *, hold_all: bool = False) -> None:
+    def __init__(self, graph: Graph, *, hold_all: bool = False) -> None:
         self._price = partial(graph.cost, hold_all=hold_all)
         self._known: dict[Again, Cost | None] = {}
         nothing = self.cost(frozenset())

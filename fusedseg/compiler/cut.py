@@ -1,0 +1,208 @@
+"""Which values forward keeps at the least price of bytes and arithmetic: a minimum cut.
+
+A value of forward that backward reads is kept, which costs its bytes, or computed again, which costs its arithmetic,
+and then backward reads the values from which it follows.  For one price of arithmetic in bytes the best choice is a
+minimum cut of a network with two vertices for each value: the value is available to backward, and it is computed again.
+With a lower price more values are computed again, and all that was before still is.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import fx
+
+from . import forms, keep
+from .joint import Joint
+from .keep import call_node, is_free, is_view
+
+# Capacities are whole numbers: this many for a byte.
+UNIT = 1 << 10
+ENDLESS = 1 << 80
+# The prices of arithmetic, in bytes: each is this share of the one before it.
+FIRST, NEXT, PRICES = 1 / 4, 0.85, 90
+
+
+class Flow:
+    """A network from vertex 0 to vertex 1, and a maximum flow in it, which grows with the capacities (Dinic)."""
+
+    def __init__(self) -> None:
+        self.heads: list[int] = []
+        self.left: list[int] = []
+        self.edges: list[list[int]] = [[], []]
+
+    def vertex(self) -> int:
+        self.edges.append([])
+        return len(self.edges) - 1
+
+    def edge(self, tail: int, head: int, capacity: int) -> int:
+        """An edge, whose twin of the other direction is the next one."""
+        for one, other, left in ((tail, head, capacity), (head, tail, 0)):
+            self.edges[one].append(len(self.heads))
+            self.heads.append(other)
+            self.left.append(left)
+        return len(self.heads) - 2
+
+    def augment(self) -> None:
+        while (levels := self._levels())[1] >= 0:
+            self._block(levels)
+
+    def _levels(self) -> list[int]:
+        """For each vertex its distance from vertex 0; -1 where there is no way."""
+        levels = [-1] * len(self.edges)
+        levels[0] = 0
+        queue = deque([0])
+        while queue:
+            tail = queue.popleft()
+            for edge in self.edges[tail]:
+                head = self.heads[edge]
+                if self.left[edge] and levels[head] < 0:
+                    levels[head] = levels[tail] + 1
+                    queue.append(head)
+        return levels
+
+    def _block(self, levels: list[int]) -> None:
+        """Fills all shortest ways."""
+        heads, left, edges = self.heads, self.left, self.edges
+        turn = [0] * len(edges)
+        path: list[int] = []
+        at = 0
+        while True:
+            if at == 1:
+                most = min(left[edge] for edge in path)
+                for edge in path:
+                    left[edge] -= most
+                    left[edge ^ 1] += most
+                full = next(place for place, edge in enumerate(path) if not left[edge])
+                at = heads[path[full] ^ 1]
+                del path[full:]
+            while turn[at] < len(edges[at]):
+                edge = edges[at][turn[at]]
+                if left[edge] and levels[heads[edge]] == levels[at] + 1:
+                    break
+                turn[at] += 1
+            else:
+                if not path:
+                    return
+                at = heads[path.pop() ^ 1]
+                turn[at] += 1
+                continue
+            path.append(edge)
+            at = heads[edge]
+
+    def before_the_end(self) -> list[bool]:
+        """For each vertex whether more could flow from it to vertex 1."""
+        found = [False] * len(self.edges)
+        found[1] = True
+        stack = [1]
+        while stack:
+            head = stack.pop()
+            for edge in self.edges[head]:
+                tail = self.heads[edge]
+                if self.left[edge ^ 1] and not found[tail]:
+                    found[tail] = True
+                    stack.append(tail)
+        return found
+
+
+class Vertices(NamedTuple):
+    """The vertices of a value: it is available to backward; it is computed again."""
+
+    available: int
+    again: int
+
+
+class Cut:
+    """The network of a joint graph.
+
+    Args:
+        joint: the graph.
+        nbytes: the bytes that keeping a value costs.
+        price: the arithmetic that a second run of a call costs.
+    """
+
+    def __init__(self, joint: Joint, nbytes: Callable[[fx.Node], int], price: Callable[[fx.Node], int]) -> None:
+        flow = self._flow = Flow()
+        needed = [node for _, node in keep.entries(joint, keep.readers_of_forward(joint))]
+        self.sources = _all_sources(needed, joint)
+        self._vertices: dict[fx.Node, Vertices] = {}
+        for node, sources in self.sources.items():
+            one = flow.vertex()
+            free = is_view(node) and sources is not None
+            own = self._vertices[node] = Vertices(one, one if free else flow.vertex())
+            if not free:
+                flow.edge(own.again, own.available, UNIT * nbytes(node))
+        for node in needed:
+            flow.edge(self._vertices[node].available, 1, ENDLESS)
+        # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
+        self._priced: list[tuple[int, int]] = []
+        calls: dict[fx.Node, int] = {}
+        for node, sources in self.sources.items():
+            again = self._vertices[node].again
+            if sources is None:
+                flow.edge(0, again, ENDLESS)
+                continue
+            # Results of one call share its run.
+            call = node if forms.form_of(node) is not None else call_node(node)
+            if call not in calls:
+                calls[call] = flow.vertex()
+                self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
+                for source in sources:
+                    flow.edge(self._vertices[source].available, calls[call], ENDLESS)
+            flow.edge(calls[call], again, ENDLESS)
+
+    def steps(self) -> list[frozenset[fx.Node]]:
+        """The values that are computed again, for falling prices of arithmetic; each set has those before it."""
+        found: list[frozenset[fx.Node]] = []
+        paid = [0] * len(self._priced)
+        for step in reversed(range(PRICES)):
+            for place, (edge, flops) in enumerate(self._priced):
+                more = int(UNIT * FIRST * NEXT**step * flops) - paid[place]
+                self._flow.left[edge] += more
+                paid[place] += more
+            self._flow.augment()
+            after = self._flow.before_the_end()
+            again = frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
+            if not found or again != found[-1]:
+                found.append(again)
+        return found[::-1]
+
+    def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
+        """Values that are computed again together: each part may be so without the others."""
+        parts: list[set[fx.Node]] = []
+        left = set(more)
+        neighbours: dict[fx.Node, set[fx.Node]] = {node: set() for node in more}
+        for node in more:
+            for source in (*(self.sources[node] or ()), *_results(node)):
+                if source in more:
+                    neighbours[node].add(source)
+                    neighbours[source].add(node)
+        while left:
+            part: set[fx.Node] = set()
+            stack = [left.pop()]
+            while stack:
+                node = stack.pop()
+                part.add(node)
+                stack += neighbours[node] & left
+                left -= neighbours[node]
+            parts.append(part)
+        return parts
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The results of the call of which a node is one."""
+    call = call_node(node)
+    return [] if call is node else list(call.users)
+
+
+def _all_sources(needed: list[fx.Node], joint: Joint) -> dict[fx.Node, list[fx.Node] | None]:
+    """For each value that backward may have, the values from which it follows; None if it cannot run again."""
+    found: dict[fx.Node, list[fx.Node] | None] = {}
+    stack = list(needed)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            sources = keep.sources_of(node, joint)
+            found[node] = None if sources is None else [source for source in sources if not is_free(source)]
+            stack += found[node] or ()
+    return found
