@@ -24,8 +24,7 @@ from ..ops.recompute.cheap import call_of, has_flops, is_cheap, size_of, tensors
 from ..ops.recompute.packed import FEWEST_VALUES
 from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
-from .joint import Goal, Joint, copied, is_op, is_random, name_of, nbytes_of
-from .norm_calls import is_served
+from .joint import Goal, Joint, copied, is_op, is_random, nbytes_of
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -264,13 +263,8 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
 
 
 def _take_along(found: Plan) -> None:
-    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm.
-
-    Those of a group norm are kept where Triton rebuilds its output from them.
-    """
+    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
     for node in [node for node in found.kept if node.target is operator.getitem]:
-        if name_of(call_node(node)) == "native_group_norm" and is_served(call_node(node).args[0]):
-            continue
         others = (other for other in call_node(node).users if other in found.again and forms.form_of(other) is None)
         other = next(others, None)
         if other is not None:
