@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from .. import _torch
 from ..ops.recompute.cheap import has_flops, hint_of, size_of, tensors_of
@@ -67,7 +66,7 @@ def flops_of(node: fx.Node) -> int:
     def numbers(value: Any) -> Any:
         return torch.Size(map(hint_of, value.shape)) if isinstance(value, Tensor) else value
 
-    args, kwargs, out = tree_map(numbers, fx.map_arg((node.args, node.kwargs, node), value_of))
+    args, kwargs, out = _torch.tree_map(numbers, fx.map_arg((node.args, node.kwargs, node), value_of))
     return int(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=out))  # type: ignore[union-attr]
 
 

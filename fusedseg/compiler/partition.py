@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, choose, forms, joint, keep, order, rounded, simplify, split
+from . import branches, choose, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after
 from .settings import Settings
 
@@ -65,6 +65,8 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         of, decided, found = _rounded(module, forward_outputs, settings.bits)
         storage = rounded.Storage(graph, found, settings.seed)
     keep.apply(of, decided, storage)
+    if settings.bits is not None and settings.codegen == "inductor":
+        fused.rewrite(module)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()

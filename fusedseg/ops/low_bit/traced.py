@@ -19,8 +19,12 @@ from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, lines_o
 
 
 def key_of(key: Tensor, place: int) -> Tensor:
-    """The int32 key of the tensor at a place of its graph, from the key of the step."""
-    return _finished((key & 0x7FFFFFFF).to(torch.int32) + signed(mixed(place)))
+    """The int32 key of the tensor at a place of its graph, from the key of the step.
+
+    The sum is one of int64: a C++ compiler that knows the range of an int32 may take it for granted that it does not
+    overflow, and leave the key out.
+    """
+    return _finished(((key & 0x7FFFFFFF) + mixed(place)).to(torch.int32))
 
 
 def hashed(indices: Tensor, key: Tensor) -> Tensor:
