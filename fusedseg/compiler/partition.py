@@ -1,5 +1,7 @@
 """The partitioner: passes over the joint graph, the decision what to keep, and the compiler's own cut along it."""
 
+import functools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from torch import fx
 from .. import _torch
 from . import branches, choose, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after
-from .settings import Settings
+from .settings import OP, Settings
 
 _parts = _torch.compiler_parts()
 # Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
@@ -50,6 +52,8 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
     graph = module.graph
+    if (settings.bits is not None or wanted is not None) and any(keep.LABEL in node.meta for node in graph.nodes):
+        _say_once()
     simplify.rewrite(graph)
     forms.forget_running(graph)
     if settings.codegen == "inductor" or settings.bits is not None:
@@ -71,6 +75,15 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph.lint()
     module.recompile()
     return decided
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        f"{OP}: the options bits and budget change nothing in the parts of the model that a checkpoint, a recompute "
+        "scope or fusedseg.convert rules; give the backend the stock model",
+        stacklevel=2,
+    )
 
 
 def _rounded(module: fx.GraphModule, outputs: int, bits: int) -> tuple[joint.Joint, keep.Plan, rounded.Rounded]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import fusedseg
 from fusedseg import _torch
+from fusedseg.compiler import partition
 from fusedseg.ops.recompute.packed import packed_bytes
 from tests.compiler import jobs
 from tests.compiler.networks import compiled, kept, make
@@ -231,6 +233,15 @@ def test_inductor():
     found = error_of(net, [IMAGE], 4, 64, codegen="inductor")
     assert 0 < found.size < 0.05
     assert found.bias < MOST
+
+
+def test_a_converted_model_is_told_of():
+    """What ``convert`` rules in a graph keeps its values; the option is not ignored in silence."""
+    net, inputs = make("U-Net")
+    fusedseg.convert(net, example_inputs=inputs[0])
+    partition._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="give the backend the stock model"):
+        compiled(net, bits=4)(*inputs).mean().backward()
 
 
 def test_seeds():
