@@ -118,9 +118,6 @@ def parse(
     if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
         # The stock function chooses another form then.
         return None
-    if x.is_cpu and torch.is_autocast_enabled("cpu"):
-        # Autocast does the same for the stock function on a CPU.
-        x = x.float()
     sizes = [size] * dims if isinstance(size, int | torch.SymInt) else size
     factors = [scale_factor] * dims if isinstance(scale_factor, int | float) else scale_factor
     if factors is not None and recompute_scale_factor:

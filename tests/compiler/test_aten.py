@@ -48,6 +48,15 @@ def test_interpolation_has_eager_bits(mode, dims, sizes):
     assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_interpolation_has_eager_modes_dtype_under_autocast(dtype):
+    net, x = nn.Upsample(scale_factor=2, mode="bilinear"), torch.randn(1, 2, 4, 4, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = net(x), compiled(net)(x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(3, 1, 1, 2)]
 )
