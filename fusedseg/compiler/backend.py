@@ -3,8 +3,6 @@
 The entry point group ``torch_dynamo_backends`` names ``backend``, so that no import is needed.
 """
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,7 @@ from torch import fx
 
 from .. import _torch
 from .report import noting
-from .settings import OP, Settings, parse
+from .settings import OP, Settings, parse, say_once
 
 
 def backend(
@@ -28,8 +26,8 @@ def backend(
     compiler = _inductor if settings.codegen == "inductor" else _aten
     wanted = settings.wanted
     if wanted is not None and wanted.is_absolute and _torch.reason_of_break(module):
-        _say_once(
-            f"{OP}: the model has a graph break, and each of its graphs keeps and peaks at up to "
+        say_once(
+            ": the model has a graph break, and each of its graphs keeps and peaks at up to "
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
     with noting(module, example_inputs, _torch.compiling()):
@@ -45,13 +43,8 @@ def chosen(settings: Settings) -> Settings:
         return replace(settings, codegen="inductor")
     if settings.codegen == "inductor":
         raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
-    _say_once(f"{OP} runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}")
+    say_once(f" runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}")
     return replace(settings, codegen="aten", inductor={})
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
 
 
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:

@@ -64,9 +64,7 @@ class BatchNorm(NamedTuple):
         return call(graph, operator.getitem, again, 0, before=before)
 
 
-class GroupNorm(NamedTuple):
-    """The output of a group norm, from its statistics of shape (N, groups)."""
-
+class _FromStatistics(NamedTuple):
     x: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
@@ -75,6 +73,10 @@ class GroupNorm(NamedTuple):
 
     def sources(self) -> list[fx.Node]:
         return [source for source in self if source is not None]
+
+
+class GroupNorm(_FromStatistics):
+    """The output of a group norm, from its statistics of shape (N, groups)."""
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
@@ -102,17 +104,8 @@ class GroupNorm(NamedTuple):
         return make(aten.view.default, again, list(shape))
 
 
-class LayerNorm(NamedTuple):
+class LayerNorm(_FromStatistics):
     """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
-
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    mean: fx.Node
-    rstd: fx.Node
-
-    def sources(self) -> list[fx.Node]:
-        return [source for source in self if source is not None]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
@@ -131,16 +124,18 @@ class LayerNorm(NamedTuple):
         return again if bias is None else make(aten.add.Tensor, again, bias)
 
 
-def _normed(graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: Any, mean: fx.Node, before: fx.Node) -> fx.Node:
+def _normed(
+    graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: fx.Node | None, mean: fx.Node, before: fx.Node
+) -> fx.Node:
     """(x - mean) scale + shift for each channel, in one pass: a batch norm in eval mode."""
     wide = torch.float64 if value_of(x).dtype == torch.float64 else torch.float32
 
-    def widened(t: fx.Node | None) -> fx.Node | None:
-        if t is None or value_of(t).dtype == wide:
+    def widened(t: fx.Node) -> fx.Node:
+        if value_of(t).dtype == wide:
             return t
         return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
 
-    scale, shift, mean = map(widened, (scale, shift, mean))  # type: ignore[assignment]
+    scale, shift, mean = widened(scale), None if shift is None else widened(shift), widened(mean)
     # A shape may be symbolic, so a node takes it from the statistics.
     one = call(graph, aten.full_like.default, mean, 1, before=before)
     given = (x, scale, shift, mean, one, False, 0.0, 0.0)

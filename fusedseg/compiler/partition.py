@@ -1,7 +1,5 @@
 """The partitioner: passes over the joint graph, the decision what to keep, and the compiler's own cut along it."""
 
-import functools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from torch import fx
 from .. import _torch
 from . import branches, choose, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after
-from .settings import OP, Settings
+from .settings import Settings, say_once
 
 _parts = _torch.compiler_parts()
 # Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
@@ -53,7 +51,10 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         simplify.part(module.graph)
     graph = module.graph
     if (settings.bits is not None or wanted is not None) and any(keep.LABEL in node.meta for node in graph.nodes):
-        _say_once()
+        say_once(
+            ": the options bits and budget change nothing in the parts of the model that a checkpoint, a recompute "
+            "scope or fusedseg.convert rules; give the backend the stock model"
+        )
     simplify.rewrite(graph)
     forms.forget_running(graph)
     if settings.codegen == "inductor" or settings.bits is not None:
@@ -75,15 +76,6 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph.lint()
     module.recompile()
     return decided
-
-
-@functools.cache
-def _say_once() -> None:
-    warnings.warn(
-        f"{OP}: the options bits and budget change nothing in the parts of the model that a checkpoint, a recompute "
-        "scope or fusedseg.convert rules; give the backend the stock model",
-        stacklevel=2,
-    )
 
 
 def _rounded(module: fx.GraphModule, outputs: int, bits: int) -> tuple[joint.Joint, keep.Plan, rounded.Rounded]:

@@ -1,5 +1,7 @@
 """The options of the backend: ``torch.compile(model, backend="fusedseg", options={...})``."""
 
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,6 +11,12 @@ from .wanted import Wanted, parse_wanted
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Warns with the name of the backend before the text, once in a process."""
+    warnings.warn(f"{OP}{text}", stacklevel=2)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusedseg import recompute
 from fusedseg.compiler import backend, partition, report
-from fusedseg.compiler.settings import Settings, parse
+from fusedseg.compiler.settings import Settings, parse, say_once
 from tests.compiler.networks import HAS_CXX, compiled, kept, make, results, same
 
 
@@ -56,7 +56,7 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
     # The function has the name of its module.
     home = sys.modules["fusedseg.compiler.backend"]
     monkeypatch.setattr(home._torch, "inductor_problem", lambda: "there is no C++ compiler (Missing)")
-    home._say_once.cache_clear()
+    say_once.cache_clear()
     model, x = net(), torch.randn(2, 1, 6, 6)
     with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
         torch.compile(model, backend="fusedseg")(x)
@@ -67,7 +67,7 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
     torch._dynamo.reset()
     with pytest.raises(Exception, match="codegen='inductor' cannot work here"):
         compiled(model, "inductor")(x)
-    home._say_once.cache_clear()
+    say_once.cache_clear()
 
 
 def test_modes_are_those_of_inductor():

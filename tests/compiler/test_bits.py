@@ -9,7 +9,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler import partition
+from fusedseg.compiler.settings import say_once
 from fusedseg.ops.recompute.packed import packed_bytes
 from tests.compiler import jobs
 from tests.compiler.networks import compiled, kept, make
@@ -239,7 +239,7 @@ def test_a_converted_model_is_told_of():
     """What ``convert`` rules in a graph keeps its values; the option is not ignored in silence."""
     net, inputs = make("U-Net")
     fusedseg.convert(net, example_inputs=inputs[0])
-    partition._say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match="give the backend the stock model"):
         compiled(net, bits=4)(*inputs).mean().backward()
 
