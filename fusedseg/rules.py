@@ -85,7 +85,7 @@ def _flagged(*functions: Function) -> dict[Function, Any]:
     return dict.fromkeys(functions, FLAG)
 
 
-def _each(kind: str, *ops: str, cheap: bool = True) -> list[Row]:
+def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[Row]:
     """A row for each of the ops, which no call of the scope has."""
     return [Row(op, kind, (op,), cheap=cheap) for op in ops]
 
@@ -148,12 +148,12 @@ _ACTIVATIONS = (
     ),
     *(
         Row(
-            name, SMOOTH, (name,), {call: over, method: overwriting, getattr(F, name): None}, "call",
+            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, "call",
             saves_result=True, backward=f"{name}_backward",
         )
-        for name, call, over, method, overwriting in (
-            ("sigmoid", torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
-            ("tanh", torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_),
+        for name, function, call, over, method, overwriting in (
+            ("sigmoid", F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
+            ("tanh", F.tanh, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_),
         )
     ),
 )  # fmt: skip
@@ -168,10 +168,14 @@ _PRODUCTS = (
     Row("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, "call"),
     # It is linear in the numerator alone; ``branches.kind_of`` asks which argument is rounded.
     Row("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, "call"),
-    *_each(PRODUCT, "addcmul"),
+    *_each(PRODUCT, ("addcmul",)),
     *_each(
-        PRODUCT, "convolution_backward", "native_batch_norm_backward", "native_dropout_backward",
-        "native_group_norm_backward", "native_layer_norm_backward", cheap=False,
+        PRODUCT,
+        (
+            "convolution_backward", "native_batch_norm_backward", "native_dropout_backward",
+            "native_group_norm_backward", "native_layer_norm_backward",
+        ),
+        cheap=False,
     ),
 )  # fmt: skip
 
@@ -222,10 +226,8 @@ _LINEAR = (
         "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), "dropout",
         cheap=False,
     ),
-    *_each(
-        LINEAR, "rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill",
-    ),
-    *_each(LINEAR, "copy", cheap=False),
+    *_each(LINEAR, ("rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill")),
+    *_each(LINEAR, ("copy",), cheap=False),
 )  # fmt: skip
 
 _EXACT = (
@@ -238,7 +240,7 @@ _EXACT = (
         _alone(F.batch_norm), "norm",
     ),
     # In eval mode the statistics are constants.
-    *_each(LINEAR, "_native_batch_norm_legit_no_training"),
+    *_each(LINEAR, ("_native_batch_norm_legit_no_training",)),
     Row("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), "norm"),
     Row("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), "call"),
     Row("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm), "call"),
@@ -247,15 +249,15 @@ _EXACT = (
         _alone(F.max_pool2d, torch.max_pool2d), "max_pool2d",
     ),
     Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d), "max_pool3d"),
-    *_each(EXACT, "_softmax", "_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt"),
-    *_each(EXACT, "broadcast_in_dim"),
+    *_each(EXACT, ("_softmax", "_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
+    *_each(EXACT, ("broadcast_in_dim",)),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
-    *_each(SMOOTH, "exp", "expm1", "log1p", "erf", "sin", "cos"),
+    *_each(SMOOTH, ("exp", "expm1", "log1p", "erf", "sin", "cos")),
     *_each(
-        SMOOTH, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward", cheap=False
+        SMOOTH, ("silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"), cheap=False
     ),
     Row("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     Row("clamp", EXACT, ("clamp",), pieces=_clamp),
@@ -276,8 +278,12 @@ _WRITTEN = (
         pieces=lambda g, x, w: (torch.where(x > 0, g, w * g), torch.where(x > 0, 0.0, x * g)),
     ),
     *_each(
-        FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
-        "ones_like", "full_like", cheap=False,
+        FORM,
+        (
+            "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
+            "ones_like", "full_like",
+        ),
+        cheap=False,
     ),
 )  # fmt: skip
 
