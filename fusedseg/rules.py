@@ -183,6 +183,7 @@ _LINEAR = (
     Row("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, "call"),
     Row("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, "call"),
     Row("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), "cat"),
+    Row("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), "call"),
     Row("stack", LINEAR, ("stack",), _alone(torch.stack), "call"),
     Row(
         "pad", LINEAR,

@@ -85,6 +85,7 @@ ARGUMENTS = {
     "prelu": lambda: (tensor(), torch.full((8,), 0.3, dtype=torch.float64)),
     "repeat": given([1, 2, 1, 1]),
     "reshape": lambda: (tensor().transpose(1, 2), (-1,)),
+    "roll": given(2, 1),
     "softplus": given(1, 2.0),
     "threshold_backward": lambda: (tensor(), tensor(), 0.2),
     "to": given(torch.float32),
