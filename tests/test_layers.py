@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations, read sizes, and have the private names of PyTorch.
-BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
+# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),
+    "rules": (set(), {"torch"}),
     "progress": (set(), set()),
     # numpy handles the few values of a channel vector on a CPU.
     "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
