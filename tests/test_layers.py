@@ -35,8 +35,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
-        {"nnunetv2", "torch"},
+        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"}
+        | {"progress"},
+        {"nnunetv2", "numpy", "torch"},
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
@@ -51,7 +52,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {"demo", "integrations", "kernels"}
 LAZY_PACKAGES = {"matplotlib", "nilearn", "nnunetv2", "tqdm"}
 # These files are themselves imported only inside functions.
-LAZY_FILES = {"fusedseg/demo/picture.py", "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py"}
+LAZY_FILES = {
+    "fusedseg/demo/picture.py",
+    "fusedseg/integrations/nnunet/predictor.py",
+    "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py",
+}
 
 
 @functools.cache
