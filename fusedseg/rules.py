@@ -127,7 +127,7 @@ _ACTIVATIONS = (
         backward="hardsigmoid_backward",
     ),
     Row(
-        "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), "call", cheap=False, kinks=(-3.0, 3.0),
+        "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), "call", kinks=(-3.0, 3.0),
         backward="hardswish_backward",
     ),
     Row(
@@ -135,7 +135,7 @@ _ACTIVATIONS = (
         fixed=(("scale", 1), ("input_scale", 1)),
     ),
     Row("selu", SMOOTH, ("elu",), _flagged(F.selu), "call", kinks=(0.0,), backward="elu_backward"),
-    Row("celu", EXACT, ("celu",), _flagged(F.celu), "call"),
+    Row("celu", SMOOTH, ("celu",), _flagged(F.celu), "call"),
     Row("silu", SMOOTH, ("silu",), _flagged(F.silu), "call", backward="silu_backward"),
     Row("mish", SMOOTH, ("mish",), _flagged(F.mish), "call", backward="mish_backward"),
     Row(
@@ -203,15 +203,15 @@ _LINEAR = (
         _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), "call",
     ),
     Row(
-        "pixel_shuffle", EXACT, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
-        "call", cheap=False,
+        "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
+        "call",
     ),
     Row(
         "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), "call"
     ),
     Row(
         "adaptive_avg_pool", LINEAR, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
-        _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), "call", cheap=False,
+        _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), "call",
     ),
     Row(
         "interpolate", LINEAR,
@@ -228,6 +228,7 @@ _LINEAR = (
         cheap=False,
     ),
     *_each(LINEAR, ("rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill")),
+    *_each(LINEAR, ("broadcast_in_dim",)),
     *_each(LINEAR, ("copy",), cheap=False),
 )  # fmt: skip
 
@@ -251,7 +252,6 @@ _EXACT = (
     ),
     Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d), "max_pool3d"),
     *_each(EXACT, ("_softmax", "_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
-    *_each(EXACT, ("broadcast_in_dim",)),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
