@@ -200,7 +200,8 @@ class _Slabs:
         self.open: dict[int, Tensor] = {}
 
     def add(self, fold: int, cell: Cell, logits: Tensor) -> None:
-        if not torch.isfinite(logits).all():
+        # Not isfinite of the logits, which would take their bytes another one and a half times.
+        if not torch.isfinite(torch.stack(logits.aminmax())).all():
             raise RuntimeError(
                 f"{OP}: the logits hold values that are not finite; reduce value_scaling_factor in compute_gaussian"
             )
