@@ -8,6 +8,7 @@ from tests.integrations.real import framework
 
 framework("nnunetv2")
 
+import SimpleITK  # noqa: E402
 from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor  # noqa: E402
 
 from fusedseg.integrations.nnunet import resampling  # noqa: E402
@@ -83,6 +84,10 @@ def test_refused(tmp_path, monkeypatch):
     given = image((31, 33, 37), (1.3, 1.3, 1.3))
     with pytest.raises(ValueError, match="save_probabilities must be False"):
         made.predict_single_npy_array(*given, save_or_return_probabilities=True)
+    for weight in made.list_of_parameters[0].values():
+        weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="values that are not finite"):
+        made.predict_single_npy_array(*given)
     plans["configurations"]["3d_fullres"]["resampling_fn_probabilities"] = "resample_torch_fornnunet"
     made = predictor(FusedPredictor, plans, FIVE, "3d_fullres")
     with pytest.raises(ValueError, match=r"got resample_torch_fornnunet with .*; predict with nnUNetv2_predict"):
@@ -96,3 +101,15 @@ def test_halves_are_rounded_once():
     found = resampling._rounded(torch.from_numpy(exact)).numpy()
     assert (found == exact.astype(np.float16)).all()
     assert found[0] > 1
+
+
+def test_files_have_the_labels_of_arrays(tmp_path, monkeypatch):
+    plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
+    values, properties = image((31, 33, 37), (1.3, 1.3, 1.3))
+    pixels = SimpleITK.GetImageFromArray(values[0])
+    pixels.SetSpacing((1.3, 1.3, 1.3))
+    SimpleITK.WriteImage(pixels, tmp_path / "case_0000.nii.gz")
+    made = predictor(FusedPredictor, plans, FIVE, "3d_fullres")
+    made.predict_from_files_sequential([[str(tmp_path / "case_0000.nii.gz")]], str(tmp_path / "out"))
+    found = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(tmp_path / "out" / "case.nii.gz"))
+    assert (found == made.predict_single_npy_array(values, properties)).all()

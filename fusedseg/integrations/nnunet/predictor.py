@@ -87,7 +87,8 @@ class FusedPredictor(nnUNetPredictor):
             windows = self._windows(tuple(padded.shape[1:]), size)
             folds = self.list_of_parameters or [None]
             slabs = _Slabs(crop[1:], len(folds), self._slab_labels(data, properties, results))
-            weights = self._weights(size, results).view(windows.roi)
+            # Beside the predictions, also where their sums are on the host.
+            weights = self._weights(size, self.device).view(windows.roi)
             sums = [Sums(windows, weights, results, partial(slabs.add, fold)) for fold in range(len(folds))]
             for row, of_row in groupby(windows.indices, key=lambda window: window[0]):
                 row_windows = list(of_row)
@@ -199,7 +200,8 @@ class _Slabs:
         self.open: dict[int, Tensor] = {}
 
     def add(self, fold: int, cell: Cell, logits: Tensor) -> None:
-        if not torch.isfinite(logits).all():
+        # Not isfinite of the logits, which would take their bytes another one and a half times.
+        if not torch.isfinite(torch.stack(logits.aminmax())).all():
             raise RuntimeError(
                 f"{OP}: the logits hold values that are not finite; reduce value_scaling_factor in compute_gaussian"
             )

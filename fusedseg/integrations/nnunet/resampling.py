@@ -108,7 +108,7 @@ class SlabLabels:
 
     # The resampled values that are formed at once: few on a CPU, where they stay in its cache.
     BLOCK = 2**17
-    BLOCK_GPU = 2**24
+    BLOCK_GPU = 2**22
 
     def __init__(
         self,
