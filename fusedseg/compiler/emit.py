@@ -180,4 +180,4 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     run = _function(source)
     run._boxed_call = True
     run.source = "\n".join(source.lines)
-    return run  # type: ignore[no-any-return]
+    return run
