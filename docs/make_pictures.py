@@ -181,8 +181,6 @@ def draw_memory() -> None:
     shape = ["--input", "2,1,320,150,26", "--dtype", "fp16", "--overwrite", "--plot"]
     run("profile", "unet3d_small", *shape, str(FOLDER / "profile.png"))
     run("profile", "unet3d_small", *shape, str(FOLDER / "compare.png"), "--compare", "eager,fusedseg,checkpoint")
-    curve = ["--input", "2,1,64,64,64", "--overwrite", "--curve", str(FOLDER / "curve.png")]
-    run("plan", "tests.nnunet:PlainConvUNet", *curve)
 
 
 def draw_demos() -> None:

@@ -46,11 +46,9 @@ HAS_TRITON = _INTERPRETER is not None and "_LangPatchScope" in _INTERPRETER.read
 # The tests that need a recompute scope, which PyTorch 2.6 and 2.7 cannot have.
 OF_THE_SCOPE = (
     "test_recompute",
-    "test_budget",
     "test_scope",
     "test_recipe",
     "test_stock",
-    "test_knapsack",
     "test_cast",
 )
 

@@ -64,7 +64,6 @@ ALLOWED = {
     "fusedseg/ops/recompute/packing.py": {"Tensor": NAMED, "home": NAMED},
     "fusedseg/ops/recompute/recipes.py": {"hooks[0]": "the saved-tensor hook of anybody"},
     "fusedseg/ops/recompute/registry.py": {"outer[0]": "the saved-tensor hook of anybody"},
-    "fusedseg/ops/recompute/twice.py": {"F": NAMED, "torch": NAMED, "node.next_functions[0][0]": NODE},
     "fusedseg/ops/recompute/watch.py": {"func": CALLED},
     "kernels/launcher.py": {"enter": VERSIONS, "leave": VERSIONS},
     "kernels/triton_names.py": {"triton": VERSIONS},

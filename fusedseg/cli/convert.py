@@ -5,7 +5,6 @@ import sys
 
 import torch
 
-from .._sizes import parse_bytes
 from ..conversion import convert
 from ..conversion.convert import MODES
 from ..progress import Progress
@@ -13,7 +12,7 @@ from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.
-OPTIONS = ("mode", "slope", "inplace", "budget", "extra_flops", "bits")
+OPTIONS = ("mode", "slope", "inplace", "bits")
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
@@ -27,7 +26,6 @@ def add_convert(commands) -> None:
         "tensors without values. Nothing is trained, and no file is written.",
         examples=[
             "fusedseg convert mypackage.nets:build --input 8,3,256,256 --verify",
-            "fusedseg convert mypackage.nets:build --input 8,3,256,256 --budget 0.3",
         ],
         run=run,
     )
@@ -50,20 +48,6 @@ def add_convert(commands) -> None:
         help="let no norm write over its input, for a model whose flow changes later",
     )
     command.add_argument(
-        "--budget",
-        type=budget,
-        metavar="SHARE|SIZE",
-        help="how much a step may keep for backward: a share of what the stock model keeps (0.3), or a size (6GiB); "
-        "convolutions whose outputs are large for their arithmetic then run twice",
-    )
-    command.add_argument(
-        "--extra-flops",
-        type=extra_flops,
-        metavar="SHARE",
-        help="the arithmetic that may run twice, as a share of the forward's (0.02); without --budget it buys as few "
-        "bytes as it can (default with --budget: 1.0)",
-    )
-    command.add_argument(
         "--bits",
         type=int,
         choices=(8, 4),
@@ -74,32 +58,6 @@ def add_convert(commands) -> None:
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
-def budget(text: str) -> float | int:
-    """A share such as 0.3, or the bytes of a size such as 6GiB."""
-    try:
-        share = float(text)
-    except ValueError:
-        try:
-            return parse_bytes("fusedseg.convert", "budget", text)
-        except ValueError:
-            share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise argparse.ArgumentTypeError(
-            f"expected a share above 0 and at most 1, or a size such as 6GiB, got {text!r}"
-        )
-    return share
-
-
-def extra_flops(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0.0 <= share < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, such as 0.02, got {text!r}")
-    return share
 
 
 def run(args: argparse.Namespace) -> int:

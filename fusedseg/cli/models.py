@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from .. import unet
-from ..conversion import Ladder, convert
+from ..conversion import convert
 from ..memory import fake
-from ..memory.strategy import Budgets, Convert
+from ..memory.strategy import Convert
 from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
@@ -51,14 +51,9 @@ class Spec:
     code: str | None = None
 
     def meaning(self, options: bool) -> str:
-        """What "fusedseg" stands for; with ``options`` also what it stands for beside a budget or bits."""
-        more = ", with a budget or bits for fusedseg.convert of its stock modules"
+        """What "fusedseg" stands for; with ``options`` also what it stands for beside bits."""
+        more = ", with bits for fusedseg.convert of its stock modules"
         return f"fusedseg stands for {self.how}{more if options and self.code else ''}."
-
-    @property
-    def budgets(self) -> Budgets:
-        """Makes the ladder of the model's byte budgets; that of a preset is of its stock modules too."""
-        return Ladder
 
 
 def parse_model(text: str) -> Spec:

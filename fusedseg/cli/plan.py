@@ -56,8 +56,8 @@ def add_plan(commands) -> None:
     command.add_argument(
         "--curve",
         metavar="PATH",
-        help="draw the bytes that a step keeps against the arithmetic that it repeats, for fusedseg's byte budgets, "
-        "those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
+        help="draw the bytes that a step keeps against the arithmetic that it repeats, for the budgets of "
+        "fusedseg's backend, those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     command.add_argument(
@@ -168,7 +168,6 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         args.budget,
         batch=batch,
         convert=spec.convert([(batch or 2, *shape) for shape in samples]),
-        budgets=spec.budgets,
         backend=partitions,
         bits=(8, 4),
         converted=FUSED,
@@ -187,7 +186,7 @@ def _curve(
     return curve(
         spec.build,
         samples,
-        spec.budgets,
+        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
         batch=batch or 2,
         dtype=DTYPES[args.dtype],
         backend=partitions,

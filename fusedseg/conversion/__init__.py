@@ -1,9 +1,8 @@
 """Converts stock models into lean models and back, and reports each change and its reason."""
 
 from .convert import convert
-from .ladder import Ladder, Rung
 from .report import ConversionReport, Row
 from .revert import revert
 from .verify import Difference, Verification
 
-__all__ = ["ConversionReport", "Difference", "Ladder", "Row", "Rung", "Verification", "convert", "revert"]
+__all__ = ["ConversionReport", "Difference", "Row", "Verification", "convert", "revert"]

@@ -7,16 +7,15 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from .._moved import refuse
 from ..activation import parse_invertible
 from ..memory import Footprint, measure
 from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
-from ..ops.recompute.choice import Budget
 from ..ops.recompute.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share
-from .budget import apply_budget
 from .flow import Flow, listed
 from .inputs import named, parse_inputs
 from .observe import observe, on_fake_tensors, set_training
@@ -40,11 +39,11 @@ def convert(
     mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
-    budget: float | str | None = None,
-    extra_flops: float | None = None,
     bits: Bits | None = None,
     seed: int | None = None,
     unrounded: str | Sequence[str] = (),
+    budget: None = None,
+    extra_flops: None = None,
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -91,33 +90,20 @@ def convert(
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
         inplace: whether norms may become in-place modules, which write over their input.
-        budget: how much a training step may keep for backward: a share of what the stock model keeps on the example
-            (0.3), or bytes as an int or a text ("6GiB").  The calls of convolutions, linear layers and matrix products
-            whose outputs are large for their arithmetic then run twice, with the same bits.  A smaller budget has no
-            higher peak.  The calls are chosen on the example; another size of the input keeps the choice, so that its
-            bytes grow with the size.  None lets no call run twice.
-        extra_flops: the arithmetic that may run twice, as a share of the forward's convolution and matrix arithmetic
-            (0.02).  Without ``budget``, it buys as few bytes as it can.  With ``budget``, the peak may be higher than
-            that of a larger budget where both limits cannot be met otherwise.  The default with ``budget`` is 0.35.
         bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
             the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
-            With a budget too, only convolutions that read exact values run twice, such as the first one.
         seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
             rounds anew; equal seeds give equal bits.
         unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
+        budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``budget``, ``extra_flops``, ``bits``, ``seed`` or ``unrounded`` has another type.
+            bool; ``bits``, ``seed`` or ``unrounded`` has another type; ``budget`` or ``extra_flops`` is given.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``budget``, ``extra_flops`` or ``bits`` is out of range; a name in
-            ``unrounded`` matches no module.
+            ``bits`` is out of range; a name in ``unrounded`` matches no module.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
             of the stock model does not.
-
-    Warns:
-        UserWarning: the budget cannot be reached; the warning and the report name the bytes that are kept, and the
-            nearest budget that can be met.
 
     Fused norms and their activations stay instances of the stock classes that they replace, such as ``nn.BatchNorm2d``
     and ``nn.ReLU``, so that code that looks for these classes by ``isinstance`` finds them.
@@ -153,7 +139,7 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
-    wanted = Budget.parse(OP, budget, extra_flops)
+    refuse(OP, budget=budget, extra_flops=extra_flops)
     rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
     if rounding is not None:
         rounding.seed = seed or 0
@@ -183,9 +169,6 @@ def convert(
         wiring.rounding = rounding
         scope.install(model, wiring)
         after = None if before is None else _converted_footprint(model, inputs)
-        twice = None if wanted is None else apply_budget(wiring, wanted, inputs, before, after)
-        if wiring.choice is not None and before is not None:
-            after = _converted_footprint(model, inputs)
         if rounding is not None:
             # The steps on the example do not count.
             rounding.steps = 0
@@ -202,7 +185,6 @@ def convert(
         after=after,
         uncounted=uncounted,
         guarantee=guarantee,
-        twice=twice,
         bits=bits,
     )
 

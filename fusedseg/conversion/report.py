@@ -9,7 +9,6 @@ from torch import nn
 
 from .._sizes import text_of
 from ..memory import Footprint
-from .budget import Twice
 from .verify import Verification, verify
 
 
@@ -67,7 +66,6 @@ class ConversionReport:
             values; "" if there was none.
         guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
-        twice: the budget, and the calls that run twice for it; None without a budget.
         bits: the bits a value in which the model keeps its activations in training; None if it keeps them as they are.
     """
 
@@ -82,7 +80,6 @@ class ConversionReport:
     after: Footprint | Any = None
     uncounted: str = ""
     guarantee: str = ""
-    twice: Twice | None = None
     bits: int | None = None
 
     def verify(self, example_input: object, *, training: bool | None = None) -> "Verification":
@@ -109,10 +106,9 @@ class ConversionReport:
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how, "guarantee": self.guarantee}
-        twice = {} if self.twice is None else {"twice": self.twice.to_dict()}
         bits = {} if self.bits is None else {"bits": self.bits}
         uncounted = {"uncounted": self.uncounted} if self.uncounted else {}
-        return json.dumps({**head, **rows, **memory, **uncounted, **twice, **bits})
+        return json.dumps({**head, **rows, **memory, **uncounted, **bits})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -122,8 +118,6 @@ class ConversionReport:
         if self.guarantee:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
-        if self.twice is not None:
-            lines += ["", str(self.twice)]
         if self.bits is not None:
             lines += ["", f"Activations are kept in {self.bits} bits: forward is exact, and the gradient has noise"]
         if self.before and self.after:

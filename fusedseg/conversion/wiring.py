@@ -7,7 +7,6 @@ The check raises an error at the next forward instead.
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,8 +14,6 @@ from torch import nn
 
 from .._module_hooks import has_global_hooks
 from ..nn.stock_norm import Aside
-from ..ops.recompute.choice import Choice
-from ..ops.recompute.guide import Guide
 from ..ops.recompute.packed import Rounding
 from ..ops.recompute.scope import recompute
 from .applied import Applied
@@ -60,10 +57,6 @@ class Wiring:
         self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
-        # The calls that run twice, if a budget was given and the model has run on the example.
-        self.choice: Choice | None = None
-        # Makes the guide of each scope; None without a budget.
-        self.make_guide: Callable[[], Guide] | None = None
         # How tensors are kept in fewer bits; None if all are kept as they are.
         self.rounding: Rounding | None = None
 
@@ -71,7 +64,7 @@ class Wiring:
         """A scope for one call of the model."""
         # A gradient in eval mode explains a model or tests it, and stays exact.
         rounding = self.rounding if self.root.training else None
-        return recompute.guided(self.make_guide, None if self.choice is None else self.choice.again_in_order, rounding)
+        return recompute.of_converted(rounding)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

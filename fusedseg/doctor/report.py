@@ -68,7 +68,7 @@ def untested() -> Iterator[str]:
             f"{' to '.join(TESTED[name])}"
         )
     if _torch.scope_problem():
-        yield f"WARNING: fusedseg.recompute() and a budget do nothing here: {_torch.scope_problem()}"
+        yield f"WARNING: fusedseg.recompute() does nothing here: {_torch.scope_problem()}"
     if _torch.MISSING:
         missing = ", ".join(_torch.MISSING)
         yield f"WARNING: PyTorch {torch.__version__} does not have {missing}: some features raise errors"

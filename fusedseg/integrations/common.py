@@ -73,10 +73,12 @@ def compile_in_place(op: str, network: nn.Module, options: dict[str, Any]) -> No
     """Compiles the calls of a network by ``torch.compile(backend="fusedseg")``; its class and its names stay.
 
     Raises:
-        ValueError: an option is wrong; or the network is a class of ``torch.nn``, whose calls PyTorch does not compile.
+        ValueError: an option is wrong; or the forward is that of a class of ``torch.nn``, which PyTorch does not
+            compile.
     """
     parse(options)
-    if type(network).__module__.startswith("torch.nn."):
+    # A subclass of ``nn.Sequential`` without a forward of its own is not compiled either.
+    if type(network).forward.__module__.startswith("torch.nn."):
         raise ValueError(
             f"{op}: {type(network).__name__}.compile() of PyTorch has no effect on classes of torch.nn; make a class "
             'of your own of the network, or build it as torch.compile(network, backend="fusedseg")'

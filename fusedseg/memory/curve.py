@@ -14,7 +14,7 @@ from .meter import measure
 from .plan import gib
 from .plot import plot_curve
 from .search import EXAMPLE, batched
-from .strategy import Backend, Budgets, Ladder, NoBlocks, Rung, checkpoint_blocks
+from .strategy import Backend, Convert, NoBlocks, checkpoint_blocks
 from .tables import table, wrapped
 
 OP = "fusedseg.memory.curve"
@@ -26,11 +26,10 @@ BACKEND = 'torch.compile, backend "fusedseg"'
 COMPILER_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 # The backend's budgets that are tried.
 BACKEND_BUDGETS = (0.5, 0.4, 0.3, 0.2, 0.1)
-# Budgets that repeat a larger share of the forward's arithmetic are left out.
+# The largest share of the forward's arithmetic that they may repeat.
 MOST = 0.5
-# The number of our budgets that are compiled, and that a table shows.
+# The number of points of a way that a table shows.
 SHOWN = 8
-ALMOST = 0.99
 
 
 class Point(NamedTuple):
@@ -116,8 +115,8 @@ class Curve:
 def curve(
     model: Model,
     input_shape: Sequence[Any],
-    budgets: Budgets,
     *,
+    convert: Convert | None = None,
     batch: int = EXAMPLE,
     dtype: torch.dtype = torch.float32,
     compiled: bool = True,
@@ -126,15 +125,15 @@ def curve(
 ) -> Curve:
     """Counts what each way to train keeps for backward, and the arithmetic that it repeats for this.
 
-    The ways are eager mode, checkpoints of each block, this package with all its byte budgets, and with ``compiled``
-    the same under ``torch.compile``, the budgets of ``torch.compile`` itself, and those of ``backend``.  All bytes are
+    The ways are eager mode, checkpoints of each block, the converted model, and with ``compiled`` the budgets of
+    ``torch.compile`` itself, those of ``backend``, and the converted model under ``torch.compile``.  All bytes are
     those of tensors without values.
 
     Args:
         model: a function that builds the model, or a module, which is copied without its values.
         input_shape: the shape of one sample without the batch, or a sequence of such shapes, one for each input.
-        budgets: a function that is called with a copy of the model and its inputs, and returns the ladder of its
-            budgets: ``fusedseg.conversion.Ladder``.
+        convert: a function that is called with a copy of the model and returns the converted model; None leaves the
+            converted model out.
         batch: the batch.
         dtype: the dtype of the model.
         compiled: whether models are compiled, which takes seconds for each of about ten compilations.
@@ -166,20 +165,17 @@ def curve(
             ways[CHECKPOINT] = (Point("", report.saved, report.peak, report.repeated),)
         except NoBlocks as error:
             left_out[CHECKPOINT] = str(error).partition(": ")[2]
-        say(OURS)
-        try:
-            ladder = budgets(fake_model(model, mode, dtype), inputs)
-        except ValueError as error:
-            left_out[OURS] = str(error).partition(": ")[2]
-        else:
-            rungs = [rung for rung in ladder if rung.repeated <= MOST]
-            ways[OURS] = tuple(Point(_budget(rung), rung.kept, rung.peak, rung.repeated) for rung in rungs)
+        if convert is not None:
+            say(OURS)
+            ours = convert(fake_model(model, mode, dtype))
+            found = measure(ours, *inputs)
+            ways[OURS] = (Point("", found.saved, found.peak, 0.0),)
         if compiled:
-            tries: dict[str, Callable[[], list[Point]]] = {COMPILER: lambda: _compiler(net, inputs)}
+            tries: dict[str, Callable[[], list[Point]]] = {COMPILER: lambda: _compiler(net, inputs, COMPILER_BUDGETS)}
             if backend is not None:
                 tries[BACKEND] = lambda: _backend(backend, net, inputs)
-            if OURS in ways:
-                tries[OURS_COMPILED] = lambda: _ours_compiled(net, ladder, rungs, inputs, say)
+            if convert is not None:
+                tries[OURS_COMPILED] = lambda: _compiler(ours, inputs, (1.0,))
             for way, points in tries.items():
                 say(way)
                 try:
@@ -189,28 +185,8 @@ def curve(
     return Curve(name, tuple(shapes), ways, left_out)
 
 
-def _budget(rung: Rung) -> str:
-    return "" if rung.budget is None else f"{rung.budget:g}"
-
-
-def _ours_compiled(
-    stock: nn.Module, ladder: Ladder, rungs: Sequence[Rung], inputs: Sequence[torch.Tensor], say: Callable[[str], None]
-) -> list[Point]:
-    (of_stock,) = partitions(stock, inputs).values()
-    points = []
-    for rung in spread(rungs, lambda rung: rung.kept):
-        ladder.follow(rung)
-        say(f"{OURS_COMPILED}, budget {_budget(rung) or 'none'}")
-        (found,) = partitions(ladder.model, inputs).values()
-        # If an op of this package holds a convolution, PyTorch does not count its arithmetic.  What eager mode repeats
-        # is the most that compiled code repeats.
-        counted = found.flops >= ALMOST * of_stock.flops
-        points.append(Point(_budget(rung), found.kept, found.peak, found.repeated if counted else rung.repeated))
-    return points
-
-
-def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[Point]:
-    found = partitions(model, inputs, COMPILER_BUDGETS)
+def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor], budgets: Sequence[float]) -> list[Point]:
+    found = partitions(model, inputs, budgets)
     names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
     return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
 

@@ -1,7 +1,7 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,14 @@ from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import OP, Option, Plan, gib, parse_budget
 from .report import MemoryReport
 from .step import OptimizerFactory
-from .strategy import Backend, Budgets, Convert, Ladder, NoBlocks, Rung, Strategy, combinations, option_text
+from .strategy import Backend, Convert, NoBlocks, Strategy, combinations, option_text
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
 # The batch on which budgets are chosen if a plan looks for the largest batch.
 EXAMPLE = 2
-# The shares of the forward's arithmetic for which a plan that looks for the largest batch tries byte budgets.
-SHARES = (0.02, 0.1, 0.3)
+# The budgets of the backend that a plan tries if it looks for the largest batch.
+BUDGETS = (0.4, 0.3, 0.2)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Task:
     usable: int
     batch: int | None
     convert: Convert | None
-    budgets: Budgets | None
     backend: Backend | None
     bits: Sequence[int]
     converted: str
@@ -68,7 +67,6 @@ def plan(
     *,
     batch: int | None = None,
     convert: Convert | None = None,
-    budgets: Budgets | None = None,
     backend: Backend | None = None,
     bits: Sequence[int] = (),
     converted: str = "fusedseg",
@@ -82,15 +80,12 @@ def plan(
 ) -> Plan:
     """Finds the largest batch that fits in a budget, or the cheapest way to fit a wanted ``batch``.
 
-    It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.  With
-    ``budgets`` it also tries converted models with a byte budget, whose backward repeats a part of the forward's
-    arithmetic.  For a wanted batch this is the budget with the least repeated arithmetic that fits, if conversion alone
-    does not fit.  For the largest batch these are the budgets that repeat at most 2 %, 10 % and 30 %.  Their calls are
-    chosen on tensors of ``dtype``, with the wanted batch or a batch of 2.
+    It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.
 
-    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with ``bits``, and for
-    a wanted batch with the budget ``"peak ..."`` that fits.  The bytes of compiled models are counted on their graphs,
-    to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
+    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with ``bits``, and
+    with budgets, whose backward repeats a part of the forward's arithmetic: for a wanted batch with ``"peak ..."`` that
+    fits, and for the largest batch with the shares ``BUDGETS``.  The bytes of compiled models are counted on their
+    graphs, to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
 
     Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
@@ -102,8 +97,6 @@ def plan(
         batch: the wanted batch; None looks for the largest batch.
         convert: a function that is called with a copy of the model and returns the converted model; None leaves out the
             combinations with conversion.
-        budgets: a function that is called with a copy of the model and its inputs, and returns the ladder of its
-            budgets: ``fusedseg.conversion.Ladder``.  None leaves out byte budgets.
         backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
             out compiled models.
         bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
@@ -133,7 +126,7 @@ def plan(
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
     task = Task(
-        model, input_shape, usable, batch, convert, budgets,
+        model, input_shape, usable, batch, convert,
         backend=backend, bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast,
         optimizer=optimizer, loss=loss, progress=progress,
     )  # fmt: skip
@@ -160,15 +153,12 @@ class _Search:
         self.name = ""
         # Models are shared by the strategies with and without autocast; the keys are those without.
         self._nets: dict[Strategy, nn.Module] = {}
-        self._ladder: Ladder | None = None
         self._there: Before | None = None
 
     def run(self) -> None:
         strategies = combinations(self._task.convert is not None)
-        budgets = [Strategy(converted=True, amp=amp) for amp in (False, True)] if self._task.budgets else []
         noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
-        tries = [*((self._try, s) for s in strategies), *((self._try_budgets, s) for s in budgets)]
-        tries += [(self._try, strategy) for strategy in noisy]
+        tries = [(self._try, strategy) for strategy in (*strategies, *noisy)]
         tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self._task.backend else []
         for number, (run, strategy) in enumerate(tries, 1):
             run(strategy, f"({number} of {len(tries)})")
@@ -182,45 +172,14 @@ class _Search:
             return
         self._add(strategy, partial(self._report, net, strategy, f"{label} {place}"))
 
-    def _try_budgets(self, strategy: Strategy, place: str) -> None:
-        task, label = self._task, f"{strategy.label(self._task.converted)}+budget"
-        if task.batch is not None and any(o.fits and o.strategy == strategy for o in self.options):
-            # No arithmetic needs to be repeated.
-            return
-        said = f"{label} {place}"
-        self._say(said)
-        try:
-            ladder = self._budgets()
-        except ValueError as error:
-            self.left_out[label] = str(error).partition(": ")[2]
-            return
-
-        def report(rung: Rung, n: int) -> MemoryReport:
-            ladder.follow(rung)
-            return self._report(ladder.model, strategy, said, n)
-
-        if task.batch is None:
-            rungs = within(ladder, SHARES)
-        else:
-            batch = task.batch
-            seen: dict[float | None, MemoryReport] = {}
-
-            def total(rung: Rung) -> int:
-                if rung.budget not in seen:
-                    seen[rung.budget] = report(rung, batch)
-                return seen[rung.budget].total
-
-            rungs = [fitting(ladder, total, task.usable)]
-        for rung in rungs:
-            if rung.budget is not None:
-                self._add(Strategy(True, strategy.amp, budget=rung.budget), partial(report, rung), rung.repeated)
-
     def _try_backend(self, strategy: Strategy, place: str) -> None:
         task = self._task
         exact = replace(strategy, compiled=True)
         label = exact.label(task.converted)
         try:
-            self._add_compiled([exact, *(replace(exact, bits=bits) for bits in task.bits)], f"{label} {place}")
+            budgets = BUDGETS if task.batch is None else ()
+            ways = [exact, *(replace(exact, budget=budget) for budget in budgets)]
+            self._add_compiled([*ways, *(replace(exact, bits=bits) for bits in task.bits)], f"{label} {place}")
             if task.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
                 # The state of the optimizer is no part of the peak that the backend knows.
                 peak = peak_text(task.usable - self._before().state)
@@ -260,14 +219,6 @@ class _Search:
             self._there = Before(report.resident - kinds["inputs"], kinds["optimizer state"])
         return self._there
 
-    def _budgets(self) -> Ladder:
-        if self._ladder is None:
-            task = self._task
-            assert task.budgets is not None
-            net = fake_model(task.model, self._mode, task.dtype)
-            self._ladder = task.budgets(net, fake_inputs(batched(task.input_shape, task.batch or EXAMPLE), task.dtype))
-        return self._ladder
-
     def _net(self, strategy: Strategy) -> nn.Module:
         key = replace(strategy, amp=False)
         if key not in self._nets:
@@ -288,9 +239,7 @@ class _Search:
             net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
         )
 
-    def _add(
-        self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted], repeated: float | None = None
-    ) -> None:
+    def _add(self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted]) -> None:
         seen: dict[int, MemoryReport | Counted] = {}
 
         def total(n: int) -> int:
@@ -303,10 +252,9 @@ class _Search:
         at = found or min(seen)
         fits = total(at) <= task.usable
         of = seen[at]
-        again = of.repeated if repeated is None else repeated
         label, code = strategy.label(task.converted), self._code(strategy)
         self.options.append(
-            Option(label, strategy, found, of.total, at, fits, kept=of.saved, repeated=again, code=code)
+            Option(label, strategy, found, of.total, at, fits, kept=of.saved, repeated=of.repeated, code=code)
         )
 
     def _code(self, strategy: Strategy) -> str:
@@ -331,41 +279,10 @@ class _Search:
         return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
 
 
-def within(ladder: Iterable[Rung], shares: Sequence[float]) -> list[Rung]:
-    """For each share of arithmetic the rung with the fewest bytes that repeats no more; each rung once."""
-    chosen: dict[float, Rung] = {}
-    for rung in ladder:
-        if rung.repeated > max(shares):
-            break
-        chosen |= {share: rung for share in shares if rung.repeated <= share}
-    return list({rung.budget: rung for share, rung in sorted(chosen.items(), key=lambda item: item[0])}.values())
-
-
 def peak_text(nbytes: int) -> str:
     """The backend's budget of a peak, rounded down."""
     unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
     return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
-
-
-def fitting(ladder: Iterable[Rung], total: Callable[[Rung], int], usable: int) -> Rung:
-    """The first rung whose total is at most ``usable``; the last one if there is none.
-
-    Only a few rungs are measured: between them, the total falls as the rungs' own peak does.
-    """
-    walked: list[Rung] = []
-    beside = 0
-    for rung in ladder:
-        walked.append(rung)
-        if len(walked) > 1 and rung.peak + beside > usable:
-            continue
-        measured = total(rung)
-        if measured <= usable:
-            break
-        beside = measured - rung.peak
-    # Peaks of a step under autocast fall less than those of the rungs, and other predictions are not exact either.
-    while len(walked) > 1 and total(walked[-1]) <= usable and total(walked[-2]) <= usable:
-        walked.pop()
-    return walked[-1]
 
 
 def largest(total: Callable[[int], int], usable: int) -> int:

@@ -1,13 +1,13 @@
 """Ways to run a step in less memory, and their combinations.
 
-These are conversion, byte budgets, the compiler backend, autocast and checkpoints.
+These are conversion, the compiler backend with its budgets, autocast and checkpoints.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,36 +27,6 @@ Backend = Callable[
 ]
 # A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Rung(Protocol):
-    """A budget that a converted model can follow: ``fusedseg.conversion.Rung``, which describes the attributes."""
-
-    @property
-    def budget(self) -> float | None: ...
-
-    @property
-    def kept(self) -> int: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    @property
-    def repeated(self) -> float: ...
-
-
-class Ladder(Protocol):
-    """A converted model, and its budgets by falling bytes: ``fusedseg.conversion.Ladder``."""
-
-    model: nn.Module
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def follow(self, rung: Any) -> None: ...
-
-
-# A function that is called with a model of its own and its inputs, and returns the ladder of its budgets.
-Budgets = Callable[[nn.Module, list[torch.Tensor]], Ladder]
 
 
 class NoBlocks(ValueError):
@@ -118,8 +88,7 @@ class Strategy:
         converted: whether the caller's function converts the model.
         amp: whether the step runs under autocast.
         checkpoint: whether ``checkpoint_blocks`` is applied.
-        budget: the share of the stock model's bytes that the converted model may keep, or the backend's option of this
-            name; None for no budget.
+        budget: the backend's option of this name; None for no budget.
         bits: the bits of a value in which the model keeps activations; None keeps them as they are.
         compiled: whether the stock model is compiled by the backend of this package.
     """
@@ -165,10 +134,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager", "fusedseg+amp", "fusedseg+budget=0.3" or "fusedseg+bits=4".
+        """The strategy of a label such as "eager", "fusedseg+amp" or "fusedseg+bits=4".
 
         Raises:
-            ValueError: the label has an unknown word, or a word twice, or a budget or bits that are out of range.
+            ValueError: the label has an unknown word, or a word twice, or bits that are out of range.
         """
         words = label.split("+")
         known = (converted, AMP, CHECKPOINT)
@@ -176,27 +145,16 @@ class Strategy:
         options = dict(word.split("=", 1) for word in words if "=" in word)
         if plain != [EAGER] and (not set(plain) <= set(known) or len(set(plain)) < len(plain)):
             raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        if options and (not set(options) <= {BUDGET, BITS} or len(plain) + 1 < len(words) or converted not in plain):
-            raise ValueError(f"expected {BUDGET}=SHARE or {BITS}=8 or 4 beside {converted}, got {label!r}")
-        budget, bits = options.get(BUDGET), options.get(BITS)
+        if options and (set(options) != {BITS} or len(plain) + 1 < len(words) or converted not in plain):
+            raise ValueError(f"expected {BITS}=8 or 4 beside {converted}, got {label!r}")
+        bits = options.get(BITS)
         if bits not in (None, "8", "4"):
             raise ValueError(f"bits must be 8 or 4, got {label!r}")
-        share = None if budget is None else _share(budget, label)
-        return cls(converted in words, AMP in words, CHECKPOINT in words, share, None if bits is None else int(bits))
+        return cls(converted in words, AMP in words, CHECKPOINT in words, bits=None if bits is None else int(bits))
 
 
 def option_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def _share(text: str, label: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"a budget must be a share above 0 and at most 1, such as budget=0.3, got {label!r}")
-    return share
 
 
 def combinations(with_converted: bool) -> list[Strategy]:

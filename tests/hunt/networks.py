@@ -164,12 +164,6 @@ def grown_network(seed: int) -> Network:
     return Network(seed, (body,), g.shape, options)
 
 
-def with_budget(seed: int) -> Network:
-    """A network that is converted with a budget, and gets no habit afterwards."""
-    options = {"everywhere": seed % 2 == 1, "budget": random.Random(seed).choice((0.4, 0.3, 0.2, 0.1, 0.02))}
-    return grown_network(seed)._replace(options=options)
-
-
 def with_bits(seed: int) -> Network:
     """A network that is converted with ``bits``."""
     return grown_network(seed)._replace(options={"bits": random.Random(seed).choice((8, 4))})

@@ -311,13 +311,13 @@ def check_network(make, shape, **options):
     assert found is None, found
 
 
-def network_difference(make, shape, everywhere=False, budget=None, bits=None, later=None):
+def network_difference(make, shape, everywhere=False, bits=None, later=None):
     """How a converted network differs from the stock one; None if it does not.
 
     A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
-    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.  With a
-    ``budget``, calls run twice.  With ``bits``, gradients must be right on average.  ``later`` is a habit of ``LATER``
-    and a number that chooses its module; both networks get it after the first step.
+    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.  With
+    ``bits``, gradients must be right on average.  ``later`` is a habit of ``LATER`` and a number that chooses its
+    module; both networks get it after the first step.
     """
     if bits is not None:
         return rounded_difference(make, shape, bits)
@@ -326,8 +326,8 @@ def network_difference(make, shape, everywhere=False, budget=None, bits=None, la
         if everywhere:
             convs.pays, sources.FORMED_BYTES = (lambda x: True), 0
         stock, ours = make(), make()
-        example = torch.randn(shape, dtype=torch.float64) if everywhere or budget else None
-        fusedseg.convert(ours, example_inputs=example, budget=budget)
+        example = torch.randn(shape, dtype=torch.float64) if everywhere else None
+        fusedseg.convert(ours, example_inputs=example)
         for step in ("first", "second", "in eval mode"):
             if step == "second":
                 if later is None:

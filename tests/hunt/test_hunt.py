@@ -2,7 +2,6 @@
 
 import collections
 import json
-import random
 import re
 import subprocess
 import sys
@@ -11,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import recompute
 from fusedseg.ops.recompute import saved
-from fusedseg.ops.recompute.guide import Observe
 from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
@@ -30,9 +27,7 @@ def found_nothing(report: crew.Report, least: int) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("kind", "count", "least"), [("programs", 30, 22), ("networks", 15, 12), ("budgets", 5, 4), ("bits", 4, 3)]
-)
+@pytest.mark.parametrize(("kind", "count", "least"), [("programs", 30, 22), ("networks", 15, 12), ("bits", 4, 3)])
 def test_a_few(kind, count, least, tmp_path):
     """They run in this process, which saves the start of a worker: a crash of PyTorch would end it."""
     crew.work(kind, range(count), tmp_path / "verdicts")
@@ -96,39 +91,13 @@ def test_a_step_that_the_compiler_cannot_do_is_dropped_and_counted(tmp_path, mon
     assert "PyTorch's compiler raises in 1 steps, which were dropped: {'activation': 1}" in str(report)
 
 
-# PyTorch itself crashes in seed 908, and these programs run in this process.
-class Some(Observe):
-    """Lets random calls run twice."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.rng = random.Random(seed)
-        self.share = self.rng.random() + 0.3
-
-    def wants(self, index, call):
-        return self.rng.random() < self.share
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(900), marks=pytest.mark.slow)])
-def test_programs_in_which_random_calls_run_twice(seeds):
-    counts = collections.Counter()
-    for seed in seeds:
-        with quiet():
-            program = grown(seed)
-        verdict = judged(program, scope=lambda seed=seed: recompute.guided(lambda: Some(seed)))
-        counts[verdict.kind] += 1
-        assert verdict.kind != "failure", f"seed {seed}: {verdict.how}\n{program}"
-    assert counts["same"] >= 0.7 * len(seeds)
-
-
 @pytest.mark.slow
 def test_twenty_thousand_programs():
     found_nothing(crew.hunt("programs", range(20_000), jobs=2), least=15_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("networks", 2_000), ("budgets", 1_000), ("bits", 1_000)])
+@pytest.mark.parametrize(("kind", "count"), [("networks", 2_000), ("bits", 1_000)])
 def test_many_networks(kind, count):
     found_nothing(crew.hunt(kind, range(count), jobs=2), least=int(0.85 * count))
 

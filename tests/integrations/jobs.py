@@ -84,6 +84,15 @@ def converted(rank, world, leaky):
     return trained(net, rank, world)
 
 
+class Network(nn.Sequential):
+    """It has a forward of its own, because ``compile`` has no effect on that of PyTorch."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 class StandIn:
     """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
 
@@ -96,7 +105,7 @@ class StandIn:
 
     @staticmethod
     def build_network_architecture(norm):
-        return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
+        return Network(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
 
     def initialize(self):
         # nnU-Net looks at this signature.

@@ -62,7 +62,7 @@ def test_refusals_of_plan(argv, said, capsys):
 
 
 def test_plan_has_a_row_for_each_trainer(monkeypatch):
-    """A budget needs fewer bytes than conversion alone; without nnU-Net's own code."""
+    """Fewer bits need fewer bytes than conversion alone; without nnU-Net's own code."""
     monkeypatch.setattr(plan, "fused_loss", lambda loss: loss)
     monkeypatch.setattr(plan, "largest", lambda total, usable: 2)
     monkeypatch.setattr(plan, "_largest_patch", lambda planned, total, usable: None)
@@ -74,11 +74,11 @@ def test_plan_has_a_row_for_each_trainer(monkeypatch):
     build = partial(PlainConvUNet, widths=(8,))
     planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
     fits = {way: plan._fit(planned, way, 2**24, print) for way in plan.WAYS}
-    stock, ours, budget = (fits[way].total for way in ("stock", "fusedseg", "fusedseg, budget 0.3"))
-    assert stock > ours > budget
-    assert fits["fusedseg, 8 bits (noise)"].total > fits["fusedseg, 4 bits (noise)"].total
+    stock, ours, eight, four = (fit.total for fit in fits.values())
+    assert stock > ours > four
+    assert eight > four
     text = str(plan.NnunetPlan(planned, 2**24, 2**24, fits))
-    assert "fusedseg, budget 0.3 " in text
+    assert "fusedseg, 8 bits (noise) " in text
 
 
 @pytest.mark.parametrize("ddp", [False, True])
@@ -101,7 +101,7 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     stock.load_state_dict(saved["network_weights"])
 
 
-def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
+def test_the_report_counts_the_bytes_of_autocast(monkeypatch):
     """On a GPU, where nnU-Net trains under float16 autocast; the network is still on the CPU when it is built."""
     reports = []
     monkeypatch.setattr(nnunet.trainer, "convert", lambda *a, **k: reports.append(fusedseg.convert(*a, **k)))
@@ -116,23 +116,15 @@ def test_a_budget_counts_the_bytes_of_autocast(monkeypatch):
     assert 0.5 * whole < half < 0.6 * whole
 
 
-@pytest.mark.parametrize(
-    ("options", "passed"),
-    [
-        ({}, {}),
-        ({"inplace": False}, {}),
-        ({"bits": 4, "unrounded": "0"}, {"bits": 4}),
-        ({"budget": 0.3, "extra_flops": 0.1}, {"budget": 0.3, "extra_flops": 0.1}),
-    ],
-    ids=["exact", "inplace", "bits", "budget"],
-)
-def test_a_network_that_is_compiled_stays_stock(options, passed, monkeypatch):
-    """The backend gets the options that it shares with ``convert``; nothing is compiled before the first step."""
+@pytest.mark.parametrize("passed", [{}, {"bits": 4}, {"budget": 0.3, "extra_flops": 0.1}], ids=str)
+def test_a_network_that_is_compiled_stays_stock(passed, monkeypatch):
+    """Nothing is compiled before the first step."""
     used = []
     stock = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **given: used.append(given) or stock(model, **given))
     patched = torch.compile
-    monkeypatch.setattr(FusedStandIn, "convert_options", options)
+    monkeypatch.setattr(FusedStandIn, "convert_options", {"inplace": False})
+    monkeypatch.setattr(FusedStandIn, "compile_options", passed)
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.device = torch.device("cuda")
     trainer.initialize()
@@ -145,22 +137,24 @@ def test_a_network_that_is_compiled_stays_stock(options, passed, monkeypatch):
 
 
 def test_options_that_the_backend_refuses_raise_before_training(monkeypatch):
-    monkeypatch.setattr(FusedStandIn, "convert_options", {"bits": 4, "budget": 0.3})
+    monkeypatch.setattr(FusedStandIn, "compile_options", {"bits": 5})
     trainer = FusedStandIn(nn.BatchNorm2d(8))
-    trainer.device = torch.device("cuda")
-    with pytest.raises(ValueError, match="bits has no effect together with budget"):
+    with pytest.raises(ValueError, match="option bits must be 8, 4 or None, got 5"):
         trainer.initialize()
 
 
-@pytest.mark.parametrize("options", [{}, {"bits": 4}], ids=str)
-def test_the_log_says_what_the_backend_keeps(options, monkeypatch):
-    """Once, after the first training step; the loss and the gradients are those of the stock trainer, or near."""
-    monkeypatch.setattr(FusedStandIn, "convert_options", options)
-    monkeypatch.setattr(FusedStandIn, "compile_options", {"codegen": "aten"})
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bits": 4}, {"budget": 0.4}], ids=str)
+def test_the_log_says_what_the_backend_keeps(options, compiles, monkeypatch):
+    """Once, after the first training step; the loss and the gradients are those of the stock trainer, or near.
+
+    Options of the backend hold where nnU-Net does not compile, too: the trainer compiles the network itself.
+    """
+    monkeypatch.setattr(FusedStandIn, "compile_options", {"codegen": "aten", **options})
     batch = {"data": torch.randn(8, 1, 32, 32), "target": torch.zeros(8, 2, 30, 30)}
     found = {}
-    for kind, compiles in ((StandIn, False), (FusedStandIn, True)):
-        monkeypatch.setattr(StandIn, "_do_i_compile", lambda self, compiles=compiles: compiles)
+    for kind, by_nnunet in ((StandIn, False), (FusedStandIn, compiles)):
+        monkeypatch.setattr(StandIn, "_do_i_compile", lambda self, by_nnunet=by_nnunet: by_nnunet)
         torch.manual_seed(0)
         trainer = kind(nn.BatchNorm2d(8))
         trainer.initialize()
@@ -169,17 +163,16 @@ def test_the_log_says_what_the_backend_keeps(options, monkeypatch):
     assert found[StandIn][0] == found[FusedStandIn][0]
     stock, ours = (grads for _, grads in found.values())
     # Without bits the gradients are those of eager mode to the last bit.
-    assert (ours - stock).norm() <= (0.2 if options else 0) * stock.norm()
+    assert (ours - stock).norm() <= (0.2 if "bits" in options else 0) * stock.norm()
     (said,) = (line for line in trainer.log if line.startswith("fusedseg.compiler.report"))
     (graph,) = fusedseg.compiler.report(trainer.network).graphs
     assert "kept for backward" in said
-    assert graph.ours.kept < (0.4 if options else 0.6) * graph.eager.kept
+    assert graph.ours.kept < (0.4 if "bits" in options else 0.6) * graph.eager.kept
 
 
-def test_what_keeps_less_where_nnunet_does_not_compile(monkeypatch):
-    """The eager scope keeps the budget and the bits, as before the backend, and the log says why."""
+def test_the_network_is_converted_where_nnunet_does_not_compile(monkeypatch):
+    """The log says why."""
     monkeypatch.setattr(StandIn, "_do_i_compile", lambda self: False)
-    monkeypatch.setattr(FusedStandIn, "convert_options", {"bits": 4})
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.initialize()
     (said,) = (line for line in trainer.log if "fusedseg.convert" in line)
@@ -383,7 +376,6 @@ def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
     nnunet_ddp.folders(tmp_path)
-    monkeypatch.setattr(nnunet.Fused, "compile_options", {"codegen": "aten"})
     share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
     found, log = {}, []
     monkeypatch.setattr(nnUNetTrainer, "print_to_log_file", lambda self, *args, **_: log.extend(map(str, args)))

@@ -1,4 +1,4 @@
-"""``curve``, what compiled models keep, and the ladder of byte budgets that both ``curve`` and ``plan`` climb down."""
+"""``curve``, and what compiled models keep."""
 
 import sys
 from functools import partial
@@ -9,60 +9,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
-from fusedseg.conversion import Ladder
-from fusedseg.memory import curve, measure
+from fusedseg.compiler import partitions as backend
+from fusedseg.memory import curve
 from fusedseg.memory.compiled import partitions
-from fusedseg.memory.curve import spread
+from fusedseg.memory.curve import BACKEND, spread
 from tests.nnunet import PlainConvUNet
-from tests.ops.test_recompute_compiled import Residual, instance
 
 SMALL, SHAPE = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
 
 
-@pytest.fixture(scope="module")
-def ladder():
-    with FakeTensorMode():
-        found = Ladder(SMALL(), torch.empty(2, *SHAPE))
-        assert len(list(found)) > 3
-    return found
-
-
-def test_rungs_fall(ladder):
-    rungs = list(ladder)
-    assert rungs[0].budget is None
-    assert rungs[0].kept == ladder.after.saved
-    assert [rung.kept for rung in rungs] == sorted((rung.kept for rung in rungs), reverse=True)
-    assert all(rung.repeated > 0 for rung in rungs[1:])
-
-
-def test_the_budget_of_a_rung_gives_its_choice(ladder):
-    """``convert`` with the budget that a plan prints makes the choice that was measured."""
-    rungs = list(ladder)
-    for rung in (rungs[1], rungs[len(rungs) // 2], rungs[-1]):
-        with FakeTensorMode():
-            x, net = torch.empty(2, *SHAPE), SMALL()
-            report = fusedseg.convert(net, example_inputs=x, budget=rung.budget)
-        assert report.twice.choice.again == rung.choice.again
-        # Copies of biases are not in the prediction.
-        assert abs(report.after.saved - rung.kept) <= 2**12
-
-
-def test_a_model_follows_a_rung_and_leaves_it():
-    with FakeTensorMode():
-        x = torch.empty(2, *SHAPE)
-        found = Ladder(SMALL(), x)
-        for rung in (list(found)[-1], next(iter(found))):
-            found.follow(rung)
-            assert abs(measure(found.model, x).saved - rung.kept) <= 2**12
-
-
-def test_a_model_whose_bytes_are_not_known_has_no_ladder():
-    class Asks(nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum() > 0 else x
-
-    with pytest.raises(ValueError, match="Ladder: Asks has no budgets"):
-        Ladder(Asks(), torch.ones(2, 3))
+def converted(model):
+    fusedseg.convert(model, example_inputs=torch.empty(2, *SHAPE))
+    return model
 
 
 def test_a_model_that_cannot_be_one_graph_is_refused():
@@ -77,42 +35,21 @@ def test_a_model_that_cannot_be_one_graph_is_refused():
 
 @pytest.fixture(scope="module")
 def whole():
-    """The curve of a small network, with two of our budgets and two of the compiler's, what it said, and its text."""
+    """The curve of a small network with a budget of the backend and two of the compiler's; what it said; its text."""
     # The package has a function of the module's name.
     module = sys.modules["fusedseg.memory.curve"]
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SHOWN", 2)
+        patch.setattr(module, "BACKEND_BUDGETS", (0.2,))
         patch.setattr(module, "COMPILER_BUDGETS", (1.0, 0.2))
-        found = curve(SMALL, SHAPE, Ladder, progress=said.append)
+        found = curve(SMALL, SHAPE, convert=converted, backend=backend, progress=said.append)
         return found, said, str(found)
 
 
-def test_compiled_models_keep_what_eager_mode_keeps(ladder, whole):
-    """The compiler repeats no more arithmetic than the ladder says, and keeps its bytes within 2 %."""
-    ours, compiled = (whole[0].ways[way] for way in ("fusedseg", "fusedseg, compiled"))
-    assert [point.budget for point in compiled] == [ours[0].budget, ours[-1].budget]
-    half = list(ladder)[len(list(ladder)) // 2]
-    with ladder.model.out.weight.fake_mode:
-        ladder.follow(half)
-        (middle,) = partitions(ladder.model, [torch.empty(2, *SHAPE)]).values()
-    ladder.follow(next(iter(ladder)))
-    for rung, found in ((ours[0], compiled[0]), (half, middle), (ours[-1], compiled[-1])):
-        assert found.kept <= 1.02 * rung.kept
-        # Eager mode may run a call three times where compiled code runs it twice.
-        assert 0.8 * rung.repeated <= found.repeated <= rung.repeated + 1e-9
-
-
-def test_a_residual_stream_follows_its_budget():
-    """Products that run again do not count among the calls after which compiled code keeps a sum."""
-    with FakeTensorMode():
-        net = nn.Sequential(nn.Conv3d(1, 8, 3), *instance(8), *(Residual(8) for _ in range(6)), nn.Conv3d(8, 2, 1))
-        ladder = Ladder(net, x := torch.empty(1, 1, 18, 18, 18))
-        *_, rung = ladder
-        ladder.follow(rung)
-        (found,) = partitions(ladder.model, [x]).values()
-    assert len(rung.choice.again) > 3
-    assert found.kept <= 1.02 * rung.kept
+def test_a_compiled_model_keeps_what_eager_mode_keeps(whole):
+    (ours,), (compiled,) = (whole[0].ways[way] for way in ("fusedseg", "fusedseg, compiled"))
+    assert compiled.kept <= 1.02 * ours.kept
+    assert ours.repeated == compiled.repeated == 0
 
 
 def test_the_compilers_own_budgets(whole):
@@ -125,22 +62,23 @@ def test_the_compilers_own_budgets(whole):
 
 def test_curve(whole):
     found, said, text = whole
-    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", "fusedseg, compiled"]
+    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", BACKEND, "fusedseg, compiled"]
     assert found.ways["eager"][0].kept == found.eager
     assert 0.9 < found.ways["checkpoint"][0].repeated <= 1.0
     for way, points in found.ways.items():
         assert all(point.kept < point.peak <= found.ways["eager"][0].peak for point in points), way
     lines = text.splitlines()
     assert lines[0] == "PlainConvUNet, 2×1×16×16×16: bytes kept against arithmetic repeated"
-    assert sum(line.startswith("fusedseg ") for line in lines) == 2
+    assert sum(line.startswith(BACKEND) for line in lines) == 2
+    assert found.ways[BACKEND][1].kept < found.ways[BACKEND][0].kept < 0.6 * found.eager
     assert said[0] == "eager"
-    assert said[-1].startswith("fusedseg, compiled, budget 0.")
+    assert said[-1] == "fusedseg, compiled"
     assert found.to_dict()["ways"]["torch.compile"][1]["budget"] == "0.2"
 
 
 def test_ways_that_cannot_run_are_named():
     layers = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))]
-    found = curve(nn.Sequential(*layers), (3, 8, 8), Ladder, compiled=False)
+    found = curve(nn.Sequential(*layers), (3, 8, 8), compiled=False)
     assert "checkpoint" not in found.ways
     assert "Left out: checkpoint: Sequential has no module with 1 to 4 convolutions" in " ".join(str(found).split())
 

@@ -30,11 +30,8 @@ CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
 SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
          "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py"]  # fmt: skip
-BUDGET = ["tests/ops/test_knapsack.py", "tests/ops/test_budget.py", "tests/conversion/test_budget.py",
-          "tests/conversion/test_random_budgets.py", "tests/memory/test_plan.py",
-          "tests/memory/test_curve.py"]  # fmt: skip
 TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
-PACKED = ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py", "tests/ops/test_packed_budget.py"]
+PACKED = ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
@@ -57,13 +54,7 @@ RELATED = {
     "fusedseg/ops/norm/coded.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
     "fusedseg/ops/norm/packed.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
     "fusedseg/ops/norm/*": NORM_OPS,
-    "fusedseg/ops/recompute/budget*.py": BUDGET,
-    "fusedseg/ops/recompute/knapsack.py": BUDGET,
-    "fusedseg/ops/recompute/replay.py": BUDGET,
-    "fusedseg/ops/recompute/graph.py": BUDGET,
-    "fusedseg/ops/recompute/twice.py": [*BUDGET, *SCOPE],
-    "fusedseg/ops/recompute/recipes.py": [*SCOPE, "tests/ops/test_in_place.py", "tests/ops/test_budget.py"],
-    "fusedseg/ops/recompute/guide.py": [*SCOPE, *BUDGET],
+    "fusedseg/ops/recompute/recipes.py": [*SCOPE, "tests/ops/test_in_place.py"],
     "fusedseg/ops/recompute/pack*.py": PACKED,
     "fusedseg/ops/recompute/codes.py": PACKED,
     "fusedseg/ops/recompute/by_sign.py": PACKED,

@@ -18,14 +18,3 @@ def twin(monkeypatch):
 
     monkeypatch.setattr(sync, "gather", gather)
     return calls
-
-
-@pytest.fixture
-def no_choices():
-    """Scopes with a budget remember no choices from before the test, and none after it."""
-    # The import stands here for the same reason.
-    from fusedseg.ops.recompute import guide
-
-    guide.forget()
-    yield
-    guide.forget()

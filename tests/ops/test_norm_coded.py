@@ -194,19 +194,6 @@ def test_gradients_are_those_of_aten(name, rows, monkeypatch):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_with_a_budget(monkeypatch):
-    """The storage op packs, because the guide counts what backward unpacks."""
-    model, x = network(NORMS["batch in place"]), torch.randn(2, 3, 16, 32)
-    monkeypatch.setattr(coded, "forward", None)
-    with recompute(bits=4, seed=0, budget=0.9):
-        loss = model(x).square().mean()
-    with recompute(bits=4, seed=0), monkeypatch.context() as changed:
-        changed.setattr(coded, "may_write", lambda *args: False)
-        expected = model(x).square().mean()
-    grads = (torch.autograd.grad(of, list(model.parameters())) for of in (loss, expected))
-    assert all(map(torch.equal, *grads))
-
-
 def test_hooks_around_the_scope(monkeypatch):
     """They get the codes in forward, and return them in backward."""
     model, x = network(NORMS["batch in place"]), torch.randn(2, 3, 16, 32)

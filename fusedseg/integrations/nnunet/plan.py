@@ -21,12 +21,11 @@ from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
-# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last three are
-# those of the trainers whose names end with Budget, Bits8 and Bits4.
+# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last two have the
+# bits of the trainers whose names end with Bits8 and Bits4.
 WAYS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
     FUSED: {},
-    "fusedseg, budget 0.3": {"budget": 0.3},
     "fusedseg, 8 bits (noise)": {"bits": 8},
     "fusedseg, 4 bits (noise)": {"bits": 4},
 }
@@ -113,7 +112,7 @@ def plan(
 ) -> NnunetPlan:
     """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with the trainers of this package.
 
-    These are ``nnUNetTrainerFusedseg``, and those with a byte budget, 8 bits and 4 bits.
+    These are ``nnUNetTrainerFusedseg``, and those with 8 bits and 4 bits.
 
     Args:
         plans: the path of a plans file, such as ``nnUNetPlans.json`` in the folder of a preprocessed dataset.

@@ -10,11 +10,11 @@ import torch
 from torch import autocast, nn
 
 from ...compiler import backend
-from ...compiler.settings import NAMES, parse
+from ...compiler.settings import parse
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
-from ..common import kept_by_backend, of_this_process
+from ..common import compile_in_place, kept_by_backend, of_this_process
 from .loss import UnknownLoss, fused_loss
 
 
@@ -56,10 +56,12 @@ class Fused(_Trainer):
     """The first base class of a trainer, such as ``class MyTrainer(Fused, nnUNetTrainer_250epochs): pass``.
 
     * Where nnU-Net compiles, which it does on a GPU by default, the network stays stock, and
-      ``torch.compile(backend="fusedseg")`` decides what is kept, with the budget and the bits of ``convert_options``.
-      After the first training step the log has ``fusedseg.compiler.report``.
-    * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) the network is converted when the trainer builds it
-      for training, before DDP, and the log has the report of ``fusedseg.convert``.  With DDP its BatchNorms get the
+      ``torch.compile(backend="fusedseg")`` decides what is kept, with ``compile_options``.  After the first training
+      step the log has ``fusedseg.compiler.report``.
+    * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) a trainer with ``compile_options``, such as a budget,
+      compiles its network by this backend too, with ``codegen="aten"``, which needs no C++ compiler.
+    * Elsewhere without ``compile_options`` the network is converted when the trainer builds it for training, before
+      DDP, and the log has the report of ``fusedseg.convert``.  With DDP its BatchNorms get the
       statistics of all processes first.  Networks that are built for prediction stay stock.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
       without an equal stays, and the log says so.
@@ -69,9 +71,8 @@ class Fused(_Trainer):
       fusedseg.
 
     Attributes:
-        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.  Where nnU-Net compiles,
-            those that the backend has too are its options, and the others have no effect.
-        compile_options: more options of the backend, such as ``{"budget": "peak 22GiB"}``.
+        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.
+        compile_options: the options of the backend, such as ``{"budget": "peak 22GiB"}``.
     """
 
     convert_options: ClassVar[dict[str, Any]] = {}
@@ -81,9 +82,10 @@ class Fused(_Trainer):
     _unreported = False
 
     def initialize(self) -> None:
-        shared = {name: value for name, value in self.convert_options.items() if name in NAMES}
-        options = {**shared, **self.compile_options}
-        by_backend = self._unreported = self._do_i_compile()
+        options, by_nnunet = self.compile_options, self._do_i_compile()
+        by_backend = self._unreported = by_nnunet or bool(options)
+        if not by_nnunet:
+            options = {"codegen": "aten", **options}
         if by_backend:
             # Wrong options raise here, and not in the first step.
             parse(options)
@@ -97,6 +99,8 @@ class Fused(_Trainer):
             if by_backend:
                 call = f'torch.compile(backend="fusedseg", options={options})'
                 self.print_to_log_file(f"fusedseg: the network stays stock, for {call}")
+                if not by_nnunet:
+                    compile_in_place("fusedseg.integrations.nnunet", network, options)
             else:
                 self._convert(network)
             return network
@@ -105,9 +109,9 @@ class Fused(_Trainer):
         self.build_network_architecture = converted
         try:
             with contextlib.ExitStack() as stack:
-                if by_backend:
+                if by_nnunet:
                     stack.enter_context(_compiled_by_backend(self, options))
-                elif self.is_ddp:
+                elif self.is_ddp and not by_backend:
                     stack.enter_context(_synchronised_already())
                 super().initialize()
         finally:

@@ -22,14 +22,12 @@ from .. import reuse
 from .convolution import Geometry, convolve, convolve_backward, convolve_backward_in_turn, output_format
 from .slabs import Sum, slabs
 from .sources import (
-    Convolution,
     Interpolated,
     Source,
     apart,
     commutes,
     concatenated,
     formed,
-    is_tensor,
     samples_of,
     shape_of,
     tensors_of,
@@ -85,24 +83,6 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
         for part in others:
             y[n] += convolve(formed(samples_of(part.source, n)), part.w, None, geometry)
     return y
-
-
-def workspace(call: Convolution, y: Tensor, forms: bool = False) -> int:
-    """The bytes that ``convolve_sources`` allocates for a moment beside its result ``y``.
-
-    ``forms`` says that the concatenation is formed whatever its size.
-    """
-    sources, w, _, geometry = call
-    if is_tensor(sources):
-        return 0
-    enlarged = [source.shape.numel() for source in sources if isinstance(source, Interpolated)]
-    if forms or not apart(sources, geometry):
-        whole = shape_of(sources).numel() if len(sources) > 1 else 0
-        return (whole + sum(enlarged)) * y.element_size()
-    parts, count = _parts(sources, w), len(slabs(y.shape[0], y.nbytes))
-    largest = max(part.source.shape.numel() if isinstance(part.source, Interpolated) else 0 for part in parts)
-    beside = y.nbytes if count > 1 or len(parts) > 1 else 0
-    return (largest * y.element_size() + beside) // count
 
 
 def convolve_sources_backward(

@@ -12,7 +12,6 @@ All functions below take the same objects: ``call`` describes the convolution, `
 after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from ..._backend import launching
 from .. import unfused
 from ..activation_aten import activate
-from ..cast import uncast
 from ..layout import dense, layout_of
 from ..norm import coded, eager
 from ..norm import op as norm_op
@@ -30,16 +28,13 @@ from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
 from ..recompute import recipes
 from . import choice, join_conv
-from .apart import convolve_sources, workspace
+from .apart import convolve_sources
 from .convolution import output_format
 from .sources import (
     Convolution,
     concatenated,
-    enlarges_of,
     is_tensor,
-    options_of,
     shape_of,
-    sources_of,
     tensors_of,
 )
 
@@ -141,30 +136,6 @@ def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> Non
     check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
 
 
-def _again(step: tuple[Convolution, Passed, Spec, Kept | None, str]) -> Callable[..., Tensor]:
-    """The op as a function of the convolution's weight and of the tensors of its sources.
-
-    It moves no running statistics.
-    """
-    call, norm, spec, _, conv_backend = step
-    dtype, enlarges = call.w.dtype, enlarges_of(call.sources)
-
-    def copy(v: Tensor | None) -> Tensor | None:
-        # An optimizer may change parameters before backward, and aten the running statistics.
-        return None if v is None else v.detach().clone()
-
-    running = (None, None) if spec.own else (copy(norm.running_mean), copy(norm.running_var))
-    weight, bias, conv_bias, geometry = copy(norm.weight), copy(norm.bias), copy(call.bias), call.geometry
-
-    def again(w: Tensor, *tensors: Tensor) -> Tensor:
-        w = w.to(dtype)
-        passed = Passed(w, weight, bias, None, None, *running)
-        convolution = Convolution(sources_of(tensors, enlarges), w, conv_bias, geometry)
-        return _forward(convolution, passed, spec, None, conv_backend).z
-
-    return again
-
-
 def _writes_codes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> bool:
     """Whether the norm in training runs apart from the convolution, so that its kernel writes the codes of z."""
     if not spec.own or recipes.packing() is None or not coded.may_write(tensors_of(call.sources)[0], spec):
@@ -198,7 +169,7 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
     if not torch.is_grad_enabled():
         return _step(*step).z
-    if recipes.PACKING and not recipes.BUDGETED and _writes_codes(*step):
+    if recipes.PACKING and _writes_codes(*step):
         return _in_two_nodes(call, norm, spec, kept)
     # rstd and xhat of the kept channels, which the second node keeps beside z.
     done: list[Tensor | None] = []
@@ -211,12 +182,4 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
     # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
     z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
-    if not recipes.BUDGETED:
-        return eager.after_convolution(norm._replace(x=z), spec, kept, done)
-    again, given = _again(step), (uncast(w), *tensors_of(sources))
-    flops = 2 * z.numel() * w[0].numel()
-    recipes.called(OP, (options_of(call), spec), z, again, *given, flops=flops, workspace=workspace(call, z))
-    if not recipes.has_recipe(z):
-        return eager.after_convolution(norm._replace(x=z), spec, kept, done)
-    with recipes.rewriting(z, torch.clone, overwrite=torch.detach):
-        return eager.after_convolution(norm._replace(x=z), spec, kept, done)
+    return eager.after_convolution(norm._replace(x=z), spec, kept, done)

@@ -12,7 +12,7 @@ from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once, is_batch
 from ..recompute import recipes
-from .apart import convolve_sources, convolve_sources_backward, workspace
+from .apart import convolve_sources, convolve_sources_backward
 from .convolution import RawGeometry, check_convolution
 from .sources import (
     Convolution,
@@ -21,7 +21,6 @@ from .sources import (
     check_agree,
     concatenated,
     enlarges_of,
-    options_of,
     padded,
     parse_sources,
     shape_of,
@@ -134,33 +133,4 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
         return convolve_sources(sources, w, bias, geometry)
     given = sources if formed is None else (formed.detach(),)
     convolve = partial(convolve_sources, given, w, bias, geometry)
-    y = recorded(OP, call, convolve, False, w, bias, *tensors_of(sources))
-    if not recipes.BUDGETED:
-        return y
-    own, enlarges = uncast(w), enlarges_of(sources)
-    again: Callable[..., Tensor] | None = None
-    if formed is None or own is w or not any(enlarges):
-        again = _again(call, formed is not None)
-    # Otherwise an interpolated source was enlarged before it was cast by autocast, and would now be cast before it is
-    # enlarged.  The bits may differ, so the convolution does not run twice.
-    reads = [own, *([] if bias is None else [bias]), *tensors_of(sources)]
-    flops, more = 2 * y.numel() * w[0].numel(), workspace(call, y, formed is not None)
-    recipes.called(OP, options_of(call), y, again, *reads, flops=flops, workspace=more)
-    return y
-
-
-def _again(call: Convolution, forms: bool) -> Callable[..., Tensor]:
-    """The call as a function of the weight, the bias if there is one, and the tensors of the sources.
-
-    ``forms`` says that the call has convolved the concatenation.  The function does the same, to get the same bits.
-    """
-    dtype, enlarges, geometry, biased = call.w.dtype, enlarges_of(call.sources), call.geometry, call.bias is not None
-
-    def again(w: Tensor, *tensors: Tensor) -> Tensor:
-        bias, tensors = (tensors[0], tensors[1:]) if biased else (None, tensors)
-        sources = sources_of(tensors, enlarges)
-        if forms:
-            sources = (concatenated(sources),)
-        return convolve_sources(sources, w.to(dtype), bias, geometry)
-
-    return again
+    return recorded(OP, call, convolve, False, w, bias, *tensors_of(sources))

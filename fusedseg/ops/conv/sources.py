@@ -153,11 +153,6 @@ def enlarges_of(sources: Sequence[Source]) -> tuple[Enlarge | None, ...]:
     return tuple(source.enlarge if isinstance(source, Interpolated) else None for source in sources)
 
 
-def options_of(call: "Convolution") -> Any:
-    """The arguments of a convolution that are equal for every size of the sources."""
-    return call.geometry, [None if enlarge is None else enlarge.options for enlarge in enlarges_of(call.sources)]
-
-
 def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) -> tuple[Source, ...]:
     """The sources again, from the results of ``tensors_of`` and ``enlarges_of``."""
     pairs = zip(tensors, enlarges, strict=True)

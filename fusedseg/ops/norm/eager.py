@@ -16,7 +16,7 @@ from ..recompute import recipes
 from ..recompute.codes import with_codes
 from . import coded, packed
 from .kept import Kept
-from .passes import again_in_place, backward, directly, fits, forward, offer_output
+from .passes import backward, directly, fits, forward, offer_output
 from .spec import Gradients, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
 
 
@@ -147,14 +147,9 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     spec = spec if spec.own else spec.of_given()
     saved: list[Saved] | None = None
     registry = layout = None
-    again: Any = None
     if spec.keep == "output":
         if _torch.len_torch_function_stack():
-            # A rebuild must not wait for other processes.
-            if recipes.BUDGETED and spec.process_group is None and recipes.has_recipe(x):
-                again = again_in_place(passed, spec)
-            else:
-                recipes.changing(x)
+            recipes.changing(x)
     else:
         x, layout = dense(x)
         passed = passed if x is passed.x else passed._replace(x=x)
@@ -163,10 +158,6 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     call = passed, layout, spec, kept, None, saved, None
     # The work of autograd grows with the number of arguments.
     more = () if residual is None and slope is None else (residual, slope)
-    if again is not None:
-        # A convolution that runs twice has computed x.  What this op saves is rebuilt from that convolution.
-        with _torch.DisableTorchFunction(), recipes.rewriting(x, again[0], *again[2], overwrite=again[1]):
-            return _apply(call, x, weight, bias, *more)
     bare = None if registry is None or more else registry.bares(x)
     if registry is not None and bare is not None:
         z, _ = registry.call_bare(bare, _apply, (call, x, weight, bias))

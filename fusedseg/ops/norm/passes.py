@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import _torch
 from ...activation import TABLE
-from ..layout import Layout, dense, like
+from ..layout import Layout, like
 from ..low_bit.spec import Packed
 from ..recompute import recipes
 from ..recompute.packed import FromCodes
@@ -75,28 +75,6 @@ def _adjacent(saved: Saved) -> Saved:
     """``saved`` with weight and bias whose elements are adjacent in memory, which are copies where they are not."""
     weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
     return saved._replace(weight=weight, bias=bias)
-
-
-def again_in_place(passed: Passed, spec: Spec) -> tuple[InPlace, InPlace, tuple[Tensor, ...]]:
-    """Two functions that compute z from x again, in new memory and over x, and their other arguments.
-
-    They compute the statistics of x again, which gives the same bits, and move no running statistics.
-    """
-    # These are copies, because an optimizer may change the parameters before backward, and aten the running statistics.
-    vectors = passed.weight, passed.bias, passed.slope, passed.running_mean, passed.running_var
-    weight, bias, slope, mean, var = [None if v is None else v.detach().clone() for v in vectors]
-    if spec.own:
-        mean = var = None
-
-    def overwrite(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        source, layout = dense(x)
-        given = Passed(source, weight, bias, None if residual is None else like(residual, source), slope, mean, var)
-        return forward(given, spec, spec.layout(source, layout), None, source).z
-
-    def apart(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return overwrite(x.clone(), residual)
-
-    return apart, overwrite, () if passed.residual is None else (passed.residual,)
 
 
 def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:

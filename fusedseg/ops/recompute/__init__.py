@@ -9,14 +9,4 @@ saved.py       the objects that the graph holds in place of tensors, and the way
 compiled.py    the same scope in compiled code: labels for the compiler
 joins.py       notes about the sources of a concatenation, for the convolution that reads it
 calls.py       a call without its tensors, which can be made again with other tensors
-
-A scope with a budget lets some convolutions and matrix products run twice as well:
-
-choice.py      the data objects: the budget, the calls, and the choice of those that run twice
-twice.py       the calls that may run twice, and the rule by which they offer a recipe
-budgeted.py    the registry and the rules of such a scope
-guide.py       the guides that observe a step, make or remember a choice, or follow one
-graph.py       the tensors of a step, and the price of a choice: bytes, arithmetic and peak
-replay.py      backward under one choice, as plain numbers
-knapsack.py    the search for the cheapest choice
 """

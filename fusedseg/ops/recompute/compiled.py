@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import _torch
 from ..unfused import assume_constant_result
-from .cheap import call_of, has_flops, is_cheap, is_product, size_of, tensors_of
+from .cheap import call_of, is_cheap, is_product, size_of, tensors_of
 from .registry import LARGER, MAX_STEPS, SMALL
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -57,14 +57,11 @@ def _traced() -> fx.Graph | None:
     return None if mode is None or not torch.is_grad_enabled() else mode.tracer.graph
 
 
-def begin(again: tuple[int, ...] = ()) -> None:
-    """Marks the place in the graph where a scope begins.
-
-    again: the products that backward computes again, by their place in the order of the products in the scope.
-    """
+def begin() -> None:
+    """Marks the place in the graph where a scope begins."""
     graph = _traced()
     if graph is not None:
-        _labels.setdefault(graph, Labels(again)).begin(graph)
+        _labels.setdefault(graph, Labels()).begin(graph)
     elif not _torch.has_fake_mode():
         _warn_of_backend()
 
@@ -138,32 +135,6 @@ def prepare() -> bool:
 
 
 @assume_constant_result
-def warn_of_budget() -> bool:
-    """Warns that a budget has no effect in compiled code.  It runs while the compiler traces."""
-    warnings.warn(
-        "fusedseg.recompute: a budget has no effect in compiled code, where all convolutions run once; give the budget "
-        "to fusedseg.convert(model, example_inputs=..., budget=...) before torch.compile(model)",
-        stacklevel=2,
-    )
-    return True
-
-
-@assume_constant_result
-def warn_of_uncounted() -> bool:
-    """Warns that compiled code may miss the budget of a converted model.  It runs while the compiler traces.
-
-    Only the compiler's partition, which comes after the trace, knows the bytes.
-    """
-    warnings.warn(
-        "fusedseg.convert: compiled code runs the calls twice that run twice in eager mode, but nothing counts what it "
-        "keeps, which may be more than the budget, as with group norms and attention; `python -m fusedseg plan MODEL "
-        "--input SHAPE --curve PICTURE` counts it",
-        stacklevel=2,
-    )
-    return True
-
-
-@assume_constant_result
 def warn_of_bits() -> bool:
     """Warns that ``bits`` has no effect in compiled code.  It runs while the compiler traces."""
     warnings.warn(
@@ -205,18 +176,12 @@ def _after(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
 class Labels:
     """The scopes in one graph, and the values that follow from the products in them.
 
-    again: the products that backward computes again, by their place in the order of the products.
     calls: for each large value that follows from a product, the calls that compute it again from values that are kept;
-        none for a value that is kept itself.  The result of a product counts as kept, also if the product runs again,
-        so that what follows from it is labelled as without a budget, as in eager mode.
+        none for a value that is kept itself.
     """
 
-    def __init__(self, again: tuple[int, ...] = ()) -> None:
-        self.again = again
+    def __init__(self) -> None:
         self.calls: dict[fx.Node, frozenset[str]] = {}
-        self._twice: set[fx.Node] = set()
-        # The products so far, each by its call: the compiler may write one call as several products.
-        self._products: dict[str, int] = {}
         self._open = 0
         self._last: fx.Node | None = None
         # The node before the norm that is traced now, and the call of each node of the norms so far.
@@ -267,7 +232,7 @@ class Labels:
     def _label(self, node: fx.Node) -> None:
         x = _inputs.get(node.graph, {}).get(node)
         if x is not None:
-            if not self.calls.get(x) and x not in self._twice:
+            if not self.calls.get(x):
                 if LABEL in node.meta:
                     self.calls[node] = KEPT
                 return
@@ -280,11 +245,6 @@ class Labels:
         cheap = is_cheap(node) or self._is_norm_of_again(node, inputs)
         if not cheap and is_product(node):
             self.calls[node] = KEPT
-            if self._runs_again(node):
-                self._twice.add(node)
-                node.meta[LABEL] = AGAIN
-            elif self.again:
-                node.meta[LABEL] = KEEP
             return
         if not inputs or size_of(node) * SMALL <= max(map(size_of, inputs)):
             # The compiler keeps small results, such as one value per channel, unless they cost nothing.
@@ -299,19 +259,13 @@ class Labels:
             self.calls[node] = calls if again else KEPT
             node.meta[LABEL] = AGAIN if again else KEEP
 
-    def _runs_again(self, node: fx.Node) -> bool:
-        """Whether a product was chosen to run again.  Ops of other packages are no products that can be chosen."""
-        if not self.again or not has_flops(node):
-            return False
-        return self._products.setdefault(self._call(node), len(self._products)) in self.again
-
     def _is_norm_of_again(self, node: fx.Node, inputs: list[fx.Node]) -> bool:
-        """Whether the node is a norm that keeps its output, of a product that runs again: then the norm runs again."""
+        """Whether the node is a norm that keeps its output, of a value that is rebuilt: then the norm runs again."""
         op = node.target
         if not isinstance(op, _torch.OpOverload) or op._schema.name != "fusedseg::norm":
             return False
         given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
-        rebuilt = any(self.calls[source] or source in self._twice for source in inputs)
+        rebuilt = any(self.calls[source] for source in inputs)
         return given.get("process_group") is None and rebuilt
 
     def _has_larger_source(self, node: fx.Node, inputs: list[fx.Node]) -> bool:

@@ -28,9 +28,6 @@ class Memory(weakref.ref):
     # Most storages have one offer and one saved tensor at most, so that each has a new tuple with every one.
     offers: "tuple[Offer, ...]" = ()
     kept: "tuple[weakref.ref[Data], ...]" = ()
-    # For a scope with a budget: the node of the data that is kept, and whether autograd was seen to save it.
-    node = -1
-    counted = False
 
     def keepers(self) -> Iterator[Data]:
         """Yields the saved tensors that still share the memory and still have the values that were saved."""

@@ -97,8 +97,6 @@ class Offer:
 
     _recipe: "weakref.ref[Recipe] | None" = None
     reader: Reader | None = None
-    # As in ``Recipe``.
-    node, is_call, is_held = -1, False, False
     steps: int
     extra: int
     bits: int
@@ -166,8 +164,6 @@ class Offer:
                 bits = source.bits
             inputs.append((source, at))
         recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
-        if self.node >= 0:
-            recipe.node, recipe.is_call, recipe.is_held = self.node, self.is_call, self.is_held
         if bits < EXACT:
             recipe.bits = bits
         self._recipe = weakref.ref(recipe)

@@ -31,7 +31,6 @@ The contract:
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -44,10 +43,9 @@ from .plain import Place
 from .registry import Registry
 from .saved import Data, Handle
 
-# The classes of registries, by which the hooks of a scope are recognised; ``budgeted.py`` adds one.
+# The classes of registries, by which the hooks of a scope are recognised; ``scope.py`` adds one.
 REGISTRIES: set[type] = {Registry}
-# The registries of all open scopes with a budget, and of those with ``bits``, in any thread.
-BUDGETED: list[Registry] = []
+# The registries of all open scopes with ``bits``, in any thread.
 PACKING: list[Registry] = []
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,55 +108,10 @@ def changing(x: Tensor) -> None:
             registry.before_change(x)
 
 
-def _budgeted() -> Any:
-    """The active registry if its scope has a budget, otherwise None."""
-    registry = active()
-    return registry if registry is not None and registry.budgeted else None
-
-
-def called(
-    name: str,
-    options: Any,
-    output: Tensor,
-    again: Callable[..., Tensor] | None,
-    *tensors: Tensor,
-    flops: int,
-    workspace: int = 0,
-) -> None:
-    """Tells a scope with a budget that ``again(*tensors)`` is a convolution that has computed ``output``.
-
-    The convolution may run twice, unless ``again`` is None.  ``flops`` and ``workspace`` are those of ``choice.Call``.
-    ``twice.py`` has the rule of PyTorch's own functions.
-    """
-    registry = _budgeted()
-    if registry is not None and output.requires_grad:
-        with _torch.DisableTorchFunction():
-            registry.called_ours(name, options, output, again, tensors, flops, workspace)
-
-
 def packing() -> Any:
     """The active registry if its scope has ``bits``, otherwise None."""
     registry = active()
     return registry if registry is not None and registry.rounds else None
-
-
-def has_recipe(x: Tensor) -> bool:
-    """Whether the scope could rebuild the present values of ``x``."""
-    registry = _budgeted()
-    with _torch.DisableTorchFunction():
-        return registry is not None and registry.has_recipe(x)
-
-
-def rewriting(
-    x: Tensor, rebuild: Callable[..., Tensor], *others: Tensor, overwrite: Callable[..., Tensor]
-) -> AbstractContextManager[None]:
-    """Surrounds an op of this package that overwrites ``x``, if ``has_recipe(x)``: the result is rebuilt from ``x``.
-
-    ``rebuild`` and ``overwrite`` are those of ``offer``, with ``x`` and ``others`` as their inputs.
-    """
-    registry = _budgeted()
-    assert registry is not None
-    return registry.rewriting(x, rebuild, others, overwrite)
 
 
 def is_source(x: Tensor) -> bool:
@@ -184,8 +137,7 @@ def offer(
     if registry is not None:
         with _torch.DisableTorchFunction():
             offer = registry.offer(output, rebuild, inputs, overwrite)
-            # The plan of a budget does not know that a reader holds a value.
-            if offer is not None and not registry.budgeted:
+            if offer is not None:
                 offer.reader = reader
 
 

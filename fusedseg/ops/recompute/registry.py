@@ -37,8 +37,6 @@ class Registry(Memories):
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
     needs, rounds, recipe = 0, False, Recipe
-    # Whether calls may run twice (``BudgetRegistry``).
-    budgeted = False
     # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
     chains = True
 

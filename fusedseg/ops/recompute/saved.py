@@ -71,7 +71,7 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    node: the node in the graph of a scope with a budget (``graph.py``), or -1.  bits, steps, needs: as in ``Recipe``.
+    bits, steps, needs: as in ``Recipe``.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -79,7 +79,7 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    node, bits, steps, needs = -1, EXACT, 0, 0
+    bits, steps, needs = EXACT, 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         # The memory of a tensor without values says that it is on the device "meta".
@@ -195,8 +195,8 @@ class Recipe:
     data: Data | None = None
     own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # As in ``Data``; the fewest bits of its sources; its calls; if a call makes it; if it is held to the last use.
-    node, bits, steps, is_call, is_held = -1, EXACT, 1, False, False
+    # The fewest bits of its sources; its calls.
+    bits, steps = EXACT, 1
     unpacks = False  # whether a rebuild unpacks the tensor (``packed.py``)
 
     def __init__(
@@ -222,16 +222,16 @@ class Recipe:
         if self.own is not None and order - NEAR <= self.own < order:
             return True
         i = bisect_left(self.orders, order)
-        return i > 0 and (self.is_held or self.orders[i - 1] >= order - NEAR)
+        return i > 0 and self.orders[i - 1] >= order - NEAR
 
     def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it.  No cheap input of a call is held for later."""
+        """Returns the tensor, and whether the caller may write over it.  ``for_call``: it is not held for later."""
         # The version is compared because a backward function may write over a tensor that it has got.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
-            value = self._rebuilt(order, for_call or self.is_call)
-        stays = self.held is not None or self.is_call or self.is_held or not for_call
+            value = self._rebuilt(order, for_call)
+        stays = self.held is not None or not for_call
         if stays and self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False

@@ -173,8 +173,6 @@ class Watch(recipes.Watching):
         if _is_compiling():
             out = func(*args, **kwargs)
             if compiled.prepare():
-                if self.registry.budgeted:
-                    compiled.warn_of_budget()
                 if self.registry.rounds:
                     compiled.warn_of_bits()
                 compiled.called()

@@ -21,16 +21,16 @@ class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
 class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
     """Keeps at most 0.3 of the stock network's bytes: convolutions with large outputs run a second time in backward."""
 
-    convert_options: ClassVar[dict[str, Any]] = {"budget": 0.3}
+    compile_options: ClassVar[dict[str, Any]] = {"budget": 0.3}
 
 
 class nnUNetTrainerFusedsegBits8(nnUNetTrainerFusedseg):
     """Keeps activations in 8 bits a value: the forward pass stays exact, and gradients get noise with mean 0."""
 
-    convert_options: ClassVar[dict[str, Any]] = {"bits": 8}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 8}
 
 
 class nnUNetTrainerFusedsegBits4(nnUNetTrainerFusedseg):
     """Keeps activations in 4 bits a value, with more noise."""
 
-    convert_options: ClassVar[dict[str, Any]] = {"bits": 4}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 4}
