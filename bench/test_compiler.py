@@ -12,15 +12,15 @@ Markdown, and below them stands which goals are missed::
 
 On a CPU bytes are counted with kernels of Inductor that only write zeros: the allocations are the same, and a C++
 compiler would take minutes for each network.  Networks whose package is not installed are skipped.
-``-k test_budget`` measures budgets beside the scope's and the compiler's own, ``-k "ResNet-18"`` one network, and
-``-k test_host_time`` times Python alone.
+``-k test_budget`` measures budgets beside the scope's and the compiler's own, ``-k test_budget_step`` only their times,
+``-k "ResNet-18"`` one network, and ``-k test_host_time`` Python alone.
 """
 
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -70,6 +70,8 @@ BUYERS = {
     "compiler": "compile",
     "alike": "fusedseg, Inductor, at its arithmetic",
 }
+# The steps of these ways are timed.
+BUDGET_STEP_WAYS = ["eager", "scope", "aten", "ours", "compiler"]
 # The goals of budgets: kept and peak beside the scope's, and the peak beside the compiler's in U-Nets.
 LIKE_SCOPE, LIKE_COMPILER = 1.02, 0.85
 # More kept bytes than this share of the scope's, or a peak above this share of the compiler's, miss the goal.
@@ -182,9 +184,11 @@ class Contest:
         return seconds[0], seconds[1]
 
 
-def table(head: str, cases: Mapping[str, Mapping[str, T]], cell: Callable[[T], str]) -> list[str]:
+def table(
+    head: str, cases: Mapping[str, Mapping[str, T]], cell: Callable[[T], str], columns: Iterable[str] = ()
+) -> list[str]:
     """A row for each network and a column for each way."""
-    ways = [way for way in WAYS if any(way in of for of in cases.values())]
+    ways = [way for way in columns or WAYS if any(way in of for of in cases.values())]
     rows = [[case, *(cell(of[way]) if way in of else "–" for way in ways)] for case, of in cases.items()]
     return [*markdown([head, *(HEADS.get(way, way) for way in ways)], rows), ""] if ways else []
 
@@ -210,6 +214,25 @@ class Sizes(Section):
         return [self.title, "", *table("kept, peak in MiB", counted, cell), *goals]
 
 
+def step_cell(of: Result) -> str:
+    return "{median_ms:.1f} ({p20_ms:.1f} to {p80_ms:.1f})".format(**spread(of.step))
+
+
+@dataclass
+class BudgetSteps(Section):
+    """Times of steps with a budget."""
+
+    def lines(self) -> list[str]:
+        ran = {case: {way: of for way, of in ways.items() if of.step} for case, ways in self.cases.items()}
+        steps = table("step in ms: median (fifths)", ran, step_cell, BUDGET_STEP_WAYS)
+        goals = [
+            f"{case}: a step of {HEADS['ours']} takes {ratio:.3f} of the compiler's"
+            for case, ways in ran.items()
+            if {"ours", "compiler"} <= ways.keys() and (ratio := ratio_of(ways, "ours", "compiler")) > STEP_GOAL
+        ]
+        return [self.title, "", *steps, *goals, *self.refusals()]
+
+
 @dataclass
 class Steps(Section):
     """Times of steps, and ``first``: the seconds of the first steps of each network and way."""
@@ -230,14 +253,11 @@ class Steps(Section):
     def lines(self) -> list[str]:
         ran = {case: {way: of for way, of in ways.items() if of.step} for case, ways in self.cases.items()}
 
-        def step(of: Result) -> str:
-            return "{median_ms:.1f} ({p20_ms:.1f} to {p80_ms:.1f})".format(**spread(of.step))
-
         def first(of: tuple[float, float]) -> str:
             return "{:.1f}, {:.1f}".format(*of)
 
         goals = [line for case, results in ran.items() for line in missed_steps(case, results)]
-        steps = table("step in ms: median (fifths)", {case: of for case, of in ran.items() if of}, step)
+        steps = table("step in ms: median (fifths)", {case: of for case, of in ran.items() if of}, step_cell)
         firsts = table("first step in s: cold, warm cache", self.first, first)
         return [self.title, "", *steps, *firsts, *goals, *self.refusals()]
 
@@ -407,29 +427,55 @@ def work_of(job: NetJob) -> int:
     return counter.get_total_flops()
 
 
+def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:
+    """How a way makes a network that keeps a share of eager mode's bytes."""
+    if way == "scope":
+        return lambda net, x: ScopedWithin(net, share)
+    if way == "compiler":
+        return with_budget(share)
+    options = {"extra_flops": of_compiler(name)[share].repeated} if way == "alike" else {"budget": share}
+    return with_backend(BACKENDS.get(way, "inductor"), **options)
+
+
+@contextmanager
+def missed_quietly() -> Iterator[None]:
+    """Some budgets cannot be met; the table shows what is kept."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* cannot be (met|reached) without")
+        yield
+
+
 @once
 def buy(name: str, share: float, way: str, device: torch.device) -> Bought:
     """What a way does with a budget of ``share``."""
     torch.compiler.reset()
     contest = Contest(name, NETWORKS[name], device)
-    with warnings.catch_warnings(), kernels_of_zeros() if device.type == "cpu" else nullcontext():
-        # Some budgets cannot be met; the table shows what is kept.
-        warnings.filterwarnings("ignore", ".* cannot be (met|reached) without")
+    with missed_quietly(), kernels_of_zeros() if device.type == "cpu" else nullcontext():
         if way == "eager":
             return Bought(*count_bytes(contest.of(as_it_is, False), device)[:2])
+        job = contest.of(buyer(name, share, way), True)
         if way == "scope":
-            job, eager = contest.of(lambda net, x: ScopedWithin(net, share), True), contest.of(as_it_is, False)
+            eager = contest.of(as_it_is, False)
             with FlopCounterMode(display=False) as forward, torch.no_grad():
                 eager.forward(eager.prepare())
             repeated = (work_of(job) - work_of(eager)) / forward.get_total_flops()
-            return Bought(*count_bytes(job, device)[:2], repeated)
-        if way == "compiler":
-            job, repeated = contest.of(with_budget(share), True), of_compiler(name)[share].repeated
-            return Bought(*count_bytes(job, device)[:2], repeated)
-        options = {"extra_flops": of_compiler(name)[share].repeated} if way == "alike" else {"budget": share}
-        job = contest.of(with_backend(BACKENDS.get(way, "inductor"), **options), True)
-        repeated = sum(graph.repeated for graph in fusedseg.compiler.report(job.net).graphs)
+        elif way == "compiler":
+            repeated = of_compiler(name)[share].repeated
+        else:
+            repeated = sum(graph.repeated for graph in fusedseg.compiler.report(job.net).graphs)
         return Bought(*count_bytes(job, device)[:2], repeated)
+
+
+@once
+def run_budget(name: str, share: float, device: torch.device) -> dict[str, Result]:
+    """The timed steps of eager mode and of the ways with a budget of ``share``."""
+    contest = Contest(name, NETWORKS[name], device)
+
+    def build(way: str) -> NetJob:
+        return contest.of(as_it_is if way == "eager" else buyer(name, share, way), way != "eager")
+
+    with missed_quietly():
+        return compete_networks(BUDGET_STEP_WAYS, build, False, Timing(device, SECONDS[device.type]))
 
 
 @once
@@ -457,6 +503,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = {
         "test_bytes": (NETWORKS, WAYS),
         "test_budget": (BOUGHT, list(BUYERS)),
+        "test_budget_step": (BOUGHT, BUDGET_STEP_WAYS),
         "test_first_step": (TIMED, [way for way in STEP_WAYS if way in COMPILED]),
         "test_step": (TIMED, STEP_WAYS),
         "test_host_time": ([HOST], HOST_WAYS),
@@ -483,6 +530,18 @@ def test_budget(case, contender, share, device, report):
     section = report.section("compiler-budgets", Budgets("torch.compile, budgets, as shares of eager mode"))
     ways = section.bought.setdefault(f"{title_of(case)}, {share}", {"eager": buy(case, SHARES[0], "eager", device)})
     ways[contender] = buy(case, share, contender, device)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.benchmark(timer=CLOCK)
+def test_budget_step(case, contender, share, device, report, benchmark):
+    network = NETWORKS[case]
+    if not network.is_here():
+        pytest.skip(f"needs the package {network.package}")
+    section = report.section("compiler-budget-steps", BudgetSteps("torch.compile, a training step with a budget"))
+    title = f"{title_of(case)}, {share}"
+    results = section.cases[title] = run_budget(case, share, device)
+    report_step(benchmark, f"step of {title}", contender, results[contender])
 
 
 def test_first_step(case, contender, device, report):

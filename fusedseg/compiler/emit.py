@@ -4,8 +4,9 @@ The function takes its arguments in a list, which it empties, so that each value
 Bindings of ops are called where there are some, because a call through ``torch.ops`` takes microseconds longer.
 """
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .. import _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
 from . import joined, reinplace, triton_ops
-from .joint import is_op
+from .joint import is_gradient, is_op, is_tensor
 
 aten = torch.ops.aten
 # The functions that do the same as an op, with the same arguments.
@@ -55,8 +56,9 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 class Source:
     """The lines of a function, and the objects that they name."""
 
-    def __init__(self) -> None:
+    def __init__(self, direct: Mapping[Any, Callable[..., Any]]) -> None:
         self.lines: list[str] = []
+        self._direct = direct
         self.objects: dict[str, Any] = {}
         self._names: dict[int, str] = {}
 
@@ -91,8 +93,8 @@ class Source:
         given = [self.text(arg) for arg in node.args]
         given += [f"{name}={self.text(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
-        if target in DIRECT:
-            target = DIRECT[target]
+        if target in self._direct:
+            target = self._direct[target]
         elif is_op(node):
             target = _torch.bare_op(target)
         hint = str(node.target).replace(".", "_").replace("::", "_") if is_op(node) else target.__name__
@@ -113,13 +115,13 @@ def _place(node: fx.Node) -> int:
     return node.meta["fusedseg_place"]
 
 
-def source_of(module: fx.GraphModule) -> Source:
-    """The code of a graph.  Its function is ``run(arguments)``."""
+def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Source:
+    """The code of a graph.  Its function is ``run(arguments)``, which calls ops directly where it can."""
     graph = module.graph
     for place, node in enumerate(graph.nodes):
         node.meta["fusedseg_place"] = place
     ends = last_readers(graph)
-    out = Source()
+    out = Source(direct)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     out.lines.append("def run(arguments):")
     if places:
@@ -151,17 +153,31 @@ def _attribute(module: Any, path: Any) -> Any:
     return module
 
 
+def _function(source: Source) -> Any:
+    names = dict(source.objects)
+    exec(compile("\n".join(source.lines), "<fusedseg compiler>", "exec"), names)
+    return names["run"]
+
+
 def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """The function that runs a graph."""
+    """The function that runs a graph.
+
+    With the batched tensors of ``torch.autograd.grad(is_grads_batched=True)`` it runs as it was given, because such a
+    tensor cannot be written over one without a batch, and the functions of this package know nothing of it.
+    """
+    plain = source_of(module, direct={})
+    gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     reinplace.statistics(module.graph)
     triton_ops.rewrite(module.graph)
     joined.rewrite(module.graph)
     reinplace.results(module.graph)
     source = source_of(module)
-    text = "\n".join(source.lines)
-    names = dict(source.objects)
-    exec(compile(text, "<fusedseg compiler>", "exec"), names)
-    run = names["run"]
+    if gradients:
+        batched = source.name(_torch.is_legacy_batchedtensor, "batched")
+        asked = " or ".join(f"{batched}({node.name})" for node in gradients)
+        run_plain = source.name(functools.cache(lambda: _function(plain)), "plain")
+        source.lines.insert(2, f"    if {asked}: return {run_plain}()(arguments)")
+    run = _function(source)
     run._boxed_call = True
-    run.source = text
+    run.source = "\n".join(source.lines)
     return run

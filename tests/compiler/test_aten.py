@@ -119,3 +119,14 @@ def test_views_of_channels_last_and_of_strange_strides():
     net, x = Net(), [torch.randn(3, 2, 9, 7)]
     twin = copy.deepcopy(net)
     assert same(results(net, compiled(net), x), results(twin, twin, x))
+
+
+def test_batched_gradients():
+    """A batched gradient was written over a tensor without a batch, or into ``grad_input``, which has no rule."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2), nn.Upsample(scale_factor=2))
+    x, g = torch.randn(2, 3, 6, 6, requires_grad=True), torch.randn(3, 2, 4, 4, 4)
+
+    def gradients(run):
+        return torch.autograd.grad(run(x), [x, *net.parameters()], g, is_grads_batched=True)
+
+    assert all(map(torch.allclose, gradients(compiled(net)), gradients(net)))
