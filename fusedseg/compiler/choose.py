@@ -8,14 +8,15 @@ So a smaller budget never has a higher peak.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from torch import fx
 
 from .._sizes import text_of
-from . import keep, reinplace
+from ..ops.recompute.cheap import size_of
+from . import keep, reinplace, rounded
 from .cut import Cut
 from .joint import Goal, Joint, flops_of
 from .live import Live, nbytes_of
@@ -26,6 +27,8 @@ from .wanted import Wanted
 CHEAP = 1
 # A choice is left out if it keeps less by so small a share of eager mode's bytes, but for the last one.
 LEAST = 0.004
+# The search ends after so many choices in a row that peak higher.
+TRIES = 12
 # The share by which the peak may rise, for small tensors such as copies of biases.
 SAME = 1e-3
 
@@ -65,7 +68,7 @@ class Choices:
     """
 
     def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
-        self.joint, self._eager = joint, eager
+        self.joint, self.eager, self.fused = joint, eager, fused
         self.live = Live(joint, fused)
         self.flops = {node: flops_of(node) for node in joint.forward}
         self.total = sum(self.flops.values())
@@ -77,74 +80,123 @@ class Choices:
     def nbytes(self, node: fx.Node) -> int:
         return 0 if node in self.joint.returned else nbytes_of(node)
 
+    def first(self) -> keep.Plan:
+        """The plan without a budget."""
+        return keep.plan(self.joint)
+
     def cut(self) -> Cut:
         return Cut(self.joint, self.nbytes, self._price)
 
-    def _plans(self) -> Iterator[keep.Plan]:
-        """Plans that keep less and less."""
-        cut = self.cut()
-        again: frozenset[fx.Node] = frozenset()
-        for step, next_ones in enumerate(cut.steps()):
-            parts: Sequence[AbstractSet[fx.Node]] = [next_ones]
-            if step > 0:
-                parts = sorted(cut.parts(next_ones - again), key=self._flops_of)
-            for part in parts:
-                again |= part
-                yield keep.plan_of(self.joint, again)
+    def kept(self, plan: keep.Plan) -> int:
+        """The bytes that forward keeps, or a few less."""
+        return self.live.kept(plan)
+
+    def cost(self, plan: keep.Plan) -> Cost:
+        peak, flops = self.live.peak(plan)
+        return Cost(self.live.kept(plan), flops, peak)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
 
     def on_the_way_down(self, most_flops: float) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less, and do not peak higher and higher."""
-        first = keep.plan(self.joint)
-        best = Choice(first, self._cost(first))
+        first = self.first()
+        best = Choice(first, self.cost(first))
         yield best
-        lowest = best.cost.peak
-        for plan in self._plans():
-            kept = self.live.kept(plan)
-            if kept > best.cost.kept - LEAST * self._eager:
-                continue
-            if self._flops_of(set(plan.again)) > most_flops:
-                return
-            plan.goal = Goal(lowest * (1 + SAME), most_flops)
-            cost = self._cost(plan)
-            if cost.peak <= plan.goal.peak and cost.flops <= most_flops:
-                best = Choice(plan, cost)
+        lowest, cut = best.cost.peak, self.cut()
+        steps = cut.steps()
+        again = steps[0]
+        refused: set[frozenset[fx.Node]] = set()
+        for wanted in steps:
+            # Parts that save too little by themselves.
+            small: frozenset[fx.Node] = frozenset()
+            for part in sorted(cut.parts(wanted - again), key=self._flops_of) or [set()]:
+                tried = again | small | part
+                plan = keep.plan_of(self.joint, tried)
+                enough = best.cost.kept - LEAST * self.eager
+                if self.kept(plan) > enough or tried in refused:
+                    small |= part
+                    continue
+                if self._flops_of(set(plan.again)) > most_flops:
+                    break
+                plan.goal = Goal(lowest * (1 + SAME), most_flops)
+                cost = self.cost(plan)
+                small = frozenset()
+                if cost.kept > enough or cost.peak > plan.goal.peak or cost.flops > most_flops:
+                    refused.add(tried)
+                    if len(refused) == TRIES:
+                        return
+                    continue
+                best, again = Choice(plan, cost), tried
                 lowest = min(lowest, cost.peak)
+                refused.clear()
                 yield best
 
-    def _cost(self, plan: keep.Plan) -> Cost:
-        peak, flops = self.live.peak(plan)
-        return Cost(self.live.kept(plan), flops, peak)
 
+class RoundedChoices(Choices):
+    """The choices with ``bits``: what is kept is packed, and so costs fewer bytes.
 
-def choose(joint: Joint, wanted: Wanted, eager: int, fused: bool) -> keep.Plan:
-    """The plan for a budget, or the nearest one, with a warning.
-
-    Args:
-        joint: the graph.
-        wanted: the budget.
-        eager: the bytes that eager mode keeps.
-        fused: as in ``Choices``.
+    Each choice is counted on a copy of the graph with everything that packs, unpacks and answers questions.
     """
-    return chosen(Choices(joint, eager, fused), wanted, eager).plan
+
+    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
+        super().__init__(joint, eager, fused)
+        self._bits = bits
+
+    def nbytes(self, node: fx.Node) -> int:
+        nbytes, bits = super().nbytes(node), rounded.bits_of(node, self._bits)
+        return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
+
+    def first(self) -> keep.Plan:
+        return keep.plan(self.joint, repeats=False)
+
+    def cut(self) -> Cut:
+        def is_rounded(node: fx.Node) -> bool:
+            return self.nbytes(node) < super(RoundedChoices, self).nbytes(node)
+
+        return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < rounded.SMOOTH_BITS else None)
+
+    def kept(self, plan: keep.Plan) -> int:
+        return sum(map(self.nbytes, plan.kept))
+
+    def cost(self, plan: keep.Plan) -> Cost:
+        graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(self.joint.graph, twins))
+        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in plan.again}
+        outputs = self.joint.outputs
+        of, decided, found = rounded.settled(graph, outputs, self._bits, keep.Plan(again=again))
+        foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
+        keep.apply(of, decided, rounded.Storage(graph, found, 0))
+        graph.eliminate_dead_code()
+        labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
+        of = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
+        counted = keep.plan_of(of, {node for node, label in labels.items() if label is keep.AGAIN})
+        counted.goal = plan.goal
+        live = Live(of, self.fused)
+        peak, flops = live.peak(counted)
+        return Cost(live.kept(counted), flops, peak)
 
 
-def chosen(choices: Choices, wanted: Wanted, eager: int) -> Choice:
+def choose(choices: Choices, wanted: Wanted) -> keep.Plan:
+    """The plan for a budget, or the nearest one, with a warning."""
+    return chosen(choices, wanted).plan
+
+
+def chosen(choices: Choices, wanted: Wanted) -> Choice:
     budget, arguments = wanted.budget, choices.live.arguments
-    most = budget.bytes_of(eager)
+    most = budget.bytes_of(choices.eager)
     for found in choices.on_the_way_down(budget.most_flops * choices.total):
         kept_enough = most is not None and found.cost.kept <= most
         if kept_enough or (wanted.peak is not None and found.cost.peak + arguments <= wanted.peak):
             break
     else:
-        _warn_of(found.cost, wanted, eager, choices)
+        _warn_of(found.cost, wanted, choices)
     return found
 
 
-def _warn_of(cost: Cost, wanted: Wanted, eager: int, choices: Choices) -> None:
+def _warn_of(cost: Cost, wanted: Wanted, choices: Choices) -> None:
     """Says which budget can be met; one without a number of bytes always is."""
+    eager = choices.eager
     most, peak = wanted.budget.bytes_of(eager), cost.peak + choices.live.arguments
     if wanted.peak is not None:
         asked, nearest = f"a peak of {text_of(wanted.peak)}", f"a peak of {text_of(peak)}"

@@ -7,11 +7,12 @@ With a lower price more values are computed again, and all that was before still
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import fx
 
+from ..ops.recompute.cheap import has_flops
 from . import forms, keep
 from .joint import Joint
 from .keep import call_node, is_free, is_view
@@ -119,9 +120,16 @@ class Cut:
         joint: the graph.
         nbytes: the bytes that keeping a value costs.
         price: the arithmetic that a second run of a call costs.
+        is_rounded: whether a value is rounded if it is kept; products run again from exact values alone.
     """
 
-    def __init__(self, joint: Joint, nbytes: Callable[[fx.Node], int], price: Callable[[fx.Node], int]) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        nbytes: Callable[[fx.Node], int],
+        price: Callable[[fx.Node], int],
+        is_rounded: Callable[[fx.Node], bool] | None = None,
+    ) -> None:
         flow = self._flow = Flow()
         needed = [node for _, node in keep.entries(joint, keep.readers_of_forward(joint))]
         self.sources = _all_sources(needed, joint)
@@ -136,6 +144,8 @@ class Cut:
             flow.edge(self._vertices[node].available, 1, ENDLESS)
         # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
         self._priced: list[tuple[int, int]] = []
+        # The places of products among them.
+        self._products: list[int] = []
         calls: dict[fx.Node, int] = {}
         for node, sources in self.sources.items():
             again = self._vertices[node].again
@@ -146,31 +156,73 @@ class Cut:
             call = node if forms.form_of(node) is not None else call_node(node)
             if call not in calls:
                 calls[call] = flow.vertex()
+                if has_flops(call):
+                    self._products.append(len(self._priced))
                 self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
                 for source in sources:
                     flow.edge(self._vertices[source].available, calls[call], ENDLESS)
             flow.edge(calls[call], again, ENDLESS)
+        self._paid = [0] * len(self._priced)
+        if is_rounded is not None:
+            self._from_exact_values(calls, is_rounded)
+
+    def _from_exact_values(self, calls: dict[fx.Node, int], is_rounded: Callable[[fx.Node], bool]) -> None:
+        """A product runs again only if its inputs are exact: they are computed again from exact values themselves."""
+        flow = self._flow
+        exact = {node: flow.vertex() for node in self.sources}
+        for node, sources in self.sources.items():
+            own = self._vertices[node]
+            flow.edge(own.again if is_rounded(node) else own.available, exact[node], ENDLESS)
+            for source in sources or ():
+                if is_rounded(node):
+                    flow.edge(exact[source], exact[node], ENDLESS)
+                call = call_node(node)
+                if has_flops(call):
+                    flow.edge(exact[source], calls[call], ENDLESS)
 
     def steps(self) -> list[frozenset[fx.Node]]:
         """The values that are computed again, for falling prices of arithmetic; each set has those before it."""
+        flow = self._flow
         found: list[frozenset[fx.Node]] = []
-        paid = [0] * len(self._priced)
+        vertices = [True] * len(flow.edges)
         for step in reversed(range(PRICES)):
-            for place, (edge, flops) in enumerate(self._priced):
-                more = int(UNIT * FIRST * NEXT**step * flops) - paid[place]
-                self._flow.left[edge] += more
-                paid[place] += more
-            self._flow.augment()
-            after = self._flow.before_the_end()
-            again = frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
-            if not found or again != found[-1]:
-                found.append(again)
+            price, left, paid = UNIT * FIRST * NEXT**step, flow.left.copy(), self._paid.copy()
+            later = self._at_price(price, range(len(self._priced)))
+            changed = [place for place in self._products if vertices[(head := self._vertex(place))] and not later[head]]
+            if found and len(changed) > 1:
+                # Between both prices, one product after the other has the second one, the largest first.
+                changed.sort(key=lambda place: -self._priced[place][1])
+                after, flow.left, self._paid = (flow.left, self._paid), left, paid
+                for place in changed[:-1]:
+                    self._note(self._at_price(price, [place]), found)
+                flow.left, self._paid = after
+            self._note(later, found)
+            vertices = later
         return found[::-1]
+
+    def _vertex(self, place: int) -> int:
+        return self._flow.heads[self._priced[place][0]]
+
+    def _at_price(self, price: float, places: Iterable[int]) -> list[bool]:
+        """Raises the price of some calls, and returns the vertices from which more could flow to the end."""
+        for place in places:
+            edge, flops = self._priced[place]
+            more = int(price * flops) - self._paid[place]
+            self._flow.left[edge] += more
+            self._paid[place] += more
+        self._flow.augment()
+        return self._flow.before_the_end()
+
+    def _note(self, after: list[bool], found: list[frozenset[fx.Node]]) -> None:
+        again = frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
+        if not found or again != found[-1]:
+            found.append(again)
 
     def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
         """Values that are computed again together: each part may be so without the others."""
         parts: list[set[fx.Node]] = []
-        left = set(more)
+        # In the order of the graph, so that equal graphs have equal choices.
+        left = dict.fromkeys(node for node in self.sources if node in more)
         neighbours: dict[fx.Node, set[fx.Node]] = {node: set() for node in more}
         for node in more:
             for source in (*(self.sources[node] or ()), *_results(node)):
@@ -179,12 +231,13 @@ class Cut:
                     neighbours[source].add(node)
         while left:
             part: set[fx.Node] = set()
-            stack = [left.pop()]
+            stack = [next(iter(left))]
             while stack:
                 node = stack.pop()
-                part.add(node)
-                stack += neighbours[node] & left
-                left -= neighbours[node]
+                if node in left:
+                    del left[node]
+                    part.add(node)
+                    stack += neighbours[node]
             parts.append(part)
         return parts
 

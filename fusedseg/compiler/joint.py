@@ -1,7 +1,7 @@
 """A joint graph of forward and backward, as AOTAutograd traces it, and new nodes in it."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -131,8 +131,12 @@ class Goal(NamedTuple):
 class Joint:
     """Which part of a joint graph a node belongs to.
 
-    Attributes:
+    Args:
         graph: the graph; its first ``forward_outputs`` outputs are those of forward.
+        forward_outputs: their number, the attribute ``outputs``.
+        handed: nodes that forward computes although nothing of forward reads them.
+
+    Attributes:
         backward: the nodes that follow from a gradient.
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
@@ -140,8 +144,9 @@ class Joint:
             backward would find other values there.
     """
 
-    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
-        self.graph = module.graph
+    def __init__(self, graph: fx.Graph, forward_outputs: int, handed: Iterable[fx.Node] = ()) -> None:
+        self.graph = graph
+        self.outputs = forward_outputs
         outputs = outputs_of(self.graph)
         self.returned = {node for node in outputs[:forward_outputs] if isinstance(node, fx.Node)}
         self.gradients = [node for node in outputs[forward_outputs:] if isinstance(node, fx.Node)]
@@ -152,7 +157,7 @@ class Joint:
                 self.backward.add(node)
         self.backward.discard(self.end)
         writing = [node for node in self.graph.nodes if writes(node)]
-        self.forward = set(self._before([*self.returned, *writing]))
+        self.forward = set(self._before([*self.returned, *writing, *handed]))
         self.overwritten = {node.args[0] for node in writing}
         self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
         for node in self.graph.nodes:

@@ -105,13 +105,16 @@ def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.
                 yield reader, node
 
 
-def readers_of_forward(joint: Joint) -> list[fx.Node]:
-    """The nodes that follow from a gradient, and others that only backward needs and that are not cheap."""
+def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes that follow from a gradient, and others that only backward needs and that are not cheap.
+
+    again: nodes that backward computes as it does values of forward.
+    """
 
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        if node.op != "call_function" or not tensors_of(node):
+        if node.op != "call_function" or not tensors_of(node) or node in again:
             # Symbolic sizes are computed in forward.
             return False
         return call_node(node) not in joint.forward and not _may_run_again(node)
@@ -133,7 +136,7 @@ def plan(joint: Joint, repeats: bool = True) -> Plan:
 
 def plan_of(joint: Joint, again: Collection[fx.Node]) -> Plan:
     """What backward reads if just these values are computed again."""
-    reading = readers_of_forward(joint)
+    reading = readers_of_forward(joint, again)
     found = Plan(reading=reading)
     for reader, node in entries(joint, reading):
         found.readers.setdefault(node, set()).add(reader)
@@ -226,7 +229,7 @@ def _read(node: fx.Node, found: Plan) -> None:
 
 def _keep_later(found: Plan, joint: Joint) -> None:
     """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
-    waiting = [node for node in found.kept if node not in joint.returned]
+    waiting = [node for node in joint.graph.nodes if node in found.kept and node not in joint.returned]
     while waiting:
         node = waiting.pop()
         if node not in found.kept:

@@ -195,7 +195,6 @@ class Live:
         self._forward = self._steps(
             (node, node.all_input_nodes) for node in nodes if keep.call_node(node) in joint.forward
         )
-        self._reading = keep.readers_of_forward(joint)
 
     def _steps(self, runs: Iterable[tuple[fx.Node, Iterable[fx.Node]]]) -> list[Step]:
         """The steps of nodes that allocate memory; views and arguments do not."""
@@ -233,7 +232,7 @@ class Live:
         """Backward in its order: before each node what is computed again for it."""
         runs: list[tuple[fx.Node, Iterable[fx.Node]]] = []
         done: set[fx.Node] = set()
-        for reader in [*self._reading, self._joint.end]:
+        for reader in [*plan.reading, self._joint.end]:
             reads = self._joint.gradients if reader is self._joint.end else reader.all_input_nodes
             own = self._again(reads, plan, done)
             # Nodes that read nothing that is computed again stay where they are in the graph, before all copies.

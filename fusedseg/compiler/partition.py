@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import branches, choose, forms, fused, joint, keep, order, rounded, simplify, split
+from . import choose, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after
 from .settings import Settings, say_once
 
@@ -46,7 +46,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     simplify.forget_labels(module.graph)
     wanted, eager = settings.wanted, 0
     if wanted is not None:
-        eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
+        eager = choose.eager_bytes(joint.Joint(module.graph, forward_outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -57,18 +57,23 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         )
     simplify.rewrite(graph)
     forms.forget_running(graph)
-    if settings.codegen == "inductor" or settings.bits is not None:
+    if settings.codegen == "inductor" or settings.bits is not None or wanted is not None:
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
+    if settings.bits is not None:
+        forms.round_inputs(graph)
     graph.eliminate_dead_code()
-    if settings.bits is None:
-        of = joint.Joint(module, forward_outputs)
-        decided, storage = keep.plan(of), None
+    fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, forward_outputs), None
+    if settings.bits is not None:
+        decided = None
         if wanted is not None:
-            decided = choose.choose(of, wanted, eager, settings.codegen == "inductor")
-    else:
-        of, decided, found = _rounded(module, forward_outputs, settings.bits)
+            decided = choose.choose(choose.RoundedChoices(of, eager, fused_code, settings.bits), wanted)
+        of, decided, found = rounded.settled(graph, forward_outputs, settings.bits, decided)
         storage = rounded.Storage(graph, found, settings.seed)
+    elif wanted is not None:
+        decided = choose.choose(choose.Choices(of, eager, fused_code), wanted)
+    else:
+        decided = keep.plan(of)
     keep.apply(of, decided, storage)
     if settings.bits is not None and settings.codegen == "inductor":
         fused.rewrite(module)
@@ -76,17 +81,3 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph.lint()
     module.recompile()
     return decided
-
-
-def _rounded(module: fx.GraphModule, outputs: int, bits: int) -> tuple[joint.Joint, keep.Plan, rounded.Rounded]:
-    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values."""
-    forms.round_inputs(module.graph)
-    stuck: set[fx.Node] = set()
-    while True:
-        of = joint.Joint(module, outputs)
-        decided = keep.plan(of, repeats=False)
-        found = rounded.choose(of, decided, bits, stuck)
-        if not found.asking:
-            return of, decided, found
-        stuck |= {node for node in found.asking if not branches.write_chain(module.graph, node)}
-        module.graph.eliminate_dead_code()

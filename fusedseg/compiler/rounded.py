@@ -1,6 +1,6 @@
 """What forward keeps in 8 or 4 bits a value, for the option "bits".
 
-    choose   which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
+    settled  which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
     Storage  the nodes that pack in forward and unpack in backward
 
 A value is rounded once.  Everything that backward computes again from it is a copy that reads the unpacked value.  A
@@ -22,9 +22,9 @@ from ..ops.recompute.cheap import hint_of, size_of, tensors_of
 from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
 from ..ops.recompute.registry import SMALL
 from . import forms
-from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of
+from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
 from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
-from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
+from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave, plan, plan_of, sources_of
 
 # They bend at 0, and do not change signs.
 BENDS = tuple(op for op, row in rules.OF_OP.items() if row.keeps_sign)
@@ -77,6 +77,17 @@ def _positions(node: fx.Node) -> int:
     return math.prod(pool.args[1]) if pool.target._schema.name in POOLS else 0
 
 
+def bits_of(node: fx.Node, bits: int) -> int:
+    """In how many bits a value of a kept node is packed before its readers are asked; 0 if it stays as it is."""
+    if not _has_size(node):
+        return 0
+    if value_of(node).dtype in DTYPES:
+        return bits
+    if is_question(node):
+        return 1
+    return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
+
+
 class _Choice:
     def __init__(self, joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> None:
         self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
@@ -87,14 +98,10 @@ class _Choice:
             self._pack(node)
 
     def _pack(self, node: fx.Node) -> None:
-        if node in self.joint.returned or not _has_size(node):
-            return
-        if value_of(node).dtype in DTYPES:
-            self.rounded.bits[node] = self.least
-        elif is_question(node):
-            self.rounded.integers[node] = 1
-        elif 1 < _positions(node) <= MOST_POSITIONS:
-            self.rounded.integers[node] = (_positions(node) - 1).bit_length()
+        bits = 0 if node in self.joint.returned else bits_of(node, self.least)
+        if bits:
+            floating = value_of(node).dtype in DTYPES
+            (self.rounded.bits if floating else self.rounded.integers)[node] = bits
 
     def _roots(self) -> dict[fx.Node, set[fx.Node]]:
         """For each node the packed ones from which backward has it, and those that its gradient depends on.
@@ -292,6 +299,28 @@ def choose(joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> Rounded
     while choice.settle():
         pass
     return choice.rounded
+
+
+def settled(graph: fx.Graph, outputs: int, bits: int, chosen: Plan | None = None) -> tuple[Joint, Plan, Rounded]:
+    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values.
+
+    chosen: what backward computes again, where a budget has chosen it.
+    """
+    stuck: set[fx.Node] = set()
+    before = set(graph.nodes)
+    while True:
+        joint = Joint(graph, outputs)
+        if chosen is None:
+            decided = plan(joint, repeats=False)
+        else:
+            chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
+            decided = plan_of(joint, chains.union(chosen.again))
+            decided.goal = chosen.goal
+        found = choose(joint, decided, bits, stuck)
+        if not found.asking:
+            return joint, decided, found
+        stuck |= {node for node in found.asking if not write_chain(graph, node)}
+        graph.eliminate_dead_code()
 
 
 class Storage:

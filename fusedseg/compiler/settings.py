@@ -50,8 +50,8 @@ class Settings:
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":
             raise ValueError(f"{OP}: option inductor has no effect with codegen='aten', got {dict(self.inductor)}")
-        if self.wanted is not None and self.bits is not None:
-            raise ValueError(f"{OP}: option bits has no effect together with budget or extra_flops; choose one of them")
+        # Raises for a wrong one.
+        parse_wanted(OP, self.budget, self.extra_flops)
 
     @property
     def wanted(self) -> Wanted | None:

@@ -7,7 +7,6 @@
 """
 
 import math
-from collections.abc import Iterable
 
 from torch import fx
 
@@ -36,9 +35,10 @@ def multiplications(node: fx.Node) -> int:
     return 0
 
 
-def chosen(kept: Iterable[fx.Node], joint: Joint) -> set[fx.Node]:
+def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """Those of the kept products that run again."""
-    products = {node: multiplications(node) for node in kept if node not in joint.returned}
+    mine = kept - joint.returned
+    products = {node: multiplications(node) for node in joint.graph.nodes if node in mine}
     found = {node for node in products if _is_of_scores(node)}
     left = SHARE * sum(map(multiplications, joint.forward))
     others = [node for node, count in products.items() if count and node not in found]

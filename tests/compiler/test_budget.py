@@ -16,6 +16,8 @@ from fusedseg.compiler.live import nbytes_of
 from fusedseg.compiler.settings import parse
 from fusedseg.memory import LiveBytes, allocator_peak
 from tests.compiler.networks import kept, make, results, same
+from tests.compiler.test_bits import error_of
+from tests.ops.test_low_bit_bias import MOST
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
 # The share of forward's arithmetic by which a choice may be above the optimum.
@@ -28,9 +30,9 @@ def chosen(monkeypatch):
     found = []
     choosing = choose.chosen
 
-    def noted(choices, wanted, eager):
-        choice = choosing(choices, wanted, eager)
-        found.append((eager, choice.cost, choice.cost.flops / max(choices.total, 1)))
+    def noted(choices, wanted):
+        choice = choosing(choices, wanted)
+        found.append((choices.eager, choice.cost, choice.cost.flops / max(choices.total, 1)))
         return choice
 
     monkeypatch.setattr(choose, "chosen", noted)
@@ -93,8 +95,30 @@ def test_bits_bytes_and_peak(name, chosen, counted):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
+@pytest.mark.parametrize(("name", "bits"), [("nnU-Net", 8), ("nnU-Net", 4), ("ResNet", 4), ("attention", 8)])
+def test_with_bits(name, bits, chosen):
+    """What is kept is packed, and fewer values are kept; a value is rounded once, also where a product runs twice."""
+    net, inputs = make(name)
+    inputs = [torch.randn(2, x.shape[1], *(16 if x.dim() == 5 else 64,) * (x.dim() - 2)) for x in inputs]
+    nbytes = []
+    for most in (0.0, 0.35):
+        run = budgeted(net, None, bits=bits, extra_flops=most)
+        nbytes.append(kept(net, run, inputs))
+        # The output lies in memory anyway.
+        assert chosen[-1][1].kept - run(*inputs).nbytes <= nbytes[-1] <= chosen[-1][1].kept
+    assert nbytes[1] < nbytes[0]
+    with pytest.warns(UserWarning, match="cannot be met"):
+        budgeted(net, 1000, bits=bits)(*inputs)
+    assert chosen[-1][1] == chosen[-2][1]
+    torch._dynamo.reset()
+    found = error_of(net, inputs, bits, 16, extra_flops=0.35)
+    assert 0 < found.size < 0.12
+    assert found.bias < MOST
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be met")
 def test_allocator_peak():
-    """The allocator's peak does not rise either, but for the workspace of a convolution at the peak."""
+    """The allocator's peak does not rise either.  Another order of equal parts let it rise by up to 1.4 %."""
     net, inputs = make("ResNet")
     peaks = []
     for budget in (None, 0.6, 0.4, 0.3):
@@ -103,7 +127,15 @@ def test_allocator_peak():
         net.zero_grad()
         peaks.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
         net.zero_grad()
-    assert all(low <= 1.02 * high for high, low in pairwise(peaks)), peaks
+    assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
+
+
+def test_equal_graphs_have_equal_choices(chosen):
+    """The order of sets decided between equal parts, so each budget had choices of its own, and peaks could rise."""
+    net, inputs = make("ResNet")
+    for _ in range(3):
+        budgeted(net, None, extra_flops=0.2)(*inputs)
+    assert chosen[0] == chosen[1] == chosen[2]
 
 
 def test_eager_bytes(chosen):
@@ -260,10 +292,10 @@ def test_beside_the_optimum(name, monkeypatch):
     found = []
     choosing = choose.chosen
 
-    def compared(choices, wanted, eager):
+    def compared(choices, wanted):
         for choice in choices.on_the_way_down(0.35 * choices.total):
             found.append((choice.cost.flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
-        return choosing(choices, wanted, eager)
+        return choosing(choices, wanted)
 
     monkeypatch.setattr(choose, "chosen", compared)
     net, inputs = make(name)
