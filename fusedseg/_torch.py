@@ -450,6 +450,11 @@ def uncompiled(compiled: Any) -> Any:
     return inspect.unwrap(getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
 
+def is_compiled_in_place(module: object) -> bool:
+    """Whether ``module.compile()`` was called; False where the attribute is missing."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def compiling() -> Any:
     """The module or function that the compiler compiles now, further down in this stack; None if it is not found."""
     frame = sys._getframe()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from .report import noting
+from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
 
@@ -30,8 +30,10 @@ def backend(
             ": the model has a graph break, and each of its graphs keeps and peaks at up to "
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
-    with noting(module, example_inputs, _torch.compiling()):
-        return compiler(module, example_inputs, settings, mode)
+    with noting(module, example_inputs) as noted:
+        run = compiler(module, example_inputs, settings, mode)
+    remember(run, *noted)
+    return run
 
 
 def chosen(settings: Settings) -> Settings:

@@ -103,23 +103,18 @@ class Source:
 
 def last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node those that it is the last to read."""
-    ends: dict[fx.Node, list[fx.Node]] = {}
+    last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "output":
-            reader = max(node.users, key=lambda user: _place(user), default=node)
-            ends.setdefault(reader, []).append(node)
+        last |= dict.fromkeys((node, *node.all_input_nodes), node)
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last.items():
+        ends.setdefault(reader, []).append(node)
     return ends
-
-
-def _place(node: fx.Node) -> int:
-    return node.meta["fusedseg_place"]
 
 
 def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Source:
     """The code of a graph.  Its function is ``run(arguments)``, which calls ops directly where it can."""
     graph = module.graph
-    for place, node in enumerate(graph.nodes):
-        node.meta["fusedseg_place"] = place
     ends = last_readers(graph)
     out = Source(direct)
     places = [node for node in graph.nodes if node.op == "placeholder"]

@@ -27,12 +27,11 @@ from .. import _torch
 from ..ops.low_bit.spec import wide_dtype
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
 from .joint import call, form_in, is_tensor, items_of, name_of, value_of
-from .norm_calls import is_served
+from .norm_calls import is_planes_or_rows, is_served
 
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
 ROUNDED = "fusedseg_rounded"
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # What gives the node that backward reads in place of a node of forward.
 Read = Callable[[Any], Any]
 
@@ -272,8 +271,7 @@ def _is_certain(norm: BatchNorm) -> bool:
         return True
     if x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
         return False
-    dense = x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
-    return dense and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))
+    return is_planes_or_rows(x) and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))
 
 
 def forget_running(graph: fx.Graph) -> None:

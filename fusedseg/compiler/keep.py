@@ -53,11 +53,7 @@ class Plan:
 
 def is_free(node: fx.Node) -> bool:
     """Whether backward has the value anyway: arguments and numbers; and values that a checkpoint in the model rules."""
-    return node.op in ("placeholder", "get_attr") or not tensors_of(node) or _has_foreign_label(node)
-
-
-def _has_foreign_label(node: fx.Node) -> bool:
-    return LABEL in node.meta
+    return node.op in ("placeholder", "get_attr") or not tensors_of(node) or LABEL in node.meta
 
 
 def call_node(node: fx.Node) -> fx.Node:

@@ -25,6 +25,11 @@ def is_served(x: Any) -> bool:
     value = value_of(x) if is_tensor(x) else None
     if value is None or value.dtype not in ACTIVATION_DTYPES or not _backend.takes_triton(value.device):
         return False
+    return is_planes_or_rows(value)
+
+
+def is_planes_or_rows(value: Tensor) -> bool:
+    """Whether a tensor is contiguous, or in channels_last, without gaps."""
     return value.is_contiguous() or (value.dim() in FORMATS and value.is_contiguous(memory_format=FORMATS[value.dim()]))
 
 

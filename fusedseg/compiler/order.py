@@ -158,10 +158,11 @@ class Backward:
     def parted(self, steps: list[Step], now: "Alive", most: float) -> list[Step] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None."""
         top = now.top
+        read = {read.first for read in steps[top].reads}
         crossing = [
             step
             for step in steps[:top]
-            if step.node in self.again and step.nbytes and now.last[step] > top and step not in now.read_at(top)
+            if step.node in self.again and step.nbytes and now.last[step] > top and step not in read
         ]
         for step in sorted(crossing, key=lambda step: -step.nbytes):
             found = self._twice(steps, step, top, now)
@@ -206,7 +207,6 @@ class Alive:
     """
 
     def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
         self.places = {step: place for place, step in enumerate(steps)}
         self.last = dict(self.places)
         for place, step in enumerate(steps):
@@ -235,9 +235,6 @@ class Alive:
             if whole and self.last[first] == place and memory.count(first) == 1:
                 return first.nbytes
         return 0
-
-    def read_at(self, place: int) -> set[Step]:
-        return {read.first for read in self.steps[place].reads}
 
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None) -> None:

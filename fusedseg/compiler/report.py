@@ -5,9 +5,7 @@ graphs as they run, and for Inductor as if it fused what it can.
 """
 
 import contextvars
-import copy
 import json
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,8 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from .._sizes import text_of
-from ..memory.buffers import Buffers, results
+from ..memory.buffers import results
+from ..memory.compiled import peak_if_fused, twin_of
 from ..memory.fake import fake_mode
 from ..memory.meter import key_of, mean_of, measure
 from . import keep, order
@@ -167,14 +166,30 @@ def _form(value: Any) -> Any:
     return Form(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)
 
 
-# The graphs of this process, each with a weak reference to the module or function that was compiled.
-_found: list[tuple[Callable[[], Any], Graph, Captured]] = []
+class Row(NamedTuple):
+    """A compiled graph.
+
+    run, of: weak references to what runs it, and to the module or function that was compiled.
+    kind: what the module has in common with others that run the graph; None for a function.
+    """
+
+    run: Callable[[], Any]
+    of: Callable[[], Any]
+    kind: Any
+    graph: Graph
+    captured: Captured
+
+
+# The graphs that PyTorch holds, and those whose module or function lives.
+_found: list[Row] = []
 # The graph that this thread compiles.
 _open: contextvars.ContextVar[Graph | None] = contextvars.ContextVar("fusedseg graph", default=None)
 
 
 def report(compiled: Any) -> Report:
     """What the backend keeps of a compiled model, graph by graph, and what eager mode keeps.
+
+    PyTorch runs the graphs of a model for all models of its class and structure, and each has them in its report.
 
     Args:
         compiled: a model, or a function, that was compiled with the backend and has run once; or a module that has such
@@ -185,14 +200,23 @@ def report(compiled: Any) -> Report:
     """
     target = _torch.uncompiled(compiled)
     parts = set(target.modules()) if isinstance(target, nn.Module) else {target}
-    found = [(graph, captured) for of, graph, captured in _found if of() in parts]
+    found = [row for row in _found if row.of() in parts]
+    if not found:
+        called = [part for part in parts if _torch.is_compiled_in_place(part)]
+        kinds = {_kind(part) for part in (called if target is compiled else parts) if isinstance(part, nn.Module)}
+        found = [row for row in _found if row.run() is not None and row.kind in kinds]
     name = type(target).__name__ if isinstance(target, nn.Module) else target.__name__
     if not found:
         raise ValueError(
             f"fusedseg.compiler.report: the backend has compiled no graph of {name}; call what "
             f'torch.compile(..., backend="fusedseg") returned once before'
         )
-    return _counted_in_eager_mode(name, found)
+    return _counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
+
+
+def _kind(module: nn.Module) -> Any:
+    """What two modules have in common of which one runs the graphs of the other one."""
+    return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
 def _counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
@@ -203,8 +227,8 @@ def _counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -
 
 
 @contextmanager
-def noting(module: fx.GraphModule, example_inputs: Sequence[Any], target: Any) -> Iterator[tuple[Graph, Captured]]:
-    """A context in which a captured graph is compiled; ``target`` is what was compiled."""
+def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tuple[Graph, Captured]]:
+    """A context in which a captured graph is compiled."""
     why = _torch.reason_of_break(module)
     trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
@@ -214,9 +238,17 @@ def noting(module: fx.GraphModule, example_inputs: Sequence[Any], target: Any) -
         yield graph, captured
     finally:
         _open.reset(token)
-    _found[:] = [row for row in _found if row[0]() is not None]
+
+
+def remember(run: Any, graph: Graph, captured: Captured) -> None:
+    """Notes a graph of what the compiler compiles now; ``run`` runs it."""
+    target = _torch.compiling()
+    _found[:] = [row for row in _found if row.run() is not None or row.of() is not None]
     if target is not None:
-        _found.append((weakref.ref(target), graph, captured))
+        # PyTorch holds the function inside of those that only disable the compiler.
+        runs = weakref.ref(_torch.uncompiled(run))
+        kind = _kind(target) if isinstance(target, nn.Module) else None
+        _found.append(Row(runs, weakref.ref(target), kind, graph, captured))
 
 
 def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool) -> None:
@@ -265,12 +297,7 @@ def peak_of(parts: tuple[fx.GraphModule, fx.GraphModule], fused: bool) -> int:
     """The most bytes at once of two graphs; ``fused``: elementwise functions are computed inside other kernels."""
     if not fused:
         return max(order.Alive(order.Backward(part.graph).as_it_stands()).peak[0] for part in parts)
-    forward, backward = parts
-    inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
-    given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in inputs]
-    is_fusible = _torch.partitioner().op_list().is_fusible
-    first, second = (Buffers(part.graph, is_fusible) for part in parts)
-    return max(first.peak(), second.peak(given))
+    return peak_if_fused(*parts)
 
 
 def _storages(nodes: Sequence[Any]) -> dict[int, int]:
@@ -284,13 +311,6 @@ def _storages(nodes: Sequence[Any]) -> dict[int, int]:
 def _roots(node: fx.Node) -> list[fx.Node]:
     """The inputs of the graph among the sources of a view."""
     return [source for source in node.all_input_nodes if source.op == "placeholder"]
-
-
-def _twin(module: fx.GraphModule) -> fx.GraphModule:
-    with warnings.catch_warnings():
-        # Copying a graph warns of a class of PyTorch that its own copy uses.
-        warnings.simplefilter("ignore", FutureWarning)
-        return copy.deepcopy(module)
 
 
 def counted(
@@ -318,7 +338,7 @@ def counted(
         outputs = options["num_fwd_outputs"]
         graph, _ = found[-1]
         with parts.config.patch(activation_memory_budget=1.0):
-            stock = parts.min_cut(_twin(joint), joint_inputs, compiler="inductor", **options)
+            stock = parts.min_cut(twin_of(joint), joint_inputs, compiler="inductor", **options)
             graph.stock = Bytes(kept_of(stock[0], outputs), peak_of(stock, fused=True))
             plan = prepare(joint, outputs, settings)
             made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
@@ -333,7 +353,7 @@ def counted(
     )
 
     def counting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with noting(module, example_inputs, None) as row:
+        with noting(module, example_inputs) as row:
             found.append(row)
             return compiler(module, example_inputs)
 

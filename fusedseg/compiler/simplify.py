@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ..ops.recompute.cheap import has_flops
 from .joint import copied, name_of, value_of
+from .reinplace import roots_of
 from .settings import say_once
 
 # Ops that return their input.
@@ -20,24 +21,29 @@ LABELS = ("recompute", "ac_graph_id")
 
 
 def rewrite(graph: fx.Graph) -> int:
-    """Replaces each such copy by what it copies, and returns their number."""
-    count, graph_end = 0, next(iter(reversed(graph.nodes)))
+    """Replaces each such copy by what it copies, and returns their number.
+
+    What the graph returns stays apart from its arguments and from all else that it returns.
+    """
+    count, roots, end = 0, roots_of(graph), next(iter(reversed(graph.nodes)))
+    returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
         source: Any = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and graph_end in node.users):
+        elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and end in node.users):
             source = node.args[0]
-        if isinstance(source, fx.Node) and _is_inner(source, node) and _is_same(value_of(source), value_of(node)):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-            count += 1
+        if not isinstance(source, fx.Node) or not _is_same(value_of(source), value_of(node)):
+            continue
+        root = roots[source]
+        if root is not roots[node]:
+            if root.op != "call_function" or {root, roots[node]} <= returned:
+                continue
+            returned |= {root} if roots[node] in returned else set()
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        count += 1
     return count
-
-
-def _is_inner(source: fx.Node, node: fx.Node) -> bool:
-    """Whether nobody outside of the graph has the memory of a source; a view of it is a view in any case."""
-    return source.op == "call_function" or name_of(node) in NOTHING
 
 
 def _is_same(old: Any, new: Any) -> bool:

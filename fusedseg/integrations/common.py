@@ -91,7 +91,5 @@ def kept_by_backend(network: Any) -> tuple[Report | None, str]:
     try:
         found = report(network)
     except ValueError:
-        # PyTorch keeps graphs by the code of forward, not by the module.
-        name = type(network).__name__
-        return None, f"fusedseg: no graph was compiled for this {name}; it runs those of an earlier network, if any"
+        return None, f"fusedseg: the backend has compiled no graph of this {type(network).__name__}"
     return found, f"fusedseg.compiler.report, of the graphs so far:\n{found}"

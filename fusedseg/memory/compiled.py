@@ -72,7 +72,6 @@ def divided(
         RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
     """
     parts = partitioner()
-    is_fusible = parts.op_list().is_fusible
     found: list[Partition] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -80,18 +79,14 @@ def divided(
         total = _flops(joint)
         for way in ways:
             with warnings.catch_warnings():
-                # Copying a graph warns of a class of PyTorch that its own copy uses.
-                warnings.simplefilter("ignore", FutureWarning)
-                twin = copy.deepcopy(joint)
-            with warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
-                forward, backward = way(twin, joint_inputs, options)
+                forward, backward = way(twin_of(joint), joint_inputs, options)
             first = _flops(forward)
             found.append(
                 Partition(
                     _kept(forward, owned, options["num_fwd_outputs"]),
-                    _peak(forward, backward, is_fusible),
+                    peak_if_fused(forward, backward),
                     (first + _flops(backward) - total) / max(first, 1),
                     first,
                 )
@@ -139,8 +134,20 @@ def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) ->
     return sum({key_of(t): t.untyped_storage().nbytes() for t in made if key_of(t) not in uncounted}.values())
 
 
-def _peak(forward: fx.GraphModule, backward: fx.GraphModule, is_fusible: Callable[[fx.Node], bool]) -> int:
-    """The most bytes at once in forward or backward, without parameters, buffers and inputs of the model."""
+def twin_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph."""
+    with warnings.catch_warnings():
+        # Copying a graph warns of a class of PyTorch that its own copy uses.
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(module)
+
+
+def peak_if_fused(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """The most bytes at once in forward or backward, without parameters, buffers and inputs of the model.
+
+    Elementwise functions are computed inside other kernels.
+    """
+    is_fusible = partitioner().op_list().is_fusible
     before = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
     given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in before]
     return max(Buffers(forward.graph, is_fusible).peak(), Buffers(backward.graph, is_fusible).peak(given))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusedseg import recompute
-from fusedseg.compiler import forms
+from fusedseg.compiler import backend, forms
 from tests.compiler.networks import NETWORKS, compiled, kept, make, results, same
 
 
@@ -143,3 +143,23 @@ def test_batched_gradients():
         return torch.autograd.grad(run(x), [x, *net.parameters()], g, is_grads_batched=True)
 
     assert all(map(torch.allclose, gradients(compiled(net)), gradients(net)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (y, y.clone()),
+        lambda x, y: (y.clone(), y.clone()),
+        lambda x, y: (y[:1], y.clone().flatten()),
+        lambda x, y: (y, x.flatten().clone()),
+    ],
+    ids=["value", "twice", "views", "argument"],
+)
+def test_a_copy_that_is_returned_has_its_own_memory(function):
+    """It was the copied tensor itself: a write to one result changed the other, and a gradient came as None."""
+    x = torch.randn(2, 3, requires_grad=True)
+    found = torch.compile(lambda x: function(x, x.sin() * 2), backend=backend, options={"codegen": "aten"})(x)
+    assert len({t.untyped_storage().data_ptr() for t in (x, *found)}) == 3
+    wanted = function(x, x.sin() * 2)
+    gradients = [torch.autograd.grad(sum(t.square().sum() for t in results), x)[0] for results in (found, wanted)]
+    assert torch.equal(*gradients)

@@ -12,6 +12,7 @@ from fusedseg.compiler.report import counted
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import mean_of
+from fusedseg.unet import UNet
 from tests.compiler.networks import compiled, kept, make, mixed
 from tests.compiler.test_training import Net
 
@@ -69,6 +70,17 @@ def test_peak_is_the_allocators(make, shape):
     step()
     (graph,) = report(run).graphs
     assert graph.ours.peak == pytest.approx(allocator_peak(step), rel=0.01)
+
+
+def test_a_second_network_runs_the_graphs_of_the_first_one():
+    """PyTorch keeps graphs by the code of forward; the report knew the first network alone, and raised."""
+    reports = []
+    for width in (8, 8, 16):
+        net = UNet(3, 4, widths=(width, 16), plain=True)
+        run = compiled(net)
+        run(torch.randn(2, 3, 16, 16)).mean().backward()
+        reports.append(report(run))
+    assert reports[0].graphs == reports[1].graphs != reports[2].graphs
 
 
 def test_a_break_is_named_with_its_cost():
