@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ops.recompute.cheap import has_flops
 from .joint import copied, name_of, value_of
 from .reinplace import roots_of
-from .settings import say_once
 
 # Ops that return their input.
 NOTHING = ("detach", "alias")
@@ -82,8 +80,6 @@ def forget_labels(graph: fx.Graph) -> None:
 
     They ask for what the backend does by itself, and would stand in the way of its options.
     """
-    labelled = [node for node in graph.nodes if LABELS[0] in node.meta and LABELS[1] not in node.meta]
-    if any(map(has_flops, labelled)):
-        say_once(": a budget of fusedseg.convert has no effect here; give the budget to the backend")
-    for node in labelled:
-        del node.meta[LABELS[0]]
+    for node in graph.nodes:
+        if LABELS[1] not in node.meta:
+            node.meta.pop(LABELS[0], None)
