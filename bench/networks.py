@@ -96,6 +96,28 @@ def diffusion() -> nn.Module:
     return Field(net, "sample", timestep)
 
 
+def vae_decoder() -> nn.Module:
+    from diffusers import AutoencoderKL
+
+    widths = (16, 32)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    net = AutoencoderKL(block_out_channels=widths, latent_channels=4, norm_num_groups=8, layers_per_block=1, **blocks)
+    return net.decoder
+
+
+def convnext() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[16, 32, 64, 128], depths=[1, 1, 2, 1], num_labels=4, drop_path_rate=0.0)
+    return Field(ConvNextForImageClassification(config), "logits")
+
+
+def of_monai(name: str, *args: Any, **options: Any) -> nn.Module:
+    from monai.networks import nets
+
+    return getattr(nets, name)(*args, **options)
+
+
 class Network(NamedTuple):
     """How to build a network of stock modules, the shape of its input, and the package that it needs, if any."""
 
@@ -124,6 +146,16 @@ NETWORKS = {
     "UNETR": Network(partial(unetr, 32), VOLUME, "monai"),
     # Its last stage has a 32nd of the size, and an instance norm needs two positions.
     "SwinUNETR": Network(swin_unetr, (2, 1, 64, 32, 32), "monai"),
+}
+# Networks of the page "Supported models" alone.
+MORE = {
+    "SegResNet": Network(partial(of_monai, "SegResNet", 3, 8, 1, 3), VOLUME, "monai"),
+    "VNet": Network(
+        partial(of_monai, "VNet", 3, 1, 3, dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0)), VOLUME, "monai"
+    ),
+    "MedNeXt": Network(partial(of_monai, "MedNeXt", 3, 8, 1, 3, kernel_size=5), VOLUME, "monai"),
+    "ConvNeXt": Network(convnext, (4, 3, 64, 64), "transformers"),
+    "VAE decoder": Network(vae_decoder, (4, 4, 32, 32), "diffusers"),
 }
 
 

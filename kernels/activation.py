@@ -20,6 +20,7 @@ distribution function.
     mish         y t, t = tanh(log(1 + exp(y)))    t + y s(y) (1 - t^2)
     hardswish    y min(max(y + 3, 0), 6) / 6       y <= -3 ? 0 : y < 3 ? y / 3 + 1 / 2 : 1
     softplus     y > 20 ? y : log(1 + exp(y))      y > 20 ? 1 : s(y)
+    celu         y > 0 ? y : p (exp(y / p) - 1)    y > 0 ? 1 : exp(y / p)
 
 No formula subtracts numbers that are nearly equal, and NaN stays NaN, as on aten.
 """
@@ -168,6 +169,8 @@ def act_fwd(y, ACT: tl.constexpr, PARAM: tl.constexpr):
         z = y * t
     elif ACT == "hardswish":
         z = tl.where(y <= -3, y * 0.0, tl.where(y >= 3, y, y * (y + 3.0) * 0.16666666666666666))
+    elif ACT == "celu":
+        z = tl.where(y > 0, y, expm1(tl.where(y > 0, 0.0, y / PARAM)) * PARAM)
     elif ACT == "softplus":
         # This form does not overflow, and returns y above 20, as the stock function does.
         z = tl.where(y > 20, y, tl.where(y > 0, y, 0.0) + log1p(exp(-tl.abs(y))))
@@ -224,6 +227,8 @@ def act_grad_of_input(dz, y, ACT: tl.constexpr, PARAM: tl.constexpr):
         g = dz * tl.fma(y, dt, t)
     elif ACT == "hardswish":
         g = tl.where(y <= -3, 0.0, tl.where(y >= 3, dz, dz * (y * 0.3333333333333333 + 0.5)))
+    elif ACT == "celu":
+        g = tl.where(y > 0, dz, dz * exp(tl.where(y > 0, 0.0, y / PARAM)))
     elif ACT == "softplus":
         s, _ = sigmoid_parts(y)
         g = tl.where(y > 20, dz, dz * s)

@@ -29,7 +29,7 @@ GRADIENT_TOLERANCE = {
 
 
 # The parameters of activations that the tests use.  They differ from the stock defaults.
-PARAMS = {"leaky_relu": 0.2, "elu": 1.3}
+PARAMS = {"leaky_relu": 0.2, "elu": 1.3, "celu": 1.5}
 
 
 def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:
@@ -80,6 +80,8 @@ def activate(y: Tensor, activation: str, param: float) -> Tensor:
         # The zeros keep the exponential of the unused branch finite; its gradient would be inf * 0 otherwise.  A clamp
         # would do this too, but its gradient at 0 is 1 up to PyTorch 2.13 and 0 later.
         return torch.where(y > 0, y, param * torch.expm1(y.masked_fill(y > 0, 0)))
+    if activation == "celu":
+        return torch.where(y > 0, y, param * torch.expm1(y.masked_fill(y > 0, 0) / param))
     if activation in STOCK_ACTIVATIONS:
         return STOCK_ACTIVATIONS[activation](y)
     raise ValueError(f"reference: unknown activation {activation!r}")

@@ -173,6 +173,10 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("fusedseg.__main__", ["nnunet-trainers"], monkeypatch)
             trainer = arguments[arguments.index("-tr") + 1]
             assert (ROOT / "fusedseg" / "integrations" / "nnunet" / "trainers" / f"{trainer}.py").exists()
+        case ["python", "-m", "fusedseg.integrations.nnunet.predictor", *arguments]:
+            # nnU-Net's own command reads the arguments.
+            assert (ROOT / "fusedseg" / "integrations" / "nnunet" / "predictor.py").exists()
+            assert arguments[::2] == ["-i", "-o", "-d", "-c", "-f"]
         case ["pip", *arguments]:
             check_install(arguments)
         case ["pytest", *arguments] | ["compute-sanitizer", "python", "-m", "pytest", *arguments]:

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations, read sizes, and have the private names of PyTorch.
-BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
+# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),
+    "rules": (set(), {"torch"}),
     "progress": (set(), set()),
     # numpy handles the few values of a channel vector on a CPU.
     "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
@@ -34,8 +35,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"},
-        {"nnunetv2", "torch"},
+        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"}
+        | {"progress"},
+        {"nnunetv2", "numpy", "torch"},
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
@@ -50,7 +52,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {"demo", "integrations", "kernels"}
 LAZY_PACKAGES = {"matplotlib", "nilearn", "nnunetv2", "tqdm"}
 # These files are themselves imported only inside functions.
-LAZY_FILES = {"fusedseg/demo/picture.py", "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py"}
+LAZY_FILES = {
+    "fusedseg/demo/picture.py",
+    "fusedseg/integrations/nnunet/predictor.py",
+    "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py",
+}
 
 
 @functools.cache

@@ -7,6 +7,7 @@ In the table, y is the input of the activation, z is its output, and p is its pa
 a parameter.
 """
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,6 +189,18 @@ _ROWS = (
         ),
     ),
     Row(
+        "celu",
+        nn.CELU,
+        function=F.celu,
+        forward=torch.celu_,
+        # Autograd rounds p to fp32 first.
+        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(
+            dz, p, 1, 1 / ctypes.c_float(p).value, False, y, grad_input=out
+        ),
+        node="Celu",
+        parameter=Parameter("alpha", "alpha", 1.0),
+    ),
+    Row(
         "identity",
         None,
         function=lambda y, p: y,
@@ -300,7 +313,6 @@ class Other(NamedTuple):
 
 OTHERS = (
     Other("hardtanh", nn.Hardtanh),
-    Other("celu", nn.CELU),
     Other("rrelu", nn.RReLU, random=True),
     Other("sigmoid", nn.Sigmoid, "Sigmoid"),
     Other("tanh", nn.Tanh, "Tanh"),

@@ -64,11 +64,12 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import enlarged
+    from . import captured, enlarged
     from .partition import Partition
     from .weights import WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
+    captured.unfold(module)
     enlarged.rewrite(module)
     patches = {"post_grad_custom_pre_pass": WeightsAsTheyAre(), **settings.inductor}
     if mode not in (None, "default"):

@@ -1,8 +1,8 @@
-"""Changes of the graph that Dynamo captures, before AOTAutograd traces it into aten ops; for the codegen "aten" alone.
+"""Changes of the graph that Dynamo captures, before AOTAutograd traces it into aten ops.
 
-Here a call of a function is one node still.  An interpolation becomes an op that the tracer does not take apart
-(``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each result in place of
-int64 positions and of its input.
+Here a call of a function is one node still.  With the codegen "aten", an interpolation becomes an op that the tracer
+does not take apart (``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each
+result in place of int64 positions and of its input.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..ops.interpolate import interpolate
 from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as pools
+from ..ops.norm import op as norms
 
 NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
@@ -54,9 +55,38 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.max_pool3d: _max_pool(3, torch.max_pool3d),
 }
 
+JOINING = (F.interpolate, torch.cat)
+
+
+def unfold(module: fx.GraphModule) -> None:
+    """Writes modules of this package as stock functions: what they keep elsewhere is decided by the backend here.
+
+    A norm that keeps its output has stock functions, and the concatenation of a ``JoinConv`` is in the graph itself, in
+    place of a checkpoint of it.
+    """
+    for node in module.graph.nodes:
+        if node.target is norms.norm_op._opoverload:
+            node.target = norms.as_stock
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        wrapped: Any = node.args[0]
+        body: Any = module.get_submodule(wrapped.target).graph
+        calls = [inner for inner in body.nodes if isinstance(inner.meta.get("example_value"), Tensor)]
+        if any(inner.op == "call_function" and inner.target not in JOINING for inner in calls):
+            continue
+        env = dict(zip(body.find_nodes(op="placeholder"), node.args[1:], strict=True))
+        with module.graph.inserting_before(node):
+            results: Any = module.graph.graph_copy(body, env)
+        for item in list(node.users):
+            place: Any = item.args[1]
+            item.replace_all_uses_with(results[place])
+            module.graph.erase_node(item)
+        module.graph.erase_node(node)
+    module.recompile()
+
 
 def rewrite(module: fx.GraphModule) -> fx.GraphModule:
-    """Puts these functions into a captured graph, in place of the stock ones."""
+    """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
+    unfold(module)
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..activation import Activation
+from .. import rules
+from ..activation import TABLE, Activation
 from ..ops.norm.spec import Spec
 from .joint import is_alike, is_op, is_tensor, items_of, name_of, value_of
 from .norm_calls import is_served
@@ -18,32 +19,13 @@ aten = torch.ops.aten
 IDENTITY = Activation("identity", 0.0)
 
 
-class Row(NamedTuple):
-    """An activation: its name in this package, and its ops in a graph.
-
-    ``parameter`` is the name of the argument that is its parameter; ``fixed`` has the values of other arguments.
-    """
-
-    name: str
-    forward: Any
-    backward: Any
-    parameter: str = ""
-    fixed: tuple[tuple[str, Any], ...] = ()
-
-
-ROWS = (
-    Row("relu", aten.relu.default, aten.threshold_backward.default, fixed=(("threshold", 0),)),
-    Row("leaky_relu", aten.leaky_relu.default, aten.leaky_relu_backward.default, "negative_slope"),
-    Row("elu", aten.elu.default, aten.elu_backward.default, "alpha", (("scale", 1), ("input_scale", 1))),
-    Row("silu", aten.silu.default, aten.silu_backward.default),
-    Row("gelu", aten.gelu.default, aten.gelu_backward.default, fixed=(("approximate", "none"),)),
-    Row("gelu_tanh", aten.gelu.default, aten.gelu_backward.default, fixed=(("approximate", "tanh"),)),
-    Row("mish", aten.mish.default, aten.mish_backward.default),
-    Row("hardswish", aten.hardswish.default, aten.hardswish_backward.default),
-    Row("relu6", aten.hardtanh.default, aten.hardtanh_backward.default, fixed=(("min_val", 0), ("max_val", 6))),
-    Row("softplus", aten.softplus.default, aten.softplus_backward.default, fixed=(("beta", 1), ("threshold", 20))),
-)
-OF_FORWARD, OF_BACKWARD = ({row[column] for row in ROWS} for column in (1, 2))
+# The activations that the kernels compute, each with its ops in a graph.
+ROWS = [
+    (getattr(aten, row.ops[0]).default, getattr(aten, row.backward).default, row)
+    for row in rules.ROWS
+    if row.backward and row.name in TABLE and row.name != "selu"
+]
+OF_FORWARD, OF_BACKWARD = ({row[column] for row in ROWS} for column in (0, 1))
 VIEWS = ("view", "_unsafe_view", "reshape")
 
 
@@ -59,10 +41,10 @@ def activation_of(node: fx.Node) -> Activation | None:
     if node.target not in OF_FORWARD and node.target not in OF_BACKWARD:
         return None
     given = arguments_of(node)
-    for name, forward, backward, parameter, fixed in ROWS:
+    for forward, backward, row in ROWS:
         # relu itself has no threshold.
-        if node.target in (forward, backward) and all(given.get(key, value) == value for key, value in fixed):
-            return Activation(name, float(given[parameter]) if parameter else 0.0)
+        if node.target in (forward, backward) and all(given.get(key, value) == value for key, value in row.fixed):
+            return Activation(row.name, float(given[row.parameter]) if row.parameter else 0.0)
     return None
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from .. import _torch
+from ..ops.low_bit.spec import wide_dtype
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
 from .joint import call, form_in, is_tensor, items_of, name_of, value_of
 from .norm_calls import is_planes_or_rows, is_served
@@ -79,7 +80,9 @@ class GroupNorm(_FromStatistics):
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
-        x, weight, bias, mean, rstd = map(read, self)
+        x, weight, bias, *statistics = map(read, self)
+        # PyTorch traces statistics in half precision that are fp32 where they are computed.
+        mean, rstd = (_widened(graph, x, t, before) for t in statistics)
         shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
         N, C = shape[:2]
 
@@ -123,18 +126,20 @@ class LayerNorm(_FromStatistics):
         return again if bias is None else make(aten.add.Tensor, again, bias)
 
 
+def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Node:
+    """A vector in the dtype of the arithmetic on ``x``."""
+    wide = wide_dtype(value_of(x).dtype)
+    if value_of(t).dtype == wide:
+        return t
+    return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
+
+
 def _normed(
     graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: fx.Node | None, mean: fx.Node, before: fx.Node
 ) -> fx.Node:
     """(x - mean) scale + shift for each channel, in one pass: a batch norm in eval mode."""
-    wide = torch.float64 if value_of(x).dtype == torch.float64 else torch.float32
-
-    def widened(t: fx.Node) -> fx.Node:
-        if value_of(t).dtype == wide:
-            return t
-        return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
-
-    scale, shift, mean = widened(scale), None if shift is None else widened(shift), widened(mean)
+    scale, mean = _widened(graph, x, scale, before), _widened(graph, x, mean, before)
+    shift = None if shift is None else _widened(graph, x, shift, before)
     # A shape may be symbolic, so a node takes it from the statistics.
     one = call(graph, aten.full_like.default, mean, 1, before=before)
     given = (x, scale, shift, mean, one, False, 0.0, 0.0)

@@ -43,6 +43,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
     module.graph.eliminate_dead_code()
+    simplify.forget_labels(module.graph)
     wanted, eager = settings.wanted, 0
     if wanted is not None:
         eager = choose.eager_bytes(joint.Joint(module, forward_outputs))
@@ -52,8 +53,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     graph = module.graph
     if (settings.bits is not None or wanted is not None) and any(keep.LABEL in node.meta for node in graph.nodes):
         say_once(
-            ": the options bits and budget change nothing in the parts of the model that a checkpoint, a recompute "
-            "scope or fusedseg.convert rules; give the backend the stock model"
+            ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     simplify.rewrite(graph)
     forms.forget_running(graph)

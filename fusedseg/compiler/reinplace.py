@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import _torch
+from .. import _torch, rules
 from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
 from .norm_calls import Backward, Forward
 
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
 UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
-ACTIVATIONS = (
-    "relu", "leaky_relu", "elu", "hardtanh", "silu", "gelu", "mish", "hardswish", "hardsigmoid", "sigmoid", "tanh",
-)  # fmt: skip
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
-# The gradients of activations that can be told where to write.
-GRADIENTS = (
-    "threshold", "leaky_relu", "elu", "hardtanh", "silu", "gelu", "hardsigmoid", "sigmoid", "tanh", "softplus",
-)  # fmt: skip
+_ACTIVATIONS = [row for row in rules.ROWS if row.backward]
+_GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
 # How these forms, and that of a choice by a mask, name the tensor that they write to.
 INTO = {"grad_input": "grad_input", "self_out": "out"}
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
-    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in ACTIVATIONS},
+    **{
+        getattr(aten, op).default: getattr(aten, f"{op}_").default
+        for op in (row.ops[0] for row in _ACTIVATIONS)
+        if hasattr(aten, f"{op}_")
+    },
     **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
     aten.where.self: aten.where.self_out,
-    **{op.default: op.grad_input for op in (getattr(aten, f"{name}_backward") for name in GRADIENTS)},
+    # Not each of the gradients can be told where to write.
+    **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
 }
 
 

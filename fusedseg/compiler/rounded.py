@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .. import _torch
+from .. import _torch, rules
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import lines_of
@@ -26,11 +26,12 @@ from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_quest
 from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave
 
-BENDS = ("relu", "leaky_relu")  # they bend at 0 and do not change signs
+# They bend at 0, and do not change signs.
+BENDS = tuple(op for op, row in rules.OF_OP.items() if row.keeps_sign)
 # Products whose result mixes values of many places, so that the rounding of one value hardly counts there.
 MIXING = ("convolution_backward", "mm", "addmm", "bmm", "baddbmm")
 # What asks for the sign of one of its arguments, and the place of that argument.
-SIGNS = {"le": 0, "gt": 0, "threshold_backward": 1, "leaky_relu_backward": 1, **dict.fromkeys(BENDS, 0)}
+SIGNS = {"le": 0, "gt": 0, **{rules.OF_OP[op].backward: 1 for op in BENDS}, **dict.fromkeys(BENDS, 0)}
 # The max-pools whose second result numbers a position in the window, whose size is their second argument.
 MOST_POSITIONS = 1 << 7
 POOLS = ("fusedseg::max_pool", "prims::_low_memory_max_pool_with_offsets")

@@ -1,4 +1,4 @@
-"""Copies and calls that a functional graph does not need, and calls that it needs twice.
+"""Copies, calls and labels that a functional graph does not need, and calls that it needs twice.
 
 An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
 of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.
@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..ops.recompute.cheap import has_flops
 from .joint import copied, name_of, value_of
 from .reinplace import roots_of
+from .settings import say_once
 
 # Ops that return their input.
 NOTHING = ("detach", "alias")
@@ -73,3 +75,15 @@ def part(graph: fx.Graph) -> int:
                 count += 1
             found.add(item.args[1])
     return count
+
+
+def forget_labels(graph: fx.Graph) -> None:
+    """Removes the labels of this package's norms and scopes; those of a checkpoint stay.
+
+    They ask for what the backend does by itself, and would stand in the way of its options.
+    """
+    labelled = [node for node in graph.nodes if LABELS[0] in node.meta and LABELS[1] not in node.meta]
+    if any(map(has_flops, labelled)):
+        say_once(": a budget of fusedseg.convert has no effect here; give the budget to the backend")
+    for node in labelled:
+        del node.meta[LABELS[0]]

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, combinations
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from ..ops.check import check_choice, check_dtype, check_positive, check_tensor
 from ..ops.segmentation.labels import argmax_labels, labels_dtype
 from ..progress import Progress
-from .windows import Cell, Window, Windows, importance
+from .sums import Sums, part
+from .windows import Cell, Windows, importance
 
 OP = "fusedseg.sliding_window_labels"
 MODES = ("constant", "gaussian")
@@ -104,7 +105,8 @@ def sliding_window_labels(
     sw_device = torch.device(image.device if sw_device is None else sw_device)
     stds = tuple(size * s for size, s in zip(sizes, sigmas, strict=True)) if mode == "gaussian" else None
     weights = importance(sizes, stds, sw_device).to(image.dtype)
-    sums = _Sums(windows, weights, Output((image.shape[0], *image.shape[2:]), image.dtype, target), regions)
+    found = _Labels((image.shape[0], *image.shape[2:]), target, regions)
+    sums = [Sums(windows, weights, target, partial(found.write, n)) for n in range(image.shape[0])]
 
     jobs = [(n, window) for n in range(image.shape[0]) for window in windows.indices]
     with torch.no_grad(), Progress(OP) if progress else nullcontext() as shown:
@@ -112,68 +114,38 @@ def sliding_window_labels(
             batch = jobs[i : i + sw_batch_size]
             if shown is not None:
                 shown.update(f"window {i + len(batch)} of {len(jobs)}")
-            data = torch.cat([_part(image[n : n + 1], windows.where(window)) for n, window in batch])
+            data = torch.cat([part(image[n : n + 1], windows.where(window)) for n, window in batch])
+            predictions = _predicted(model, data.to(sw_device), axes)
+            found.allocate(predictions.shape[1])
+            for (n, window), prediction in zip(batch, predictions, strict=True):
+                sums[n].add(window, prediction)
             # No variable holds predictions while the model runs again.
-            sums.add(batch, _predicted(model, data.to(sw_device), axes))
+            del predictions, prediction
     crop = tuple(slice(a, a + size) for a, size in zip(before, inner, strict=True))
-    return _part(sums.labels, crop).contiguous()
+    return part(found.labels, crop).contiguous()
 
 
-def _part(t: Tensor, where: tuple[slice, ...]) -> Tensor:
-    """The part of a tensor that slices of its last axes name."""
-    index: Any = (..., *where)
-    return t[index]
+class _Labels:
+    """Writes the labels of finished cells.
 
-
-class Output(NamedTuple):
-    """The (N, *spatial) of the labels, the dtype of the sums, and the device of both."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Cell(NamedTuple):
-    """Sums of weighted predictions, (1, K, *size), and of weights, (1, 1, *size)."""
-
-    predictions: Tensor
-    weights: Tensor
-
-
-class _Sums:
-    """Adds predictions of windows, and writes labels where no later window adds.
-
-    labels: (N, *spatial), or (N, K, *spatial) for truth values; it exists after the first call of ``add``.
+    labels: (N, *spatial), or (N, K, *spatial) for truth values; it exists after the first call of ``allocate``.
     """
 
-    def __init__(self, windows: Windows, weights: Tensor, output: Output, regions: bool | Sequence[int]) -> None:
-        self.windows, self.output, self.regions = windows, output, regions
-        # The weights beside the predictions, and beside the sums.
-        self.weights, self.own_weights = weights, weights.to(output.device)
-        self.open: dict[tuple[int, ...], _Cell] = {}
+    def __init__(self, shape: tuple[int, ...], device: torch.device, regions: bool | Sequence[int]) -> None:
+        self.shape, self.device, self.regions = shape, device, regions
         self.classes = 0
         self.labels: Tensor
 
-    def add(self, batch: Sequence[tuple[int, Window]], predictions: Tensor) -> None:
-        if not self.classes:
-            self._allocate(predictions.shape[1])
-        if predictions.shape[1] != self.classes:
-            raise ValueError(
-                f"{OP}: model must return the same number of classes for every window, got {predictions.shape[1]} "
-                f"after {self.classes}"
-            )
-        for (n, window), prediction in zip(batch, predictions, strict=True):
-            for cell in self.windows.cells(window):
-                key = (n, *(at.start for at in cell.where))
-                if key not in self.open:
-                    self.open[key] = self._zeros(cell)
-                self._add(self.open[key], cell, prediction)
-                if self.windows.last(cell) == window:
-                    self._finish(n, cell, self.open.pop(key))
-
-    def _allocate(self, K: int) -> None:
+    def allocate(self, K: int) -> None:
+        """Prepares for K classes, which every prediction must have."""
+        if self.classes:
+            if self.classes != K:
+                raise ValueError(
+                    f"{OP}: model must return the same number of classes for every window, got {K} after {self.classes}"
+                )
+            return
         self.classes = K
-        N, *spatial = self.output.shape
+        N, *spatial = self.shape
         channels, dtype = [], labels_dtype(K)
         if self.regions is True:
             channels, dtype = [K], torch.bool
@@ -181,22 +153,10 @@ class _Sums:
             if len(self.regions) != K:
                 raise ValueError(f"{OP}: regions must have {K} labels, one for each class, got {len(self.regions)}")
             dtype = labels_dtype(max(self.regions) + 1)
-        self.labels = torch.empty(N, *channels, *spatial, dtype=dtype, device=self.output.device)
+        self.labels = torch.empty(N, *channels, *spatial, dtype=dtype, device=self.device)
 
-    def _zeros(self, cell: Cell) -> _Cell:
-        size = [at.stop - at.start for at in cell.where]
-        _, dtype, device = self.output
-        return _Cell(*(torch.zeros(1, channels, *size, dtype=dtype, device=device) for channels in (self.classes, 1)))
-
-    def _add(self, sums: _Cell, cell: Cell, prediction: Tensor) -> None:
-        # As in MONAI, the product has the dtype of the prediction, and the sum that of the image.
-        product = _part(prediction, cell.in_window) * _part(self.weights, cell.in_window)
-        product = product.to(prediction.dtype).to(self.output.device)
-        _part(sums.predictions[0], cell.in_cell).add_(product)
-        _part(sums.weights[0], cell.in_cell).add_(_part(self.own_weights, cell.in_window))
-
-    def _finish(self, n: int, cell: Cell, sums: _Cell) -> None:
-        _part(self.labels[n], cell.where).copy_(labels_of(sums.predictions.div_(sums.weights), self.regions)[0])
+    def write(self, n: int, cell: Cell, logits: Tensor) -> None:
+        part(self.labels[n], cell.where).copy_(labels_of(logits[None], self.regions)[0])
 
 
 def labels_of(logits: Tensor, regions: bool | Sequence[int]) -> Tensor:

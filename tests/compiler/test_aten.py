@@ -23,6 +23,19 @@ def test_bits_and_bytes(name):
     assert ours < 0.75 * plain
 
 
+@pytest.mark.parametrize(
+    ("layer", "channels"), [(nn.Hardswish(), 8), (nn.PixelShuffle(2), 2), (nn.AdaptiveAvgPool2d(12), 8)], ids=str
+)
+def test_what_the_scope_rebuilds_is_cheap_here(layer, channels):
+    """PyTorch does not mark these ops as elementwise, and the backend kept their results."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), layer, nn.Conv2d(channels, 4, 3))
+    x = [torch.randn(2, 3, 16, 16)]
+    twin = copy.deepcopy(net)
+    run = compiled(net)
+    assert same(results(net, run, x), results(twin, twin, x))
+    assert kept(net, run, x) <= kept(twin, recompute()(twin), x)
+
+
 @pytest.mark.parametrize("name", ["nnU-Net", "ResNet", "attention"])
 def test_bits_of_aot_eager(name):
     """Without interpolation, aot_eager has eager mode's bits, and so have we."""

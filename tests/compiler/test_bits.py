@@ -6,11 +6,13 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
 from fusedseg.ops.recompute.packed import packed_bytes
+from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.networks import compiled, kept, make
 from tests.ops.low_bit_cases import IMAGE, Error
@@ -142,6 +144,18 @@ def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
     assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
 
 
+def test_signs_after_a_group_norm_are_exact_under_autocast():
+    """Its mean was rounded to bf16, and the error of 4 bits was 1.7 of the scope's."""
+    torch.manual_seed(0)
+    net, x, found = Plain(NORMS["group"](), nn.ReLU()), torch.randn(2, 3, 32, 32), []
+    for run in (net, compiled(net, bits=4)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        loss = (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        found += torch.autograd.grad(loss, net.norm.bias)
+    assert torch.equal(*found)
+
+
 def test_a_layer_norm_is_rebuilt_from_its_statistics():
     """Its output was kept beside its input."""
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))
@@ -235,13 +249,37 @@ def test_inductor():
     assert found.bias < MOST
 
 
-def test_a_converted_model_is_told_of():
-    """What ``convert`` rules in a graph keeps its values; the option is not ignored in silence."""
+def test_modules_of_this_package_and_converted_models():
+    """The labels of their norms and scopes, and of the concatenations of their convolutions, kept exact values."""
     net, inputs = make("U-Net")
+    torch.manual_seed(0)
+    ours, inputs = UNet(3, 4, widths=(8, 16)), [torch.randn(2, 3, 32, 32)]
+    most = 1.01 * kept(net, compiled(net, bits=4), inputs)
     fusedseg.convert(net, example_inputs=inputs[0])
+    for model in (ours, net):
+        torch._dynamo.reset()
+        assert kept(model, compiled(model, bits=4), inputs) <= most
+    torch._dynamo.reset()
+    found = error_of(ours, inputs, 4, 16)
+    assert found.size > 0
+    assert found.bias < MOST
+
+
+@pytest.mark.filterwarnings("ignore:fusedseg.convert")
+def test_a_budget_of_convert_is_told_of():
+    net, inputs = make("U-Net")
+    fusedseg.convert(net, example_inputs=inputs[0], budget=0.3)
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="give the backend the stock model"):
-        compiled(net, bits=4)(*inputs).mean().backward()
+    with pytest.warns(UserWarning, match="give the budget to the backend"):
+        compiled(net)(*inputs).mean().backward()
+
+
+def test_a_checkpoint_of_products_is_told_of():
+    """What a checkpoint rules keeps its values; the option is not ignored in silence."""
+    net, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="inside of a checkpoint"):
+        compiled(lambda x: checkpoint(net, x, use_reentrant=False).relu(), bits=4)(x).mean().backward()
 
 
 def test_seeds():

@@ -1,4 +1,4 @@
-"""Which nodes of a graph of aten ops are cheap: one table for the compiled scope and for the compiler backend.
+"""Which nodes of a graph of aten ops are cheap: by one rule for the compiled scope and for the compiler backend.
 
 A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
 matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
@@ -12,25 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import _torch
-
-# Cheap ops of aten and prims that are neither elementwise nor views.
-CHEAP = {
-    # norms and their statistics
-    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm",
-    "native_group_norm", "native_layer_norm", "mean", "sum", "var", "var_mean", "rsqrt",
-    # copies, casts, concatenation, padding and broadcasting
-    "_to_copy", "_unsafe_view", "broadcast_in_dim", "cat", "clone", "constant_pad_nd", "convert_element_type", "div",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d", "replication_pad2d",
-    "replication_pad3d", "stack",
-    # pools and interpolation
-    "_low_memory_max_pool_with_offsets", "_unsafe_index", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "avg_pool2d", "avg_pool3d", "index", "max_pool2d_with_indices",
-    "max_pool3d_with_indices", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-    # softmax and gated activations
-    "_log_softmax", "_prelu_kernel", "_softmax", "glu", "log_sigmoid_forward",
-}  # fmt: skip
+from ...rules import CHEAP
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

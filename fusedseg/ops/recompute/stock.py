@@ -19,16 +19,14 @@ first.  All other functions run as they are; ``watch.py`` tells the registry abo
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import _torch
-from ...activation import OF_MODULE, OTHERS
+from ...rules import FLAG, ROWS
 from ..cast import is_cast
 from ..layout import layout_of, suggests_channels_last
 from ..max_pool import op as max_pool
@@ -248,53 +246,34 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 Rule = Callable[[Registry, Function, Any, Any], Any]
-# The names of functions and methods that have an in-place form with an underscore.
-TWINS = ("relu", "sigmoid", "tanh", "add", "sub", "mul", "div")
-
-
-def _activations(flagged: bool) -> tuple[Function, ...]:
-    """The activations of ``torch.nn.functional`` with the option ``inplace`` (``flagged``), or those without it.
-
-    Activations that draw random numbers are left out, and so is prelu, which has a rule of its own.
-    """
-    stock = [(module, row.name) for module, row in OF_MODULE.items() if not row.learned]
-    stock += [(row.module, row.name) for row in OTHERS if row.module is not None and not row.random]
-    return tuple(
-        getattr(F, name) for module, name in stock if ("inplace" in inspect.signature(module).parameters) == flagged
-    )
-
-
-FLAGGED = _activations(True)
-PURE: tuple[Function, ...] = (
-    *_activations(False), F.pad, F.group_norm, F.layer_norm, F.pixel_shuffle, F.pixel_unshuffle,
-    F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    torch.stack, torch.flatten, torch.reshape, torch.clone,
-    Tensor.flatten, Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
-    Tensor.bfloat16, Tensor.double,
-)  # fmt: skip
+# The rules of functions that need more than a call of the same function (``Row.again``).
+OWN: dict[str, Rule] = {
+    "norm": norm,
+    "convolution": _convolution,
+    "prelu": _prelu,
+    "dropout": _dropout,
+    "max_pool2d": functools.partial(_max_pool, dims=2),
+    "max_pool3d": functools.partial(_max_pool, dims=3),
+    "cat": noted(_cat, note_cat),
+    "interpolate": noted(_pure, note_interpolated),
+}
 # The functions that save the tensor that they return.
-SAVE_RESULT = {getattr(home, name) for name in ("relu", "sigmoid", "tanh") for home in (torch, Tensor)} | {F.relu}
-CONVOLUTIONS = (
-    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,
-)  # fmt: skip
+SAVE_RESULT = {call for row in ROWS if row.saves_result for call in row.calls}
+CONVOLUTIONS = tuple(call for row in ROWS if row.again == "convolution" for call in row.calls)
 
 
 def _rules() -> dict[Function, Rule]:
-    rules: dict[Function, Rule] = {F.batch_norm: norm, F.instance_norm: norm}
-    rules.update(dict.fromkeys(FLAGGED, _flagged))
-    rules.update(dict.fromkeys(PURE, _pure))
-    rules.update(dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout))
-    for dims, functions in {2: (F.max_pool2d, torch.max_pool2d), 3: (F.max_pool3d, torch.max_pool3d)}.items():
-        rules.update(dict.fromkeys(functions, functools.partial(_max_pool, dims=dims)))
-    rules.update(dict.fromkeys(CONVOLUTIONS, _convolution))
-    rules.update(dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu))
-    rules.update(dict.fromkeys((torch.cat, torch.concat), noted(_cat, note_cat)))
-    rules[F.interpolate] = noted(_pure, note_interpolated)
-    for name in TWINS:
-        for home in (torch, Tensor):
-            pure, overwrite = getattr(home, name), getattr(home, f"{name}_", getattr(Tensor, f"{name}_"))
-            rules[pure] = functools.partial(_pure, inplace=overwrite)
-            rules[overwrite] = functools.partial(_overwriting, pure=getattr(torch, name))
+    rules: dict[Function, Rule] = {}
+    for row in ROWS:
+        for call, overwriting in row.calls.items():
+            if row.again and row.again != "call":
+                rules[call] = OWN[row.again]
+            elif row.again and overwriting == FLAG:
+                rules[call] = _flagged
+            elif row.again:
+                rules[call] = functools.partial(_pure, inplace=overwriting) if overwriting else _pure
+                if overwriting:
+                    rules.setdefault(overwriting, functools.partial(_overwriting, pure=call))
     return rules
 
 

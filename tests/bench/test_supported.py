@@ -1,0 +1,39 @@
+"""The page "Supported models" has the figures of the file, and the file those of the code."""
+
+import json
+
+import pytest
+
+from bench import supported
+
+ROWS = json.loads(supported.FILE.read_text())
+QUICK = ("3D small", "ResNet-18", "two encoders")
+
+
+def test_the_page_has_the_figures():
+    assert supported.PAGE.read_text() == supported.page()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_exact(name):
+    check(name, ["exact"])
+
+
+# ``test_exact`` checks a column of three rows.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name):
+    check(name, supported.WAYS)
+
+
+def check(name, ways):
+    network, have = supported.MODELS[name], ROWS[name]
+    if not network.is_here():
+        pytest.skip(f"{network.package} is not installed")
+    if have["package"] != supported.package(network):
+        pytest.skip(f"measured with {have['package']}, here is {supported.package(network)}")
+    found = supported.row(name, ways)
+    for way in ways:
+        # Versions of PyTorch trace some ops otherwise.
+        assert found[way] == pytest.approx(have[way], abs=0.01), way
+    assert (found["graphs"], found["exports"]) == (have["graphs"], have["exports"])
