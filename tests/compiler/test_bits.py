@@ -266,14 +266,6 @@ def test_modules_of_this_package_and_converted_models():
 
 
 @pytest.mark.filterwarnings("ignore:fusedseg.convert")
-def test_a_budget_of_convert_is_told_of():
-    net, inputs = make("U-Net")
-    fusedseg.convert(net, example_inputs=inputs[0], budget=0.3)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="give the budget to the backend"):
-        compiled(net)(*inputs).mean().backward()
-
-
 def test_a_checkpoint_of_products_is_told_of():
     """What a checkpoint rules keeps its values; the option is not ignored in silence."""
     net, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8)
