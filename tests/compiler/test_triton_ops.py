@@ -71,8 +71,8 @@ def sources(monkeypatch):
 
     seen, original = [], emit.source_of
 
-    def noted(module):
-        source = original(module)
+    def noted(module, **options):
+        source = original(module, **options)
         seen.append("\n".join(source.lines))
         return source
 
