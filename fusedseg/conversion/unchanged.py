@@ -1,7 +1,9 @@
 """Snapshots of a model, to restore it."""
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -30,11 +32,22 @@ class Snapshot:
             module.__dict__.clear()
             module.__dict__.update(state)
             for held, content in contents:
+                # Some containers of other packages refuse to be changed, so that they have not changed.
+                if _is_same(held, content):
+                    continue
                 if isinstance(held, list):
                     held[:] = content
                 else:
                     held.clear()
                     held.update(content)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if isinstance(one, set):
+        return one == two
+    left, right = (list(chain.from_iterable(held.items()) if isinstance(held, dict) else held) for held in (one, two))
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 @contextmanager

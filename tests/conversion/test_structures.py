@@ -1,6 +1,7 @@
 """The structures of published libraries: the class that each module becomes, and that the function stays."""
 
 import operator
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -306,3 +307,17 @@ def test_buffers_that_forward_changes_are_as_before():
     assert isinstance(net.norm, fusedseg.InPlaceABN)
     net(torch.randn(2, 3, 8, 8)).sum().backward()
     assert steps == calls == 1
+
+
+def test_a_container_that_refuses_changes_stays(image):
+    """Models of other packages hold their configuration in one."""
+
+    class Frozen(OrderedDict):
+        def update(self, *args):
+            raise TypeError("frozen")
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double()
+    net.config = Frozen([("width", 4)])
+    fusedseg.convert(net, example_inputs=image)
+    assert isinstance(net[1], fusedseg.BatchNormAct)
+    assert net.config == {"width": 4}
