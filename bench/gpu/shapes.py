@@ -7,7 +7,7 @@ ACT = ("leaky_relu", 0.01)
 INVERTED, KEPT = ("elu", "selu", "identity"), ("input", "output")
 ACTS = dict.fromkeys(
     ("selu", "identity", "relu", "silu", "gelu", "gelu_tanh", "mish", "hardswish", "relu6", "softplus"), 0.0
-) | {"elu": 1.0}
+) | {"elu": 1.0, "celu": 1.0}
 
 
 class Norm(NamedTuple):

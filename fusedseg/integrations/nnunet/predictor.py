@@ -20,8 +20,8 @@ from nnunetv2.inference.sliding_window_prediction import compute_gaussian, compu
 from nnunetv2.utilities.helpers import dummy_context, empty_cache
 from nnunetv2.utilities.label_handling.label_handling import LabelManager
 from torch import Tensor
-from torch._dynamo import OptimizedModule
 
+from ... import _torch
 from ...inference.sums import Sums, part
 from ...inference.windows import Cell, Windows
 from ...progress import Progress
@@ -106,7 +106,7 @@ class FusedPredictor(nnUNetPredictor):
         return slabs.labels.labels
 
     def _load(self, parameters: dict) -> None:
-        network = self.network._orig_mod if isinstance(self.network, OptimizedModule) else self.network
+        network = _torch.uncompiled(self.network)
         network.load_state_dict(parameters)
 
     def _windows(self, image: tuple[int, ...], size: tuple[int, ...]) -> Windows:
