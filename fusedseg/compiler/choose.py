@@ -4,6 +4,7 @@
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``live.py``).
 The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
 So a smaller budget never has a higher peak.
+Products run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
 
 import math
@@ -107,6 +108,7 @@ class Choices:
         steps = cut.steps()
         again = steps[0]
         refused: set[frozenset[fx.Node]] = set()
+        spent, left = self._flops_of(set(first.again)), self.kept(first)
         for wanted in steps:
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
@@ -117,9 +119,12 @@ class Choices:
                 if self.kept(plan) > enough or tried in refused:
                     small |= part
                     continue
-                if self._flops_of(set(plan.again)) > most_flops:
+                flops, kept = self._flops_of(set(plan.again)), self.kept(plan)
+                if flops > most_flops:
                     break
-                plan.goal = Goal(lowest * (1 + SAME), most_flops)
+                # A byte of the peak is worth as much as one that is kept.
+                price = max(flops - spent, 0) / max(left - kept, 1)
+                plan.goal = Goal(lowest * (1 + SAME), most_flops, price)
                 cost = self.cost(plan)
                 small = frozenset()
                 if cost.kept > enough or cost.peak > plan.goal.peak or cost.flops > most_flops:
@@ -127,7 +132,7 @@ class Choices:
                     if len(refused) == TRIES:
                         return
                     continue
-                best, again = Choice(plan, cost), tried
+                best, again, spent, left = Choice(plan, cost), tried, flops, kept
                 lowest = min(lowest, cost.peak)
                 refused.clear()
                 yield best

@@ -122,10 +122,14 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class Goal(NamedTuple):
-    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic."""
+    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic.
+
+    After that they do where a byte less at the peak costs at most ``price`` of arithmetic.
+    """
 
     peak: float
     flops: float
+    price: float = 0
 
 
 class Joint:

@@ -3,7 +3,7 @@
 Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
 way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
 the first to the last.  Where it lies at the peak and nobody reads it there, it is computed once more for its later
-readers, if that lowers the peak.
+readers, if that lowers the peak, and is worth its arithmetic.
 """
 
 import operator
@@ -143,7 +143,24 @@ class Backward:
         if goal is None:
             return self._parted_often(steps, inf, -inf)
         steps = self._parted_often(steps, self.flops(steps), -inf)
-        return self._parted_often(steps, goal.flops, goal.peak)
+        steps = self._parted_often(steps, goal.flops, goal.peak)
+        return self._at_price(steps, goal) if goal.price and Alive(steps).peak[0] <= goal.peak else steps
+
+    def _at_price(self, steps: list[Step], goal: Goal) -> list[Step]:
+        """Values are computed once more, as far as the bytes that the peak loses are worth the arithmetic.
+
+        One alone may lower nothing, where several places peak as high.
+        """
+        best, now, least = steps, Alive(steps), inf
+        for _ in range(TRIALS):
+            price = self.flops(steps) + goal.price * now.peak[0]
+            if price < least:
+                best, least = steps, price
+            found = self.parted(steps, now, goal.flops)
+            if found is None:
+                break
+            steps, now = found, Alive(found)
+        return best
 
     def _parted_often(self, steps: list[Step], most: float, enough: float) -> list[Step]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
@@ -164,7 +181,8 @@ class Backward:
             for step in steps[:top]
             if step.node in self.again and step.nbytes and now.last[step] > top and step not in read
         ]
-        for step in sorted(crossing, key=lambda step: -step.nbytes):
+        # Those first whose own arithmetic is the least for each byte.
+        for step in sorted(crossing, key=lambda step: (self.flops([step.call()]) / step.nbytes, -step.nbytes)):
             found = self._twice(steps, step, top, now)
             if self.flops(found) <= most and Alive(found).peak < now.peak:
                 return found

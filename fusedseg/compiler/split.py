@@ -122,12 +122,15 @@ def _sources(x: Any, dx: fx.Node | None) -> list[Source]:
 
 
 class Part(NamedTuple):
-    """The backward of a convolution of some channels: of ``source`` from ``begin`` on, or of a range of them."""
+    """The backward of a convolution of some channels: of ``source`` from ``begin`` on, or of a range of them.
+
+    gradient: the gradient of the source, or of a range of its channels before it was enlarged.
+    """
 
     source: Source
     begin: int
     node: fx.Node
-    small: fx.Node | None
+    gradient: fx.Node
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> bool:
@@ -146,14 +149,16 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
         piece = call(graph, aten.slice.Tensor, weight, 1, source.begin + begin, source.begin + end, before=node)
         flags = [True, True, bool(mask[2]) and not parts]
         made = call(graph, node.target, dy, of, piece, *geometry[:7], flags, before=node)
+        # Right here, so that the bytes count from here on.
+        gradient = item(made, 0)
         if small is not None:
             _, size, shape, *how = small.args
             shape = [shape[0], end - begin, *shape[2:]]  # type: ignore[index,misc]
-            small = call(graph, ITS_BACKWARD, item(made, 0), size, shape, *how, before=node)
-        parts.append(Part(source, source.begin + begin, made, small))
+            gradient = call(graph, ITS_BACKWARD, gradient, size, shape, *how, before=node)
+        parts.append(Part(source, source.begin + begin, made, gradient))
 
-    # First what needs the most memory on the way, and leaves the least.
-    for source in sorted(sources, key=lambda source: not source.ranges()):
+    # First what needs the most memory on the way, and leaves the least; then the largest, which may be computed again.
+    for source in sorted(sources, key=lambda source: (not source.ranges(), -nbytes_of(source.node))):
         if not source.ranges():
             convolve(source, 0, source.width, source.node)
         for begin, end in source.ranges():
@@ -181,11 +186,11 @@ def _give_gradients(
     whole: list[fx.Node] = []
     for source in sources:
         own = [part for part in parts if part.source is source]
-        if own[0].small is not None:
-            made = call(graph, aten.cat.default, [part.small for part in own], 1, before=node)
+        if source.ranges():
+            made = call(graph, aten.cat.default, [part.gradient for part in own], 1, before=node)
             old = next(iter(source.gradient.users))  # type: ignore[union-attr]
         else:
-            made = call(graph, operator.getitem, own[0].node, 0, before=node)
+            made = own[0].gradient
             old = source.gradient
             whole.append(made)
         if old is not None:

@@ -1,6 +1,7 @@
 """The order of what backward computes again: the graph before and after, and peaks beside the recompute scope."""
 
 import copy
+from math import inf
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from fusedseg import recompute
 from fusedseg.compiler import order
+from fusedseg.compiler.joint import Goal
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import compiled, results, same
 from tests.compiler.test_passes import names, traced
@@ -57,6 +59,23 @@ def test_all_results_of_a_call_are_computed_again_by_one_call():
     module = traced(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
     order.rewrite(module)
     assert names(module.graph).count("native_group_norm") == 2
+
+
+@pytest.mark.parametrize(("price", "products"), [(0, 1), (1, 1), (1000, 2)])
+def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
+    """The goal was met without it, and so the result lay at the peak however cheap the product was."""
+
+    def run(kept, primals, tangents):
+        value = aten.mm(kept, primals)
+        small = aten.mean(aten.cat([aten.mul(tangents, value)] * 8), [0])
+        return aten.mul(aten.mul(small, value), kept)
+
+    inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    order.rewrite(module, Goal(inf, inf, price))
+    assert names(module.graph).count("mm") == products
+    assert torch.equal(module(*inputs), expected)
 
 
 class Residual(nn.Module):
