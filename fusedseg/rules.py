@@ -230,6 +230,15 @@ _LINEAR = (
     *_each(LINEAR, ("rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill")),
     *_each(LINEAR, ("broadcast_in_dim",)),
     *_each(LINEAR, ("copy",), cheap=False),
+    # Of the pool's input they read the size alone.
+    *_each(
+        LINEAR,
+        (
+            "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
+            "_adaptive_avg_pool3d_backward",
+        ),
+        cheap=False,
+    ),
 )  # fmt: skip
 
 _EXACT = (

@@ -47,6 +47,12 @@ ARGUMENTS = {
     "_prelu_kernel_backward": lambda: (tensor(), tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_unsafe_index": given([None, torch.tensor([1, 1, 3])]),
     "addcmul": lambda: (tensor(), tensor(), tensor()),
+    "_adaptive_avg_pool2d_backward": lambda: (tensor(2, 8, 3, 3), tensor()),
+    "_adaptive_avg_pool3d_backward": lambda: (tensor(2, 3, 3, 3), tensor(2, 6, 6, 6)),
+    "avg_pool2d_backward": lambda: (tensor(2, 8, 3, 3), tensor(), [2, 2], [2, 2], [0, 0], False, True, None),
+    "avg_pool3d_backward": lambda: (
+        tensor(2, 3, 3, 3), tensor(2, 6, 6, 6), [2] * 3, [2] * 3, [0] * 3, False, True, None,
+    ),
     "batch_norm": given(None, None, None, None, True),
     "cat": lambda: ([tensor(), tensor()], 1),
     "clamp": given(-0.5, 0.7),

@@ -77,9 +77,17 @@ def _positions(node: fx.Node) -> int:
     return math.prod(pool.args[1]) if pool.target._schema.name in POOLS else 0
 
 
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
+    if node.target is not operator.getitem:
+        return name_of(node) == "rsqrt"
+    name = name_of(node.args[0])
+    return name == "var_mean" or ("norm" in name and node.args[1] != 0)
+
+
 def bits_of(node: fx.Node, bits: int) -> int:
     """In how many bits a value of a kept node is packed before its readers are asked; 0 if it stays as it is."""
-    if not _has_size(node):
+    if not _has_size(node) or _is_statistic(node):
         return 0
     if value_of(node).dtype in DTYPES:
         return bits
@@ -133,8 +141,8 @@ class _Choice:
                 return [sources[0], *sources[2:]]
             if name_of(node) in SIGNS:
                 return sources[:1]
-            if name_of(node).endswith("norm_backward"):
-                # It does, times a mean over many values.
+            if name_of(node).endswith(("norm_backward", "pool2d_backward", "pool3d_backward")):
+                # That of a norm does, times a mean over many values; that of an average depends on its size.
                 return sources[:1]
             if name_of(node) == "mul" and len(sources) == 2:
                 # The same, as the compiler writes it.
@@ -156,9 +164,13 @@ class _Choice:
                 # Sizes are exact.
                 continue
             kind, of = self._kind(node, again, roots), set().union(*read)
+            sources, given = self._sources(node), _gradients(node)
+            both = _twice([(roots.get(s, set()), self.near.get(s, set())) for s in sources])
             if kind == LINEAR and name_of(node) in PRODUCTS:
-                sources = self._sources(node)
-                kind, of = SMOOTH, _twice([(roots.get(s, set()), self.near.get(s, set())) for s in sources])
+                kind, of = SMOOTH, both
+            elif given:
+                # It is linear in the gradient that it is given.
+                of = set().union(*(roots.get(s, ()) for s in sources if s not in given)) | both
             if kind == SMOOTH:
                 few = [root for root in of if bits[root] < SMOOTH_BITS]
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
@@ -166,6 +178,8 @@ class _Choice:
             elif kind == EXACT and again:
                 self._answer(node)
                 return True
+            elif not of:
+                continue
             elif kind == EXACT and node not in self.stuck:
                 self.rounded.asking.add(node)
             elif kind == EXACT:
@@ -264,6 +278,14 @@ class _Choice:
             for source in one.all_input_nodes:
                 self.found.readers.setdefault(source, set()).add(one)
                 stack.append(source)
+
+
+def _gradients(node: fx.Node) -> set[fx.Node]:
+    """The gradients that an op of backward is given.  PyTorch's schemas name them so."""
+    if not is_op(node):
+        return set()
+    pairs = zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
+    return {given for argument, given in pairs if argument.name.startswith("grad") and isinstance(given, fx.Node)}
 
 
 def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
