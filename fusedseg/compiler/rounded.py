@@ -81,8 +81,8 @@ def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
     if node.target is not operator.getitem:
         return name_of(node) == "rsqrt"
-    name = name_of(node.args[0])
-    return name == "var_mean" or ("norm" in name and node.args[1] != 0)
+    call: Any = node.args[0]
+    return name_of(call) == "var_mean" or ("norm" in name_of(call) and bool(node.args[1]))
 
 
 def bits_of(node: fx.Node, bits: int) -> int:
