@@ -76,7 +76,7 @@ ARGUMENTS = {
     "interpolate": given(None, 2.0, "bilinear"),
     "layer_norm": given((8, 6, 6)),
     "leaky_relu_backward": lambda: (tensor(), tensor(), 0.1, False),
-    "linear": lambda: (tensor(2, 4, 8), tensor(3, 8), tensor(3)),
+    "linear": lambda: (tensor(4, 8), tensor(3, 8), tensor(3)),
     "masked_fill": given(torch.rand(2, 8, 6, 6) < 0.5, 0.5),
     "max_pool3d": lambda: (tensor(2, 4, 6, 6, 6), 2),
     "native_batch_norm_backward": lambda: (*norm_backward(), True, 1e-5, [True] * 3),
