@@ -303,8 +303,8 @@ def missed_budgets(ways: Mapping[str, Bought]) -> Iterator[str]:
 def missed_bytes(case: str, results: Mapping[str, Result]) -> Iterator[str]:
     """The goals of kept and peak bytes that a network misses, a line each."""
     for own in (way for way in BACKENDS if way in results):
-        result, scope = results[own], results["scope"]
-        if result.kept > NOISE * scope.kept:
+        result, scope = results[own], results.get("scope")
+        if scope is not None and result.kept > NOISE * scope.kept:
             yield f"{case}: {HEADS[own]} keeps {result.kept / scope.kept:.3f} of the scope's bytes"
         for budget in (way for way in BUDGETS if way in results):
             # About the same bytes or fewer.

@@ -164,13 +164,12 @@ class _Choice:
                 # Sizes are exact.
                 continue
             kind, of = self._kind(node, again, roots), set().union(*read)
-            sources, given = self._sources(node), _gradients(node)
-            both = _twice([(roots.get(s, set()), self.near.get(s, set())) for s in sources])
             if kind == LINEAR and name_of(node) in PRODUCTS:
-                kind, of = SMOOTH, both
-            elif given:
+                kind, of = SMOOTH, self._read_twice(node, roots)
+            elif gradients := _gradients(node):
                 # It is linear in the gradient that it is given.
-                of = set().union(*(roots.get(s, ()) for s in sources if s not in given)) | both
+                others = (roots.get(source, ()) for source in self._sources(node) if source not in gradients)
+                of = self._read_twice(node, roots).union(*others)
             if kind == SMOOTH:
                 few = [root for root in of if bits[root] < SMOOTH_BITS]
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
@@ -188,6 +187,10 @@ class _Choice:
                     self.rounded.kinks.pop(root, None)
                 return True
         return changed
+
+    def _read_twice(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+        """The packed values of which more than one argument of a node follows."""
+        return _twice([(roots.get(s, set()), self.near.get(s, set())) for s in self._sources(node)])
 
     def _kind(self, node: fx.Node, again: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
         if self._has_exact_sign(node):

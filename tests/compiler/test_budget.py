@@ -111,9 +111,10 @@ def test_with_bits(name, bits, chosen):
         budgeted(net, 1000, bits=bits)(*inputs)
     assert chosen[-1][1] == chosen[-2][1]
     torch._dynamo.reset()
-    # A choice that computes everything again from exact values has no error.
     found = error_of(net, inputs, bits, 16, extra_flops=0.35)
+    # With PyTorch 2.15 the network with attention computes everything again from exact values, and has no error.
     assert found.size < 0.12
+    assert found.size > 0 or name == "attention"
     assert not found.size or found.bias < MOST
 
 
