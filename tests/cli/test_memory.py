@@ -26,7 +26,7 @@ def test_profile_prints_a_report(capsys):
 
 def test_profile_compares_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png", "trace", "pickle")}
+    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png")}
     argv = [
         "profile",
         BLOCKS,
@@ -37,8 +37,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
         "--optimizer",
         "adamw",
     ]
-    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"])]
-    argv += ["--chrome-trace", str(files["trace"]), "--snapshot", str(files["pickle"]), "--rows"]
+    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"]), "--rows"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "fusedseg stands for fusedseg.convert(model)." in out
