@@ -148,12 +148,12 @@ def check_pytest(arguments: list[str]) -> None:
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks a command without running it."""
     match words:
-        case ["python", "-m", "fusedseg", *arguments]:
+        case ["python", "-m", "fusedseg", *arguments] | ["fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["python", "-m", "examples.demo", *arguments] | [
+            "torchrun", "--nproc-per-node=2", "-m", "examples.demo", *arguments
+        ]:  # fmt: skip
+            parse("examples.demo.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
