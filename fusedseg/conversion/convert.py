@@ -12,7 +12,7 @@ from ..activation import parse_invertible
 from ..memory import Footprint, measure
 from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
-from ..ops.recompute.packed import Rounding
+from ..scope.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes, measure
-from fusedseg.ops.recompute import recipes
+from fusedseg.scope import recipes
 from tests.ops.scope_cases import assert_equal
 
 SHAPE = (2, 3, 16, 16)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ... import _torch
-from ...rules import CHEAP
+from .. import _torch
+from ..rules import CHEAP
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
