@@ -48,7 +48,7 @@ class Rounded:
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm] = field(default_factory=dict)
+    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm | forms.SampleNorm] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     asking: set[fx.Node] = field(default_factory=set)
 
@@ -219,7 +219,7 @@ class _Choice:
             # An instance norm is a batch norm of another shape.
             source = _bent(source.args[0])
         norm = forms.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, (forms.BatchNorm, forms.GroupNorm)) or norm.mean is None or norm.rstd is None:
+        if not isinstance(norm, forms.OF_CHANNELS) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
@@ -227,7 +227,7 @@ class _Choice:
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, kinks = value_of(x), value_of(norm.mean).numel()
-        if isinstance(norm, forms.GroupNorm):
+        if not isinstance(norm, forms.BatchNorm):
             kinks = value.shape[0] * value.shape[1]
         if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
             return False
