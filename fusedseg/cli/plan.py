@@ -48,9 +48,10 @@ def add_plan(commands) -> None:
     add_common(command, "the wanted batch (default: find the largest one)", needed=False)
     command.add_argument(
         "--budget",
+        "--gpu",
         type=budget,
         metavar="SIZE",
-        help="memory of the GPU, such as 16GiB",
+        help="memory of the GPU, such as 16GiB; both names mean the same",
     )
     command.add_argument(
         "--curve",
