@@ -42,12 +42,12 @@ def test_a_model_that_cannot_be_one_graph_is_refused():
 
 def test_a_compiled_model_keeps_what_eager_mode_keeps():
     (compiled,) = keeps(converted, 1.0)
-    assert compiled.kept <= 1.02 * memory.estimate(converted, SHAPE).saved
+    assert compiled.kept <= 1.02 * memory.profile(converted, SHAPE).saved
     assert compiled.repeated == 0
 
 
 def test_the_compilers_own_budgets():
-    eager = memory.estimate(small, SHAPE)
+    eager = memory.profile(small, SHAPE)
     whole, fifth = keeps(small, 1.0, 0.2)
     assert whole.repeated == 0.0
     assert 0.9 * eager.saved < whole.kept <= eager.saved
