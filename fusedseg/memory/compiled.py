@@ -61,7 +61,7 @@ def divided(
     found: list[Partition] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
-    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
         total = _flops(joint)
         for way in ways:
             with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def divided(
     return found
 
 
-def by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+def by_budget(budget: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
     """Divides a graph as the compiler itself does with this ``activation_memory_budget``; 1 is its default."""
     parts = partitioner()
     with parts.config.patch(activation_memory_budget=budget):
