@@ -150,12 +150,12 @@ def check_pytest(arguments: list[str]) -> None:
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks a command without running it."""
     match words:
-        case ["python", "-m", "fusedseg", *arguments]:
+        case ["python", "-m", "fusedseg", *arguments] | ["fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["python", "-m", "examples.demo", *arguments] | [
+            "torchrun", "--nproc-per-node=2", "-m", "examples.demo", *arguments
+        ]:  # fmt: skip
+            parse("examples.demo.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
@@ -197,7 +197,7 @@ def test_a_command_is_parsed(command, where, monkeypatch):
 
 def test_commands_write_different_files_that_git_ignores():
     """The second command of docs/memory.md failed: "memory.png exists"."""
-    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|curve|csv|json) (\S+)", command)]
+    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|csv|json) (\S+)", command)]
     assert "memory.png" in written
     assert len(set(written)) == len(written)
     assert {f"/{name}" for name in written} <= set((ROOT / ".gitignore").read_text().split())

@@ -27,7 +27,7 @@ def test_profile_prints_a_report(capsys):
 
 def test_profile_compares_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png", "trace", "pickle")}
+    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png")}
     argv = [
         "profile",
         BLOCKS,
@@ -38,8 +38,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
         "--optimizer",
         "adamw",
     ]
-    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"])]
-    argv += ["--chrome-trace", str(files["trace"]), "--snapshot", str(files["pickle"]), "--rows"]
+    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"]), "--rows"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "stands for" not in out
@@ -195,9 +194,8 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
         ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
         ([*PROFILE, *IMAGE, "--csv", "/nowhere/rows.csv"], "there is no folder /nowhere"),
-        ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 needs"),
-        (PLAN, "--budget is needed, or --curve with a model; see fusedseg plan --help"),
-        ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
+        ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 does not fit"),
+        (PLAN, "--budget is needed; see fusedseg plan --help"),
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected bits=8 or 4 beside fusedseg"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
@@ -237,7 +235,8 @@ def test_an_input_of_integers(argv, capsys):
     """Every input was of floating point, which no embedding takes."""
     command, *options = argv
     assert main([command, "tests.cli.test_memory:embeds", "--input", "2,16:int64", *options]) == 0
-    assert "16" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ("2×16" if command == "profile" else "identical to the last bit") in out
 
 
 def test_plan_refuses_an_input_of_integers(capsys):
