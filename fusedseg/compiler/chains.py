@@ -12,6 +12,7 @@ from torch import fx
 from .. import rules
 from ..activation import TABLE, Activation
 from ..ops.low_bit.op import unpack_op
+from ..ops.norm import sample_norm
 from ..ops.norm.spec import Spec
 from .joint import is_alike, is_op, is_tensor, items_of, name_of, value_of
 from .norm_calls import is_served
@@ -51,7 +52,7 @@ def activation_of(node: fx.Node) -> Activation | None:
 
 NORMS = {
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-    "native_batch_norm", "native_group_norm",
+    "native_batch_norm", "native_group_norm", "sample_norm",
 }  # fmt: skip
 
 
@@ -84,6 +85,10 @@ def norm_of(node: Any) -> Norm | None:
         return Norm(
             node, x, weight, bias, None, None, Spec("input", IDENTITY, given["eps"], 0.0, True, "group", given["group"])
         )
+    if name_of(node) == "sample_norm":
+        known = given["mean"], given["rstd"]
+        spec = sample_norm.spec_of(value_of(x).shape[1], given["group"], given["eps"])
+        return Norm(node, x, weight, bias, *known, spec, rebuilt=known[0] is not None)
     spec = Spec("input", IDENTITY, given["eps"], given["momentum"] or 0.0, given.get("training", False))
     if spec.own or not isinstance(var, fx.Node) or name_of(var) != "full_like":
         return Norm(node, x, weight, bias, mean, var, spec)
@@ -139,6 +144,7 @@ def chain_of(y: Any) -> Chain | None:
 GRADIENTS = {
     "native_batch_norm_backward": ("grad_out", "save_mean", "save_invstd"),
     "native_group_norm_backward": ("grad_out", "mean", "rstd"),
+    "sample_norm_backward": ("grad_out", "mean", "rstd"),
 }
 
 

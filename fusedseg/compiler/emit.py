@@ -15,6 +15,7 @@ from torch import fx
 from .. import _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
+from ..ops.norm import sample_norm
 from . import in_turn, joined, order, reinplace, triton_ops
 from .joint import is_gradient, is_op, is_tensor
 
@@ -48,6 +49,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: torch.detach,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
+    torch.ops.fusedseg.sample_norm.default: sample_norm.forward,
+    torch.ops.fusedseg.sample_norm_backward.default: sample_norm.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.functional_backward,
 }

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..ops.recompute.cheap import numel_of, tensors_of
+from ..ops.cheap import numel_of, tensors_of
 from . import forms, keep, order, reinplace
 from .joint import Joint, flops_of, is_op, name_of, value_of, writes
 

@@ -55,7 +55,7 @@ class Forward:
         passed = Passed(source, weight, bias, laid, None, *running)
         out = source if self.in_place else None
         z, mean, second, *_ = passes.forward(passed, self.spec, self.spec.layout(source, layout), None, out)
-        if self.spec.kind == "group" and mean is not None:
+        if self.spec.kind != "batch" and mean is not None:
             mean, second = (v.view(x.shape[0], -1) for v in (mean, second))
         return z, mean, second, *running
 

@@ -11,7 +11,7 @@ from math import inf
 
 from torch import fx
 
-from ..ops.recompute.cheap import numel_of, tensors_of
+from ..ops.cheap import numel_of, tensors_of
 from . import in_turn, reinplace
 from .joint import Goal, flops_of, is_gradient, is_op, is_random, nbytes_of, value_of
 from .norm_calls import Rebuild

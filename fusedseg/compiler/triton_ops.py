@@ -53,7 +53,8 @@ def _write_gradient(graph: fx.Graph, found: Gradient) -> None:
     """The gradients of a norm and of the activation after it become one call."""
     node, view, slope, chain = found[:4]
     given, norm = arguments_of(node), chain.norm
-    run = Backward(norm.spec._replace(act=found.act, momentum=0.0), any(given["output_mask"][1:]))
+    affine = given["affine"] if "affine" in given else any(given["output_mask"][1:])
+    run = Backward(norm.spec._replace(act=found.act, momentum=0.0), affine)
     with graph.inserting_before(slope):
         dz, residual = (_viewed(graph, t, chain) for t in (arguments_of(slope)["grad_output"], chain.residual))
         made = graph.call_function(run, (dz, norm.x, norm.weight, norm.bias, residual, found.mean, found.second))

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from fusedseg.compiler import chains, forms, norm_calls
 from fusedseg.compiler.joint import is_tensor, value_of
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.ops.norm import passes
 from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small

@@ -10,9 +10,6 @@ from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, like
 from ..low_bit.spec import Packed
-from ..recompute import recipes
-from ..recompute.packed import FromCodes
-from ..recompute.registry import Registry
 from . import coded, sync
 from .backend import Backend, backend_of
 from .kept import Kept
@@ -119,7 +116,7 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     return alike and not TABLE[spec.act.name].identity
 
 
-class Again(FromCodes):
+class Again(coded.FromCodes):
     """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
 
     def __init__(self, saved: Saved, spec: Spec) -> None:
@@ -140,14 +137,3 @@ class Again(FromCodes):
         """A function of the residual that rebuilds z if kernels read x from codes, otherwise None."""
         again = coded.rebuild(packed, self.spec)
         return None if again is None else lambda residual=None: again(self._saved(None, residual))
-
-
-def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
-    """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
-    reader = None
-    # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
-    node: Any = z.grad_fn
-    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
-        node.reader = reader = recipes.Reader()
-    inputs = (saved.source,) if residual is None else (saved.source, residual)
-    recipes.offer(z, Again(saved, spec), *inputs, reader=reader, registry=registry)
