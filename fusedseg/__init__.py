@@ -17,11 +17,8 @@ try:
         ABN,
         BatchNormAct,
         BatchNormActSync,
-        BranchSum,
         ConvABN2d,
         ConvABN3d,
-        ConvBank2d,
-        ConvBank3d,
         ConvHead2d,
         ConvHead3d,
         GroupNormAct,
@@ -30,14 +27,12 @@ try:
         InPlaceGroupNormAct,
         InPlaceInstanceNormAct,
         InstanceNormAct,
-        JoinConv2d,
-        JoinConv3d,
         MaxPool2d,
         MaxPool3d,
         convert_sync,
     )
     from .ops import reuse as _reuse
-    from .ops.recompute.scope import recompute
+    from .scope.scope import recompute
 finally:
     if _collects:
         gc.enable()
@@ -47,11 +42,8 @@ __all__ = [
     "ABN",
     "BatchNormAct",
     "BatchNormActSync",
-    "BranchSum",
     "ConvABN2d",
     "ConvABN3d",
-    "ConvBank2d",
-    "ConvBank3d",
     "ConvHead2d",
     "ConvHead3d",
     "ConversionReport",
@@ -64,8 +56,6 @@ __all__ = [
     "InPlaceGroupNormAct",
     "InPlaceInstanceNormAct",
     "InstanceNormAct",
-    "JoinConv2d",
-    "JoinConv3d",
     "MaxPool2d",
     "MaxPool3d",
     "backend",

@@ -5,7 +5,6 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..memory import Curve, Plan, curve, plan
@@ -21,6 +20,7 @@ from .models import (
     Spec,
     add_choice,
     add_common,
+    check_new,
     parse_model,
     place_of,
     split_batch,
@@ -128,10 +128,8 @@ def run(args: argparse.Namespace) -> int:
     if drawn is not None:
         print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
     if found is not None:
-        remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
-        if batch is not None and args.batch is None:
-            remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
-        print(replace(found, remarks=tuple(remarks)))
+        remark = spec.meaning(any(option.strategy.options for option in found.options))
+        print(replace(found, remarks=(remark,) if remark else ()))
     return 0
 
 
@@ -145,11 +143,10 @@ def check(args: argparse.Namespace) -> None:
         raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
     if args.configuration is not None:
         raise Refused("--configuration belongs to --nnunet")
+    if any(shape.dtype is not None for shape in args.input):
+        raise Refused("--input: plan takes no inputs of integers; `fusedseg profile` does")
     for path in (args.json, args.curve):
-        if path and Path(path).exists() and not args.overwrite:
-            raise Refused(f"{path} exists: choose another path, or pass --overwrite")
-    if args.curve and not Path(args.curve).parent.is_dir():
-        raise Refused(f"{args.curve}: there is no folder {Path(args.curve).parent}")
+        check_new(path, args.overwrite)
     if args.curve and importlib.util.find_spec("matplotlib") is None:
         raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
 
@@ -167,7 +164,7 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         samples,
         args.budget,
         batch=batch,
-        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
         backend=partitions,
         bits=(8, 4),
         converted=FUSED,
@@ -186,7 +183,7 @@ def _curve(
     return curve(
         spec.build,
         samples,
-        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
         batch=batch or 2,
         dtype=DTYPES[args.dtype],
         backend=partitions,

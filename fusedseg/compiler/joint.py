@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..ops.recompute.cheap import has_flops, hint_of, size_of, tensors_of
+from ..ops.cheap import has_flops, hint_of, size_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:

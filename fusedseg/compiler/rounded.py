@@ -15,12 +15,11 @@ from typing import Any
 from torch import fx
 
 from .. import _torch, rules
+from ..ops.cheap import hint_of, size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
-from ..ops.low_bit.spec import lines_of
-from ..ops.recompute.cheap import hint_of, size_of, tensors_of
-from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
-from ..ops.recompute.registry import SMALL
+from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
+from ..ops.observer import SMALL
 from . import forms
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
 from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of

@@ -75,7 +75,7 @@ def divided(
     found: list[Partition] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
-    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
         total = _flops(joint)
         for way in ways:
             with warnings.catch_warnings():
@@ -117,8 +117,8 @@ def divided(
     return found
 
 
-def _by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
-    """Divides a graph as the compiler itself does."""
+def _by_budget(budget: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
+    """Divides a graph as the compiler itself does with this ``activation_memory_budget``; 1 is its default."""
     parts = partitioner()
     with parts.config.patch(activation_memory_budget=budget):
         return parts.min_cut(joint, inputs, compiler="inductor", **options)

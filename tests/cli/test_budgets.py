@@ -22,9 +22,9 @@ def tiny():
     return PlainConvUNet(widths=(8,))
 
 
-def test_convert_with_bits(capsys):
-    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_convert_with_bits(tmp_path):
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
     assert report["after"]["saved"] <= 0.12 * report["before"]["saved"]
 
 
@@ -55,7 +55,7 @@ def test_profile_of_the_backend_with_bits(capsys):
 def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
     """Where eager mode does not fit, and the compiled stock model does without repeated arithmetic."""
     figures = tmp_path / "plan.json"
-    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--gpu"]
+    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
     assert main([*argv, "1GiB", "--json", str(figures)]) == 0
     options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
     compiled, eager = options["fusedseg-compile"], options["eager"]

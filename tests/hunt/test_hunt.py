@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.ops.recompute import saved
+from fusedseg.scope import saved
 from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
@@ -44,6 +44,22 @@ def test_a_few_that_are_compiled(kind, tmp_path):
     lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
     verdicts = [Verdict(*line["verdict"]) for line in lines if "verdict" in line]
     assert [v.kind for v in verdicts] == ["same", "same"], verdicts
+
+
+@pytest.mark.parametrize(("ours", "kind"), [(2.0, "as aot_eager"), (4.0, "failure")])
+def test_after_a_backward_pass_that_eager_mode_refuses_the_bits_of_interpolation_count(ours, kind):
+    """aot_eager has other bits than the backend there, and the same with interpolation as the backend computes it."""
+
+    def log(value, error=None):
+        found = prelude.Log()
+        found.error = error
+        if error is None:
+            found.note("gradient", torch.tensor(value))
+        return found
+
+    refused = log(0.0, RuntimeError("a tensor has been modified by an inplace operation"))
+    runs = iter([refused, log(1.0), log(ours), log(2.0), refused])
+    assert prelude.compiled_difference(lambda how: [next(runs)], False)[0] == kind
 
 
 @pytest.mark.usefixtures("one_thread")

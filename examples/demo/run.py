@@ -1,0 +1,95 @@
+"""The command: checks the arguments, trains, prints the figures, and writes them with a picture."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fusedseg.conversion.convert import Bits
+from fusedseg.memory.export import open_new, write_json
+from fusedseg.progress import Lines
+
+from . import distributed as parallel
+from . import report, training
+
+EXTRAS = ("nilearn", "matplotlib", "tqdm")
+
+
+class Refused(Exception):
+    """Raised if the demo cannot run here with these arguments; the message says why and what to do."""
+
+
+def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) -> None:
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refused(f'needs {" and ".join(missing)}, not installed here: pip install -e ".[demo]"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda: torch sees no GPU")
+    if steps is not None and steps < 1:
+        raise Refused(f"--steps must be at least 1, got {steps}")
+    existing = [str(path) for path in paths if path.exists()]
+    if existing and not overwrite:
+        raise Refused(f"{existing[0]} exists: choose another folder with --out, or pass --overwrite")
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--out {paths[0].parent}: {error.strerror}") from error
+
+
+def run(
+    name: str,
+    device: str,
+    steps: int | None,
+    out: Path,
+    seed: int,
+    overwrite: bool,
+    distributed: bool = False,
+    bits: Bits | None = None,
+) -> int:
+    """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
+    picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
+    if distributed:
+        json_path = out / f"{name}-distributed.json"
+    try:
+        check(device, steps, [json_path] if distributed else [picture_path, json_path], overwrite)
+        if distributed and bits is not None:
+            raise Refused(
+                "--bits cannot be combined with --distributed, which compares losses of exact gradients: processes "
+                "round differently"
+            )
+        if distributed and not parallel.launched():
+            raise Refused(
+                "--distributed needs processes: torchrun --nproc-per-node=2 -m examples.demo slices --distributed"
+            )
+    except Refused as refusal:
+        print(f"demo {name}: {refusal}", file=sys.stderr)
+        return 2
+    if distributed:
+        parallel.claim(torch.device(device))
+    # PyTorch's profiler counts bytes on a CPU.  It would log lines about itself, at a level above errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    start = time.perf_counter()
+    problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
+    if distributed:
+        return parallel.run_distributed(
+            name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
+        )
+    networks = training.build(problem, torch.device(device), seed, bits)
+    shown = Lines()
+    trainings = training.train(problem, networks, steps or problem.size.steps, seed, say=shown.say)
+    shown.say("evaluating")
+    outcome = report.evaluate(problem, trainings, seed, bits)
+    print("\n".join(["", report.headline(problem, outcome), "", *report.lines(problem, outcome)]))
+
+    # The import stands here, because matplotlib is slow to import.
+    from . import picture
+
+    with open_new(picture_path, overwrite) as file:
+        picture.draw(file, problem, outcome)
+    write_json(report.to_json(name, problem, outcome, torch.device(device), seed), json_path, overwrite)
+    print(f"\nwrote {picture_path} and {json_path}; {time.perf_counter() - start:.0f} s in all")
+    return 0

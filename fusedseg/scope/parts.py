@@ -1,0 +1,122 @@
+"""Recipes of several calls: two calls of which the second overwrites the result of the first, and concatenations.
+
+A large concatenation is rebuilt part by part, so that only one source lies beside the result at a time.  A part is a
+source, or a slab of samples of a source that was enlarged by ``interpolate``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import _torch
+from ..ops.conv.slabs import slabs
+from ..ops.conv.sources import Enlarge, Interpolated, concatenated, sources_of
+from .calls import Function, Replay
+from .plain import Place
+from .saved import InParts, Recipe
+
+
+class Chain:
+    """Calls ``first`` with the first ``count`` tensors, and then ``then`` with the result and the other tensors.
+
+    at: the place of the result of ``first`` in forward, whose strides ``then`` gets.
+    """
+
+    __slots__ = ("at", "count", "first", "then")
+
+    def __init__(self, first: Callable[..., Tensor], count: int, at: Place, then: Callable[..., Tensor]) -> None:
+        self.first, self.count, self.at, self.then = first, count, at, then
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        count, at = self.count, self.at
+        x = self.first(*tensors[:count])
+        if x.stride() != at.stride:
+            x = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=x.device).copy_(x)
+        return self.then(x, *tensors[count:])
+
+
+class Joined(Replay, InParts):
+    """A call of ``torch.cat`` along the dimension ``dim``."""
+
+    __slots__ = ("dim",)
+
+    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any], dim: int) -> None:
+        super().__init__(func, args, kwargs)
+        self.dim = dim
+
+    def enlarge(self, i: int) -> Enlarge | None:
+        """The way to enlarge input i before it is concatenated."""
+        return None
+
+    def in_parts(self, recipe: Recipe, order: int, for_call: bool) -> Tensor:
+        """The result of ``recipe``, with the bits of the call.  Each part is freed before the next is made.
+
+        The first part is made before the memory of the result is allocated.
+        """
+        at, start, out = recipe.at, 0, None
+        for i, (_, place) in enumerate(recipe.inputs):
+            # torch.cat leaves out empty tensors of one dimension.
+            if len(place.size) != len(at.size):
+                continue
+            for n, part in _parts_of(recipe, i, order, for_call):
+                with torch.no_grad(), _torch.DisableTorchFunction():
+                    if out is None:
+                        out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=recipe.device)
+                    out.narrow(self.dim, start, place.size[self.dim])[n].copy_(part)
+                # The next part needs the memory.
+                del part
+            start += place.size[self.dim]
+        assert out is not None
+        return out
+
+
+class JoinedSources(Joined):
+    """The concatenation of sources along the channels, from their tensors."""
+
+    __slots__ = ("enlarges",)
+
+    def __init__(self, enlarges: Sequence[Enlarge | None]) -> None:
+        super().__init__(lambda *tensors: concatenated(sources_of(tensors, enlarges)), None, {}, 1)
+        self.enlarges = enlarges
+
+    def enlarge(self, i: int) -> Enlarge | None:
+        return self.enlarges[i]
+
+
+def _parts_of(recipe: Recipe, i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
+    """The parts of an input, with their places in it.  The values of a sample depend on no other sample."""
+    source: Any
+    source, place = recipe.inputs[i]
+    enlarge = recipe.rebuild.enlarge(i)
+    nbytes = place.nbytes if enlarge is None else place.nbytes // place.size[2:].numel() * recipe.at.size[2:].numel()
+    ranges = slabs(place.size[0], nbytes)
+    if enlarge is not None:
+        small, enlarged = recipe._input(i, order, for_call)[0], lambda x: Interpolated(x, *enlarge).formed()
+    elif len(ranges) > 1 and _enlarges(source, place, order):
+        small, enlarged = source._input(0, order, for_call)[0], source.rebuild
+    else:
+        yield ..., recipe._input(i, order, for_call)[0]
+        return
+    with torch.no_grad(), _torch.DisableTorchFunction():
+        for n in ranges:
+            yield n, enlarged(small[n])
+
+
+def _enlarges(source: Any, place: Place, order: int) -> bool:
+    """Whether a source is the whole result of ``interpolate``, and nobody else will ask for it soon."""
+    # Data, and tensors that are unpacked, have no inputs.
+    if source.steps == 0 or len(source.inputs) != 1 or source.at != place:
+        return False
+    if type(source.rebuild) is not Replay or source.rebuild.func is not F.interpolate:
+        return False
+    casts = source.autocast.enabled or _torch.is_any_autocast_enabled()
+    return not casts and source.held is None and not source.near(order)
+
+
+def joined(again: Replay, args: Any, kwargs: dict[str, Any]) -> Joined:
+    """``again``, a call of ``torch.cat`` with these arguments, as a ``Joined``."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    return Joined(again.func, again.args, again.kwargs, dim)

@@ -1,0 +1,147 @@
+"""The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
+
+from collections.abc import Sequence
+from contextlib import ContextDecorator, ExitStack
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import _moved, _torch
+from ..ops import unfused
+from ..ops.low_bit.spec import Bits
+from ..ops.observer import OPEN, innermost
+from . import compiled
+from .compiled import warn_of_torch
+from .packed import PackingRegistry, Rounding
+from .packed_ops import OPS
+from .packing import PACKING_RULES
+from .registry import Registry
+from .saved import unpack
+from .stock import RULES
+from .watch import Watch
+
+
+class recompute(ContextDecorator):
+    """A context manager or decorator in which autograd saves recipes in place of tensors that are cheap to rebuild.
+
+    Use::
+
+        with fusedseg.recompute():
+            loss = criterion(model(x), y)
+        loss.backward()
+
+    The model need not change.  Norms, activations (in place or not), ``cat``, ``interpolate``, ``pad``, pools, dropout,
+    sums and products of tensors, and the modules of this package have recipes.  ``stock.py`` lists these functions and
+    what each of them saves.  No convolution is computed twice.  Values, gradients, running
+    statistics and random numbers are the same as without the scope, on a CPU to the last bit.  A scope inside a scope
+    changes nothing.  The scope holds for the thread that enters it.
+
+    Kept for backward: about one tensor for each convolution, one byte per element for the mask of dropout and for the
+    positions of max-pooling, and in a long residual stream the sum after about every fifth block.
+
+    Args:
+        bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
+            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
+        seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
+            entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
+        unrounded: with ``bits``, modules whose calls keep everything as it is.
+        budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
+
+    Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
+    functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
+    and inference tensors, and tensors that could be rebuilt only from the caller's own memory.  All data is saved
+    inside ``torch.vmap``, and while other saved-tensor hooks, such as a checkpoint's, lie inside the scope.  Hooks
+    around the scope receive the tensors that are kept.
+
+    Under ``torch.compile`` the compiler keeps and rebuilds what the scope would keep and rebuild, whether the scope is
+    inside the compiled function or around its call.  A backend that does not use AOTAutograd cannot follow a scope
+    inside the compiled function, and the scope warns.
+
+    Raises:
+        TypeError: ``budget`` or ``extra_flops`` is given.
+        TypeError, ValueError: ``bits``, ``seed`` or ``unrounded`` cannot be read or is out of range.
+        RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
+            scope had ended (inside the scope, a copy is made first); or when a transform of ``torch.func`` that
+            differentiates is entered, because saved-tensor hooks cannot surround it.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
+    """
+
+    # What is kept in fewer bits; None if nothing is.
+    _rounding: Rounding | None = None
+
+    # Whether the scope is that of a converted model, whose convolutions look for notes (``joins.py``).
+    _joins = False
+
+    def __init__(
+        self,
+        *,
+        bits: Bits | None = None,
+        seed: int | None = None,
+        unrounded: Sequence[torch.nn.Module] = (),
+        budget: None = None,
+        extra_flops: None = None,
+    ) -> None:
+        _moved.refuse("fusedseg.recompute", budget=budget, extra_flops=extra_flops)
+        for module in unrounded:
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    f"fusedseg.recompute: unrounded must be a sequence of modules, got {type(module).__name__}"
+                )
+        self._rounding = Rounding.parse("fusedseg.recompute", bits, seed, unrounded)
+        self._entered: list[ExitStack] = []
+
+    @classmethod
+    def of_converted(cls, rounding: Rounding | None) -> "recompute":
+        """The scope of a converted model."""
+        made = cls()
+        made._rounding = rounding
+        made._joins = True
+        return made
+
+    def _recreate_cm(self) -> "recompute":
+        # A decorated function makes a new scope for each call, so that any thread may call it.
+        scope = type(self)()
+        scope._rounding = self._rounding
+        return scope
+
+    @compiled.as_python
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted() and compiled.prepare():
+                if self._rounding is not None:
+                    compiled.warn_of_bits()
+                compiled.begin()
+            return
+        stack = ExitStack()
+        if _torch.MISSING_FOR_SCOPE:
+            warn_of_torch(_torch.scope_problem())
+        # Inside another scope there is nothing left to do.
+        elif (around := innermost()) is not None:
+            assert isinstance(around, Registry)
+            around.joins |= self._joins
+        else:
+            outer, rules = _torch.top_saved_tensors_default_hooks(True), RULES
+            registry: Registry
+            if self._rounding is not None:
+                registry, rules = PackingRegistry(outer, self._rounding, OPS), PACKING_RULES
+            else:
+                registry = Registry(outer)
+            OPEN.append(registry)
+            stack.callback(OPEN.remove, registry)
+            if isinstance(registry, PackingRegistry) and registry.rounding.unrounded:
+                stack.enter_context(registry.watching())
+            registry.joins = self._joins
+            stack.callback(registry.close)
+            pack = registry.pack
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
+            stack.enter_context(Watch(registry, pack, rules))
+        self._entered.append(stack)
+
+    @compiled.as_python
+    def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_compiling():
+            if not unfused.wanted() and compiled.prepare():
+                compiled.end()
+            return
+        self._entered.pop().close()
