@@ -34,7 +34,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
 LARGEST_PICTURE = 150_000
-FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "transformers", "nnunetv2"
+FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "transformers", "diffusers", "nnunetv2"
 
 
 class Block(NamedTuple):
