@@ -13,7 +13,7 @@ from ..memory import Footprint
 from ..memory.meter import measure
 from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
-from ..ops.recompute.packed import Rounding
+from ..scope.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share

@@ -136,9 +136,11 @@ def plan(
     options = tuple(search.options)
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
+        back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {search.name} with batch {batch or least.smallest} needs {gib(least.total)} at least "
-            f"({least.label}), and {gib(usable)} of the budget of {gib(nbytes)} may be used"
+            f"{OP}: {search.name} with batch {batch or least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
+            "take a smaller batch or input"
         )
     return Plan(search.name, options, nbytes, usable, batch, search.left_out)
 

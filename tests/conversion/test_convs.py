@@ -15,7 +15,7 @@ from fusedseg.conversion import convs
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.ops.conv import sources
-from fusedseg.ops.recompute import joins
+from fusedseg.scope import joins
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
 

@@ -17,7 +17,7 @@ import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import measure
-from fusedseg.ops.recompute import recipes
+from fusedseg.scope import recipes
 from tests.ops.scope_cases import assert_equal
 
 SHAPE = (2, 3, 16, 16)
