@@ -28,3 +28,7 @@ __all__ = [
     "plan",
     "profile",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
