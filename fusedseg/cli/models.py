@@ -58,7 +58,7 @@ class Shape(tuple[int, ...]):
         return torch.randn(self, dtype=dtype, device=device)
 
     def without_values(self) -> "Shape | Tensor":
-        """What ``memory.estimate`` takes as the shape of this input."""
+        """What ``memory.profile`` takes as the shape of this input."""
         return self if self.dtype is None else torch.empty(self, dtype=self.dtype, device="meta")
 
 

@@ -120,7 +120,7 @@ def compiled_reports(
     if not ways:
         return {}
     # Importing the compiler takes seconds.
-    from ..compiler.report import counted
+    from ..compiler.counted import counted
     from ..compiler.settings import parse
 
     # The report of the backend has the bytes of the compiler's own partitioner too.

@@ -5,7 +5,6 @@ of the same form.  The values are the same without them.  ``detach`` does nothin
 """
 
 import operator
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -26,7 +25,7 @@ def rewrite(graph: fx.Graph) -> int:
     count, roots, end = 0, roots_of(graph), next(iter(reversed(graph.nodes)))
     returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
-        source: Any = None
+        source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
         elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and end in node.users):
@@ -44,7 +43,7 @@ def rewrite(graph: fx.Graph) -> int:
     return count
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: object, new: object) -> bool:
     """Whether two tensors have the same form, and their elements lie in memory without gaps."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False

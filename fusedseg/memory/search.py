@@ -87,7 +87,7 @@ def plan(
     fits, and for the largest batch with the shares ``BUDGETS``.  The bytes of compiled models are counted on their
     graphs, to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
 
-    Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
+    Sizes are those of ``profile`` without values, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
 
     Args:
@@ -117,7 +117,7 @@ def plan(
     Raises:
         ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
             [0, 1).
-        ``estimate`` lists further errors.
+        ``profile`` lists further errors.
     """
     nbytes = parse_budget(budget)
     if not 0.0 <= reserve < 1.0:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.conversion.verify import Difference, Verification, _largest
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from tests.conversion import networks
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.ops.recompute import saved
+from fusedseg.scope import saved
 from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
