@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedseg import ConvBank2d
+from fusedseg.nn import ConvBank2d
 from tests.reference import GRADIENT_TOLERANCE
 
 from .contenders import aggressive, as_it_is, compiled

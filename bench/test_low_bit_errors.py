@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedseg
-from fusedseg.demo import slices, training
-from fusedseg.demo.problem import Problem
+from examples.demo import slices, training
+from examples.demo.problem import Problem
 from fusedseg.ops.recompute import packed
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of

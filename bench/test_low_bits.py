@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.demo import training
+from examples.demo import training
 
 from .results import aligned
 
@@ -52,7 +52,7 @@ def perturbed(net: nn.Module, seed: int) -> nn.Module:
 
 def train(task: str, seed: int, device: torch.device, steps: int = STEPS) -> dict[str, Outcome]:
     """Trains the exact network, the control and those with fewer bits, step by step in turn."""
-    problem = importlib.import_module(f"fusedseg.demo.{task}").problem(device)
+    problem = importlib.import_module(f"examples.demo.{task}").problem(device)
     exact = training.build(problem, device, seed)["fusedseg"]
     networks = {EXACT: exact, CONTROL: perturbed(exact, seed)}
     for name, bits in BITS.items():

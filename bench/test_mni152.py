@@ -5,8 +5,8 @@ from statistics import mean
 
 import pytest
 
-from fusedseg.demo import picture, slices, training
-from fusedseg.demo import report as demo_report
+from examples.demo import picture, slices, training
+from examples.demo import report as demo_report
 
 from .harness import Result
 from .replay import CLOCK, report_step

@@ -41,6 +41,36 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 
 
+# What may change with each minor version (docs/stability.md).  A name stands for its members too.  Every other name of
+# the reference is stable.
+EXPERIMENTAL = (
+    "fusedseg.ConvHead2d",
+    "fusedseg.ConvHead3d",
+    "fusedseg.compiler",
+    "fusedseg.functional",
+    "fusedseg.integrations",
+    "fusedseg.memory.Footprint",
+    "fusedseg.memory.LiveBytes",
+    "fusedseg.memory.Plan",
+    "fusedseg.memory.SavedBytes",
+    "fusedseg.memory.allocator_peak",
+    "fusedseg.memory.checkpoint_blocks",
+    "fusedseg.memory.measure",
+    "fusedseg.memory.plan",
+    "fusedseg.nn",
+    "fusedseg.unet.lidar_optical_unet",
+    "fusedseg.unet.unet3d_large",
+    "fusedseg.unet.unet3d_small",
+)
+
+
+def mark_stability(app, what, name, obj, options, lines):
+    """Begins the text of each function and class with *Stable* or *Experimental*."""
+    if what in ("class", "function"):
+        experimental = any(name == one or name.startswith(f"{one}.") for one in EXPERIMENTAL)
+        lines[:0] = ["*Experimental.*" if experimental else "*Stable.*", ""]
+
+
 # a star before a word, and a bar on one side of a word: emphasis and substitutions in reStructuredText
 FORMULA = re.compile(r"(?<![\w*])\*(?=\w)|(?<!\w)\|(?=\w)|(?<=\w)\|(?!\w)")
 
@@ -55,4 +85,6 @@ def escape_formulas(app, what, name, obj, options, lines):
 
 def setup(app):
     app.connect("autodoc-process-docstring", escape_formulas, priority=400)
+    # Last, so that the sections of a docstring are read as they are.
+    app.connect("autodoc-process-docstring", mark_stability, priority=900)
     return {"parallel_read_safe": True}

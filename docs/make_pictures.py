@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
+from examples.demo import __main__ as demo
 from fusedseg import __main__ as commands
 from fusedseg import convert, memory, unet
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
@@ -184,9 +185,9 @@ def draw_memory() -> None:
 
 
 def draw_demos() -> None:
-    for name in commands.DEMOS:
+    for name in demo.DEMOS:
         with tempfile.TemporaryDirectory() as folder:
-            run("demo", name, "--out", folder)
+            demo.main([name, "--out", folder])
             shrink(Path(folder) / f"{name}.png", FOLDER / f"demo-{name}.png")
 
 

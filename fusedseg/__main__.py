@@ -13,8 +13,6 @@ from .cli import Parser, add_command, add_convert, add_nnunet_trainers, add_plan
 from .cli.models import place_of
 from .doctor import doctor
 
-DEMOS = ("slices", "volume", "encoders")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -63,7 +61,6 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"fusedseg {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_doctor(commands)
-    add_demo(commands)
     add_convert(commands)
     add_profile(commands)
     add_plan(commands)
@@ -117,66 +114,6 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor.gpu import doctor_gpu
 
     return doctor_gpu(args.json, args.overwrite)
-
-
-def add_demo(commands) -> None:
-    command = add_command(
-        commands,
-        "demo",
-        summary="train a network on real images with eager PyTorch and with fusedseg",
-        description="Trains a network on the MNI152 brain template twice, of stock modules and of fusedseg's, from the "
-        "same weights on the same batches. It prints the overlap with held-out truth, the memory and the time of "
-        "both, and writes a picture and the figures. Nothing is downloaded, and no GPU is needed.",
-        examples=[
-            "fusedseg demo slices",
-            "fusedseg demo volume --steps 20 --out volume_demo",
-            "fusedseg demo slices --bits 4 --out bits_demo",
-            "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed",
-        ],
-        run=_demo,
-    )
-    command.add_argument(
-        "name",
-        nargs="?",
-        default=DEMOS[0],
-        choices=DEMOS,
-        metavar="NAME",
-        help="slices: a 2D U-Net; volume: a 3D U-Net on patches of 48×48×48; encoders: two encoders, for the T1 image "
-        "and a motor activation map (default: slices)",
-    )
-    command.add_argument("--steps", type=int, metavar="N", help="training steps (default: those of the demo)")
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fusedseg_demo"),
-        metavar="FOLDER",
-        help="where to write (default: fusedseg_demo)",
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace the files of an earlier run")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
-    command.add_argument(
-        "--bits",
-        type=int,
-        choices=(8, 4),
-        help="fusedseg's network keeps its activations in so many bits a value, with noise in the gradient "
-        "(default: exact)",
-    )
-    command.add_argument(
-        "--distributed",
-        action="store_true",
-        help="instead, train fusedseg's network alone in the processes of torchrun, with synchronised statistics, and "
-        "compare its losses with those of one process",
-    )
-
-
-def _demo(args: argparse.Namespace) -> int:
-    # The import stands here, because only the demo needs the packages of fusedseg[demo].
-    from .demo import run
-
-    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed, args.bits)
 
 
 if __name__ == "__main__":

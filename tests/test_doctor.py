@@ -249,10 +249,10 @@ def test_as_a_program_it_warns_of_nothing(tmp_path):
 
 
 def test_without_compile_it_imports_no_compiler(tmp_path):
-    """The command is fast because it imports neither PyTorch's compiler, nor our kernels, nor the demo's packages."""
+    """The command is fast because it imports neither PyTorch's compiler, nor our kernels, nor matplotlib."""
     code = (
         "import sys\nfrom fusedseg.__main__ import main\nassert main(['doctor']) == 0\n"
-        "names = ['torch._dynamo', 'torch._inductor', 'sympy', 'fusedseg.kernels', 'fusedseg.demo', 'matplotlib']\n"
+        "names = ['torch._dynamo', 'torch._inductor', 'sympy', 'fusedseg.kernels', 'matplotlib']\n"
         "print([name for name in names if name in sys.modules])"
     )
     run = warm.run_bare(code, cwd=tmp_path, env=clean())

@@ -12,6 +12,7 @@ import ast
 import contextlib
 import importlib
 import io
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -28,11 +29,12 @@ from tests.tools.threads import threads
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
 LARGEST_PICTURE = 150_000
-FRAMEWORKS = "monai", "segmentation_models_pytorch", "lightning", "transformers", "nnunetv2"
+FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "transformers", "nnunetv2"
 
 
 class Block(NamedTuple):
@@ -148,12 +150,12 @@ def check_pytest(arguments: list[str]) -> None:
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks a command without running it."""
     match words:
-        case ["python", "-m", "fusedseg", *arguments]:
+        case ["python", "-m", "fusedseg", *arguments] | ["fusedseg", *arguments]:
             parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
-        case ["torchrun", "--nproc-per-node=2", "-m", "fusedseg", *arguments]:
-            parse("fusedseg.__main__", arguments, monkeypatch)
+        case ["python", "-m", "examples.demo", *arguments] | [
+            "torchrun", "--nproc-per-node=2", "-m", "examples.demo", *arguments
+        ]:  # fmt: skip
+            parse("examples.demo.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
@@ -195,7 +197,7 @@ def test_a_command_is_parsed(command, where, monkeypatch):
 
 def test_commands_write_different_files_that_git_ignores():
     """The second command of docs/memory.md failed: "memory.png exists"."""
-    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|curve|csv|json) (\S+)", command)]
+    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|csv|json) (\S+)", command)]
     assert "memory.png" in written
     assert len(set(written)) == len(written)
     assert {f"/{name}" for name in written} <= set((ROOT / ".gitignore").read_text().split())
@@ -256,14 +258,19 @@ def test_links_within_the_readme_lead_somewhere():
 
 def test_every_public_name_is_in_the_reference():
     """The reference lists ``fusedseg.functional`` and ``fusedseg.memory`` as modules, with all their members."""
-    page = (ROOT / "docs" / "api.md").read_text()
     names = [*fusedseg.__all__, *(f"unet.{name}" for name in fusedseg.unet.__all__)]
-    assert [name for name in names if not re.search(rf":: (fusedseg\.)?{re.escape(name)}$", page, re.MULTILINE)] == []
+    missing = [name for name in names if not re.search(rf":: (fusedseg\.)?{re.escape(name)}$", REFERENCE, re.MULTILINE)]
+    assert missing == []
+
+
+def test_every_experimental_name_exists():
+    """A name that was renamed would be marked as stable in the reference."""
+    for name in importlib.import_module("docs.conf").EXPERIMENTAL:
+        assert pkgutil.resolve_name(name), name
 
 
 def test_every_name_of_an_integration_is_in_the_reference():
     """The public functions and classes of each file, read from its source, because a framework may be absent."""
-    page = (ROOT / "docs" / "api.md").read_text()
     home = ROOT / "fusedseg" / "integrations"
     named = {"nnunet": ["Fused", "Leaky", "fused_loss", "plan.plan"]}
     for path in home.glob("*.py"):
@@ -273,4 +280,4 @@ def test_every_name_of_an_integration_is_in_the_reference():
     del named["common"]
     names = [f"fusedseg.integrations.{module}.{name}" for module in named for name in named[module]]
     assert len(names) > 15
-    assert [name for name in names if f":: {name}\n" not in page] == []
+    assert [name for name in names if f":: {name}\n" not in REFERENCE] == []

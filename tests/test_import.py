@@ -36,8 +36,6 @@ for name in fusedseg.__all__:
     getattr(fusedseg, name)
 import fusedseg.__main__
 found["by the command line"] = sorted(sys.modules)
-import fusedseg.demo
-found["by the demo"] = sorted(sys.modules)
 try:
     import triton
 except ImportError:
@@ -86,7 +84,7 @@ def test_import_leaves_the_kernels_alone(found):
 
 def test_import_leaves_the_integrations_alone(found):
     """They import frameworks, which may be absent."""
-    for when in ("loaded", "by the command line", "by the demo"):
+    for when in ("loaded", "by the command line"):
         assert not [name for name in found[when] if name.startswith("fusedseg.integrations")]
 
 
@@ -95,10 +93,9 @@ def test_import_leaves_the_compiler_alone(found):
     assert {"torch._dynamo", "triton", "sympy"}.isdisjoint(found["loaded"])
 
 
-def test_the_command_line_does_not_load_the_demo(found):
-    """Only a demo that runs needs the extras, and the seconds that nilearn takes to import.  (torch imports tqdm.)"""
-    assert {"fusedseg.demo", "nilearn", "matplotlib"}.isdisjoint(found["by the command line"])
-    assert {"nilearn", "matplotlib"}.isdisjoint(found["by the demo"])
+def test_the_command_line_does_not_load_matplotlib(found):
+    """Only pictures need it, and its import takes a second."""
+    assert "matplotlib" not in found["by the command line"]
 
 
 def test_a_function_is_marked_constant_as_pytorch_marks_it():

@@ -43,19 +43,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
     "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
-    "demo": (
-        {"conversion", "losses", "memory", "nn", "progress", "unet"},
-        {"matplotlib", "nilearn", "numpy", "torch", "tqdm"},
-    ),
     "cli": ({"_sizes", "compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
-    "__main__": ({"", "cli", "demo", "doctor"}, {"torch"}),
+    "__main__": ({"", "cli", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.
-LAZY = {"demo", "integrations", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "nilearn", "nnunetv2", "tqdm"}
+LAZY = {"integrations", "kernels"}
+LAZY_PACKAGES = {"matplotlib", "nnunetv2"}
 # These files are themselves imported only inside functions.
 LAZY_FILES = {
-    "fusedseg/demo/picture.py",
     "fusedseg/integrations/nnunet/predictor.py",
     "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py",
 }

@@ -58,7 +58,7 @@ def test_the_versions_that_are_demanded_are_those_that_are_tested():
 
 # These are copied to a folder where a release is built, because setuptools leaves folders behind.  Of the tests, one
 # file is enough.
-FOLDERS = ("fusedseg", "kernels", "bench", "docs", "tests")
+FOLDERS = ("fusedseg", "kernels", "bench", "docs", "examples", "tests")
 FILES = (
     "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
     "CONTRIBUTING.md", "SECURITY.md",

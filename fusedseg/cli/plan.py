@@ -1,14 +1,13 @@
 """``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..memory import Curve, Plan, curve, plan
+from ..memory import Plan, plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
 from ..progress import Progress
@@ -40,7 +39,6 @@ def add_plan(commands) -> None:
         examples=[
             "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
             "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
-            "fusedseg plan unet3d_small --input 1,64,64,64 --curve curve.png",
             "fusedseg plan --nnunet nnUNetPlans.json --budget 24GiB",
         ],
         run=run,
@@ -52,12 +50,6 @@ def add_plan(commands) -> None:
         type=budget,
         metavar="SIZE",
         help="memory of the GPU, such as 16GiB; both names mean the same",
-    )
-    command.add_argument(
-        "--curve",
-        metavar="PATH",
-        help="draw the bytes that a step keeps against the arithmetic that it repeats, for the budgets of "
-        "fusedseg's backend, those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     command.add_argument(
@@ -107,51 +99,36 @@ def run(args: argparse.Namespace) -> int:
         samples, batch = split_batch(spec, args.input, args.batch, named=False)
         try:
             with Progress("fusedseg plan") as progress:
-                found = _plan(spec, samples, batch, args, progress.update) if args.budget is not None else None
-                drawn = _curve(spec, samples, batch, args, progress.update) if args.curve else None
+                found = _plan(spec, samples, batch, args, progress.update)
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # A model may raise any error.
         except Exception as error:
             raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:
-            figures = {} if found is None else found.to_dict()
-            write_json(figures if drawn is None else {**figures, "curve": drawn.to_dict()}, args.json, args.overwrite)
-        if drawn is not None:
-            try:
-                drawn.plot(args.curve, overwrite=args.overwrite)
-            except (ImportError, ValueError) as error:
-                raise Refused(f"--curve: {first_line(error)}") from error
+            write_json(found.to_dict(), args.json, args.overwrite)
     except (Refused, OSError) as refusal:
         print(f"fusedseg plan: {refusal}", file=sys.stderr)
         return 2
-    if drawn is not None:
-        print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
-    if found is not None:
-        remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
-        if batch is not None and args.batch is None:
-            remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
-        print(replace(found, remarks=tuple(remarks)))
+    remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
+    if batch is not None and args.batch is None:
+        remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
+    print(replace(found, remarks=tuple(remarks)))
     return 0
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises Refused for all that can be checked before a step runs."""
-    if args.budget is None and (args.curve is None or args.nnunet is not None):
-        raise Refused("--budget is needed, or --curve with a model; see fusedseg plan --help")
+    if args.budget is None:
+        raise Refused("--budget is needed; see fusedseg plan --help")
     if args.nnunet is not None:
         return
     if args.model is None or args.input is None:
         raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
     if args.configuration is not None:
         raise Refused("--configuration belongs to --nnunet")
-    for path in (args.json, args.curve):
-        if path and Path(path).exists() and not args.overwrite:
-            raise Refused(f"{path} exists: choose another path, or pass --overwrite")
-    if args.curve and not Path(args.curve).parent.is_dir():
-        raise Refused(f"{args.curve}: there is no folder {Path(args.curve).parent}")
-    if args.curve and importlib.util.find_spec("matplotlib") is None:
-        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
+    if args.json and Path(args.json).exists() and not args.overwrite:
+        raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
 
 
 def partitions(*args: Any) -> Any:
@@ -176,19 +153,5 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         autocast=DTYPES[args.amp_dtype],
         optimizer=OPTIMIZERS[args.optimizer],
         reserve=args.reserve,
-        progress=say,
-    )
-
-
-def _curve(
-    spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
-) -> Curve:
-    return curve(
-        spec.build,
-        samples,
-        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
-        batch=batch or 2,
-        dtype=DTYPES[args.dtype],
-        backend=partitions,
         progress=say,
     )

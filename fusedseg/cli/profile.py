@@ -35,7 +35,7 @@ from .models import (
 COMPILED = ("compile", "fusedseg-compile")
 # The options of the backend in a label, and what reads their values.
 OPTIONS: dict[str, Callable[[str], Any]] = {"budget": lambda text: number_or_text(text), "bits": int}
-FILES = ("csv", "json", "plot", "chrome_trace", "snapshot")
+FILES = ("csv", "json", "plot")
 
 
 def add_profile(commands) -> None:
@@ -74,10 +74,6 @@ def add_profile(commands) -> None:
     command.add_argument("--rows", action="store_true", help="also print memory at every hook of every module")
     command.add_argument("--csv", metavar="PATH", help="write these rows, of all that are compared")
     command.add_argument("--plot", metavar="PATH", help="draw memory over the step; needs matplotlib")
-    command.add_argument(
-        "--chrome-trace", metavar="PATH", help="write the first for chrome://tracing or ui.perfetto.dev"
-    )
-    command.add_argument("--snapshot", metavar="PATH", help="write the first for pytorch.org/memory_viz")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -205,8 +201,6 @@ def write(reports: list[MemoryReport], args: argparse.Namespace) -> None:
         "csv": partial(first.to_csv, args.csv, *reports[1:], overwrite=overwrite),
         "json": partial(write_json, (several or first).to_dict(), args.json, overwrite),
         "plot": partial(first.plot, args.plot, *reports[1:], overwrite=overwrite),
-        "chrome_trace": partial(first.to_chrome_trace, args.chrome_trace, overwrite=overwrite),
-        "snapshot": partial(first.to_snapshot, args.snapshot, overwrite=overwrite),
     }
     for name, writer in writers.items():
         if getattr(args, name):

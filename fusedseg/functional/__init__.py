@@ -1,6 +1,5 @@
 """Functional forms of the ops."""
 
-from ..ops.conv.choice import load_conv_choices, save_conv_choices
 from ..ops.conv.sources import Interpolated
 from ..ops.segmentation.call import SegmentationSums, TpFpFn, conv_dice_ce, segmentation_sums, tp_fp_fn
 from ..ops.segmentation.conv_logits import ConvLogits
@@ -21,10 +20,8 @@ __all__ = [
     "inplace_group_norm_act",
     "inplace_instance_norm_act",
     "join_conv",
-    "load_conv_choices",
     "max_pool",
     "norm_act",
-    "save_conv_choices",
     "segmentation_sums",
     "tp_fp_fn",
 ]

@@ -1,11 +1,10 @@
 """Shows where the bytes of a training step go.
 
 ``profile`` runs a step on real tensors, ``estimate`` on tensors without values.  ``compare`` puts reports side by side.
-``plan`` finds the batch that fits in a budget, and ``curve`` sets bytes against repeated arithmetic.
+``plan`` finds the batch that fits in a budget.
 """
 
 from .compare import Comparison, compare
-from .curve import Curve, curve
 from .fake import estimate
 from .meter import Footprint, LiveBytes, SavedBytes, allocator_peak, measure
 from .plan import Plan
@@ -16,7 +15,6 @@ from .strategy import checkpoint_blocks
 
 __all__ = [
     "Comparison",
-    "Curve",
     "Footprint",
     "LiveBytes",
     "MemoryReport",
@@ -25,7 +23,6 @@ __all__ = [
     "allocator_peak",
     "checkpoint_blocks",
     "compare",
-    "curve",
     "estimate",
     "measure",
     "plan",

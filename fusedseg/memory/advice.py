@@ -92,13 +92,13 @@ RULES = (
         "concatenations",
         lambda storage: storage.kind == "concatenation",
         lambda storage: 0,
-        "fusedseg.ConvABN{dims}d or fusedseg.JoinConv{dims}d, which take the parts",
+        "fusedseg.ConvABN{dims}d or fusedseg.nn.JoinConv{dims}d, which take the parts",
     ),
     Rule(
         "enlarged maps",
         lambda storage: storage.kind == "upsampled",
         lambda storage: 0,
-        "fusedseg.functional.Interpolated as the input of fusedseg.ConvABN{dims}d or fusedseg.JoinConv{dims}d",
+        "fusedseg.functional.Interpolated as the input of fusedseg.ConvABN{dims}d or fusedseg.nn.JoinConv{dims}d",
     ),
     Rule(
         "inputs of norms and activations, beside their results",

@@ -7,7 +7,6 @@ backward computes again.  It works on shapes alone, so a model without values is
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from .._torch import partitioner
 from .buffers import Buffers, results
 from .meter import key_of, mean_of
 
-OP = "fusedseg.memory.partitions"
+OP = "fusedseg.compiler.partitions"
 
 
 class Partition(NamedTuple):
@@ -39,19 +38,6 @@ class Partition(NamedTuple):
 # A function that is called with the graph of forward and backward, its inputs and the keywords of the compiler's
 # partitioner, and divides the graph.
 Way = Callable[[fx.GraphModule, Any, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
-
-
-def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
-    """Compiles a model, and partitions its graph for each ``activation_memory_budget`` of the compiler.
-
-    Args:
-        model, inputs: as in ``divided``.
-        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
-
-    Raises:
-        RuntimeError: as in ``divided``.
-    """
-    return dict(zip(budgets, divided(model, inputs, [partial(_by_budget, budget) for budget in budgets]), strict=True))
 
 
 def divided(
@@ -91,7 +77,7 @@ def divided(
                     first,
                 )
             )
-        return _by_budget(1.0, joint, joint_inputs, options)
+        return by_budget(1.0, joint, joint_inputs, options)
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
@@ -117,8 +103,8 @@ def divided(
     return found
 
 
-def _by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
-    """Divides a graph as the compiler itself does."""
+def by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+    """Divides a graph as the compiler itself does with this ``activation_memory_budget``; 1 is its default."""
     parts = partitioner()
     with parts.config.patch(activation_memory_budget=budget):
         return parts.min_cut(joint, inputs, compiler="inductor", **options)

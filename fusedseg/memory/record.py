@@ -16,7 +16,6 @@ class Record:
     rows: list[Row] = field(repr=False)
     storages: list[Storage] = field(repr=False)
     events: list[int] = field(repr=False)
-    times: list[int] = field(repr=False)
     marks: dict[str, int]
     resident: int
     peak: int

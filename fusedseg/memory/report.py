@@ -22,7 +22,7 @@ class MemoryReport(Record):
         device: "cpu", "cuda:0", or "fake" for tensors without values.
         rows: memory at each hook of each module, see ``Row``.
         storages: all allocations, see ``Storage``.
-        events, times, marks: allocations and releases in order, their times, and the phases; see ``Trace``.
+        events, marks: allocations and releases in order, and the phases; see ``Trace``.
         resident: bytes that existed before the step: parameters, buffers, inputs, optimizer state.
         peak: the most bytes alive at once, without the resident bytes; ``total`` includes them.
         peak_event: the number of the event of the peak.
@@ -46,7 +46,6 @@ class MemoryReport(Record):
             rows=trace.rows,
             storages=trace.storages,
             events=trace.events,
-            times=trace.times,
             marks=trace.marks,
             resident=trace.resident,
             peak=trace.peak,
@@ -92,20 +91,6 @@ class MemoryReport(Record):
     def to_json(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Writes ``to_dict()`` to a JSON file; raises FileExistsError as ``to_csv`` does."""
         export.write_json(self.to_dict(), path, overwrite)
-
-    def to_chrome_trace(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes a file for chrome://tracing or ui.perfetto.dev; raises FileExistsError as ``to_csv`` does.
-
-        It shows the bytes of each kind over the step, and the calls of the modules.
-        """
-        export.write_json(export.chrome_trace(self), path, overwrite)
-
-    def to_snapshot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes a pickle for PyTorch's memory visualiser (pytorch.org/memory_viz), in the format of CUDA's allocator.
-
-        It raises FileExistsError as ``to_csv`` does.
-        """
-        export.write_snapshot(self, path, overwrite)
 
     def plot(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
         """Draws memory over the step: stacked by kind, or with other reports one line for each report.

@@ -4,7 +4,6 @@ The bytes are those of meter.py.  This module adds the module that ran, the op t
 step and the kind of the storage.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -120,7 +119,6 @@ class Trace(LiveBytes):
     Attributes:
         storages: all allocations.
         events: for each allocation the storage's index in ``storages``, and for each release ``~index``, in order.
-        times: the time of each event, in nanoseconds.
         marks: the number of the first event of each phase.
         rows: memory at each hook of each module.
         resident: bytes that existed before the step.
@@ -135,7 +133,6 @@ class Trace(LiveBytes):
         self._flops_of = flop_registry
         self.storages: list[Storage] = []
         self.events: list[int] = []
-        self.times: list[int] = []
         self.marks: dict[str, int] = {}
         self.rows: list[Row] = []
         self.resident, self.peak_event = 0, -1
@@ -222,7 +219,6 @@ class Trace(LiveBytes):
 
     def _event(self, index: int) -> None:
         self.events.append(index)
-        self.times.append(time.perf_counter_ns())
 
     def storage_of(self, tensor: torch.Tensor) -> Storage | None:
         index = self._index.get(key_of(tensor))

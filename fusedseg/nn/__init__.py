@@ -1,7 +1,6 @@
 """Modules that replace stock modules and call the ops."""
 
 from ..ops.conv.sources import Interpolated
-from .branch_sum import BranchSum
 from .conv_abn import ConvABN2d, ConvABN3d
 from .conv_bank import ConvBank2d, ConvBank3d
 from .conv_head import ConvHead2d, ConvHead3d
@@ -19,7 +18,6 @@ __all__ = [
     "ABN",
     "BatchNormAct",
     "BatchNormActSync",
-    "BranchSum",
     "ConvABN2d",
     "ConvABN3d",
     "ConvBank2d",

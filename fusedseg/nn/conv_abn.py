@@ -189,8 +189,8 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
             both on this GPU at the first call with such a shape, and takes the faster one.  It measures only where the
             Triton kernel can win: tensor cores, no groups, at least 16 input channels, channels_last or 1x1, and one
             tap or up to 128 input channels; elsewhere it takes the vendor's.  The measurement needs the memory of a
-            second output for a moment; ``functional.save_conv_choices`` saves its results.  If deterministic
-            algorithms are required, "auto" takes the vendor's.  fp32 takes TF32 where a stock convolution would.
+            second output for a moment.  If deterministic algorithms are required, "auto" takes the vendor's.  fp32
+            takes TF32 where a stock convolution would.
         device, dtype: the device and dtype of parameters and buffers.
 
     Kept for backward: the input, the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and for channels

@@ -12,11 +12,11 @@ from .._module_hooks import is_called_unseen
 from .._torch import suggest_memory_format
 from ..ops.check import check_choice, check_positive, check_tensor
 from ..ops.conv.convolution import RawGeometry, parse_geometry, per_dimension
-from .branch_sum import running_sum
 from .leaf import Unscriptable, as_leaf
-from .merged_kernels import in_order, stacked, summed
 
 Size = int | Sequence[int]
+# The number of parameters that are stacked and added up at once.
+STACKED = 8
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -27,6 +27,10 @@ class _ConvBank(Unscriptable, nn.Module):
     dims: int
     # A ModuleList of conv_class; the user may have replaced some of them by other modules.
     branches: Any
+
+    @classmethod
+    def _name(cls) -> str:
+        return f"fusedseg.nn.{cls.__name__}"
 
     def __init__(
         self,
@@ -41,13 +45,11 @@ class _ConvBank(Unscriptable, nn.Module):
         padding_mode: str = "zeros",
         *,
         branches: int | Sequence[Size] = 1,
-        combine: str = "sum",
         device=None,
         dtype=None,
     ) -> None:
         super().__init__()
         name = self._name()
-        check_choice(name, "combine", combine, ("sum", "cat"))
         check_choice(name, "padding_mode", padding_mode, PADDING_MODES)
         kernel = per_dimension(name, "kernel_size", kernel_size, self.dims, 1)
         geometry, _ = parse_geometry(name, RawGeometry(kernel, stride, padding, dilation, groups))
@@ -60,7 +62,8 @@ class _ConvBank(Unscriptable, nn.Module):
             raise ValueError(
                 f"{name}: branches must be an integer >= 1, or the kernel size of each branch, got {branches!r}"
             )
-        self.in_channels, self.kernel_size, self.combine = in_channels, kernel, combine
+        self.in_channels = in_channels
+        self.kernel_size = kernel
         self.stride, padded, self.dilation, self.groups = geometry
         self.padding: str | tuple[int, ...] = "same" if padding == "same" else padded
         self.padding_mode = padding_mode
@@ -95,8 +98,7 @@ class _ConvBank(Unscriptable, nn.Module):
     @property
     def out_channels(self) -> int:
         """The number of channels of the output."""
-        each = [branch.out_channels for branch in self.branches]
-        return each[0] if self.combine == "sum" else sum(each)
+        return self.branches[0].out_channels
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -113,17 +115,11 @@ class _ConvBank(Unscriptable, nn.Module):
         if not self._is_merged():
             return self._each(x)
         kernel = tuple(map(max, self.kernel_size, *(branch.weight.shape[2:] for branch in self.branches)))
-        if self.combine == "sum":
-            weight, bias = summed(self._name(), self.branches, kernel)
-        else:
-            weight, bias = stacked(self.branches, kernel, self.groups)
+        weight, bias = _summed(self.branches, kernel)
         padding = self._padding_of(kernel)
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._pads(kernel), mode=self.padding_mode), (0,) * self.dims
-        y = self.convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-        if self.combine == "cat" and self.groups > 1 and len(self.branches) > 1:
-            y = in_order(y, [branch.out_channels for branch in self.branches], self.groups, -self.dims - 1)
-        return y
+        return self.convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def _is_merged(self) -> bool:
         """Whether one convolution may stand for all branches: none was replaced, and nobody looks at their calls."""
@@ -134,9 +130,18 @@ class _ConvBank(Unscriptable, nn.Module):
         return is_called_unseen(*self.branches)
 
     def _each(self, x: Tensor) -> Tensor:
-        """Calls every branch by itself, and combines their outputs."""
-        outputs = (branch(self._cut(x, branch)) for branch in self.branches)
-        return running_sum(self._name(), outputs) if self.combine == "sum" else torch.cat([*outputs], -self.dims - 1)
+        """Calls every branch by itself, and adds up their outputs."""
+        first, *others = self.branches
+        total = first(self._cut(x, first))
+        for i, branch in enumerate(others, 1):
+            y = branch(self._cut(x, branch))
+            if y.shape != total.shape:
+                raise ValueError(
+                    f"{self._name()}: branch {i} must return shape {tuple(total.shape)}, as the branches before it, "
+                    f"got {tuple(y.shape)}"
+                )
+            total = total + y
+        return total
 
     def _cut(self, x: Tensor, branch: nn.Module) -> Tensor:
         padding = self._padding_of(getattr(branch, "kernel_size", self.kernel_size))
@@ -156,8 +161,7 @@ class _ConvBank(Unscriptable, nn.Module):
         self,
         k: int = 1,
         kernel_size: Size | None = None,
-        out_channels: int | None = None,
-        init: str | Callable[[nn.Module], Any] | None = None,
+        init: str | Callable[[nn.Module], object] = "zeros",
     ) -> list[nn.Parameter]:
         """Adds ``k`` branches, and returns their parameters for the optimizer::
 
@@ -170,31 +174,21 @@ class _ConvBank(Unscriptable, nn.Module):
             k: the number of new branches.
             kernel_size: the kernel size of the new branches; the default is the bank's.  It may be larger than all
                 other kernels, because all kernels have the same centres and the output keeps its size.
-            out_channels: the channels of each new branch if ``combine="cat"``; the default is the first branch's.
-            init: "zeros", "stock" (as a new stock convolution), or a function that is called with each new branch
-                under ``no_grad``.  The default is "zeros" if ``combine="sum"``, so that the function stays the same,
-                and "stock" otherwise.  Branches of zeros still learn: all branches of a sum have the same gradient,
-                whatever their values.
+            init: "zeros", with which the function stays the same, "stock" (as a new stock convolution), or a function
+                that is called with each new branch under ``no_grad``.  Branches of zeros still learn: all branches
+                have the same gradient, whatever their values.
 
         Raises:
-            ValueError: ``k`` is below 1; the kernel size has another centre; ``out_channels`` differ in a sum, or the
-                groups do not divide them; ``init`` is unknown.
+            ValueError: ``k`` is below 1; the kernel size has another centre; ``init`` is unknown.
         """
         name = f"{self._name()}.grow"
         first = self.branches[0]
         check_positive(name, "k", k)
-        if init is None:
-            init = "zeros" if self.combine == "sum" else "stock"
         if init not in ("zeros", "stock") and not callable(init):
             raise ValueError(f"{name}: init must be 'zeros', 'stock' or a function of the new branch, got {init!r}")
-        out_channels = first.out_channels if out_channels is None else out_channels
-        if self.combine == "sum" and out_channels != first.out_channels:
-            raise ValueError(
-                f"{name}: out_channels must be {first.out_channels}, as in the sum so far, got {out_channels}"
-            )
         size = self.kernel_size if kernel_size is None else kernel_size
         biased, weight = first.bias is not None, first.weight
-        new = [self._branch(name, size, out_channels, biased, weight.device, weight.dtype) for _ in range(k)]
+        new = [self._branch(name, size, first.out_channels, biased, weight.device, weight.dtype) for _ in range(k)]
         with torch.no_grad():
             for branch in new:
                 # PyTorch's type stubs declare Module.to without memory_format.
@@ -209,7 +203,7 @@ class _ConvBank(Unscriptable, nn.Module):
         return [parameter for branch in new for parameter in branch.parameters()]
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv2d | nn.Conv3d, *, combine: str = "sum"):
+    def from_conv(cls, conv: nn.Conv2d | nn.Conv3d):
         """Makes a bank whose only branch is ``conv`` itself, so that optimizers of ``conv`` keep working.
 
         Raises:
@@ -221,7 +215,7 @@ class _ConvBank(Unscriptable, nn.Module):
         made = cls(
             conv.in_channels, conv.out_channels, conv.kernel_size, stride=conv.stride, padding=conv.padding,
             dilation=conv.dilation, groups=conv.groups, bias=conv.bias is not None, padding_mode=conv.padding_mode,
-            combine=combine, device="meta",
+            device="meta",
         )  # fmt: skip
         made.branches[0] = conv
         made.training = conv.training
@@ -242,8 +236,39 @@ class _ConvBank(Unscriptable, nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def extra_repr(self) -> str:
-        return f"combine={self.combine}"
+
+def _summed(branches: nn.ModuleList, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """The sums of kernels and of biases, added up in fp32 or wider.
+
+    ``kernel`` is the largest size in each dimension; smaller kernels get zeros around them.
+    """
+    convs: Any = branches
+    by_size: dict[torch.Size, list[Tensor]] = {}
+    for conv in convs:
+        by_size.setdefault(conv.weight.shape[2:], []).append(conv.weight)
+    dtype = convs[0].weight.dtype
+    # Kernels of one size are added up first, so that each size is embedded only once.
+    first, *others = [_embedded(_sum(weights), kernel) for weights in by_size.values()]
+    bias = None if convs[0].bias is None else _sum([conv.bias for conv in convs]).to(dtype)
+    return sum(others, first).to(dtype), bias
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """The sum of tensors in fp32 or wider.
+
+    It stacks a few at a time, which takes fewer launches than one by one and less memory than all at once.
+    """
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    parts = [torch.stack(tensors[i : i + STACKED]).sum(0, dtype=dtype) for i in range(0, len(tensors), STACKED)]
+    return sum(parts[1:], parts[0])
+
+
+def _embedded(weight: Tensor, kernel: Sequence[int]) -> Tensor:
+    """The weight in the middle of a larger kernel, with zeros around it."""
+    around = [(k - own) // 2 for k, own in zip(kernel, weight.shape[2:], strict=True)]
+    return F.pad(weight, [zeros for n in reversed(around) for zeros in (n, n)]) if any(around) else weight
 
 
 def _check_channels(op: str, name: str, channels: int, groups: int) -> None:
@@ -252,43 +277,40 @@ def _check_channels(op: str, name: str, channels: int, groups: int) -> None:
         raise ValueError(f"{op}: {name} must be divisible by groups={groups}, got {channels}")
 
 
-DOC = """Parallel convolutions of one input, summed or concatenated, at the price of one.  The bank can grow.
+DOC = """The sum of parallel convolutions of one input, at the price of one.  The bank can grow.
 
     Equals, if ``branches`` are ``nn.Conv{dims}d`` of equal stride, dilation, groups and padding mode::
 
-        torch.stack([branch(x) for branch in bank.branches]).sum(0)      # combine="sum"
-        torch.cat([branch(x) for branch in bank.branches], dim=1)        # combine="cat"
+        torch.stack([branch(x) for branch in bank.branches]).sum(0)
 
-    x is convolved only once, with the sum of the kernels or with their concatenation.  So the time and memory of a sum
-    do not depend on the number of branches, apart from their parameters and gradients.  All branches of a sum have the
-    same gradient.  They differ in their initial values, in their optimizer groups (rates, decay), and in whether they
-    are frozen (``bank.branches[0].requires_grad_(False)``).
+    x is convolved only once, with the sum of the kernels.  So time and memory do not depend on the number of branches,
+    apart from their parameters and gradients.  All branches have the same gradient.  They differ in their initial
+    values, in their optimizer groups (rates, decay), and in whether they are frozen
+    (``bank.branches[0].requires_grad_(False)``).
 
-    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), or both without N.  K is ``bank.out_channels``; in a "cat" it is the
-    sum of the branches' channels.  Any dtype and memory format that ``nn.Conv{dims}d`` takes.
+    Shapes: (N, C, {sizes}) to (N, K, {out_sizes}), or both without N.  Any dtype and memory format that
+    ``nn.Conv{dims}d`` takes.
 
     Args:
         in_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in ``nn.Conv{dims}d``.
-        out_channels: the channels of each branch.
+        out_channels: the channels of the output.
         branches: the number of branches of ``kernel_size``, or the kernel size of each branch.  Sizes may differ from
             each other and from ``kernel_size`` by even numbers in each dimension, so that all kernels have the same
             centres.  ``padding`` belongs to ``kernel_size`` K; a branch of size k has the padding
             ``padding + dilation * (k - K) / 2``, so that all branches have one output size for any stride and dilation.
             With "same", every branch has "same".  If its padding is negative (a 1x1 beside a 3x3 without padding), a
             branch reads x without a border of that width.
-        combine: "sum" or "cat".
         device, dtype: the device and dtype of the parameters.
 
     State: ``branches.<i>.weight`` and ``branches.<i>.bias``.  A state dict of an ``nn.Conv{dims}d`` loads into a bank
     of one branch.  If a state dict has more branches than the bank, the error names the call of ``grow`` that must come
     first, because the optimizer must receive the new parameters.
 
-    Kept for backward: the input, and the summed or concatenated kernel.  With a single branch the kernel is the
+    Kept for backward: the input, and the summed kernel.  With a single branch the kernel is the
     parameter itself.  Half-precision kernels are summed in fp32; under autocast the fp32 sum is cast.
 
-    Cost: one convolution with the largest kernel size in each dimension.  A "cat" of very different sizes multiplies
-    many zeros, and separate convolutions in a ``torch.cat`` may be faster.  These zeros turn an infinity in x into NaN
-    around it.  A "cat" with groups needs one more copy to sort its channels.
+    Cost: one convolution with the largest kernel size in each dimension.  A smaller kernel gets zeros around it, which
+    turn an infinity in x into NaN around it.
 
     It falls back to calling every branch if a branch was replaced by another module, has hooks or another ``forward``,
     or if there are global module hooks.  Parametrizations
@@ -301,7 +323,7 @@ DOC = """Parallel convolutions of one input, summed or concatenated, at the pric
         RuntimeError: a state dict has another number of branches.
 
     Source: Ding et al., "Diverse Branch Block: Building a Convolution as an Inception-like Unit", CVPR 2021, adds up
-    and concatenates kernels after training; a bank does it in every step.
+    kernels after training; a bank does it in every step.
     """
 
 

@@ -30,7 +30,7 @@ def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tupl
 def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
     if proxy_in(x) is not None:
         return as_leaf(module, x)
-    name = f"fusedseg.JoinConv{dims}d"
+    name = f"fusedseg.nn.JoinConv{dims}d"
     sources = sources_of_input(name, x, dims)
     call = op.prepared(name, sources, module.weight, module.bias, geometry_of(module))
     op.check(name, call)

@@ -49,7 +49,7 @@ def test_every_argument_has_help(command):
 def test_an_abbreviated_option_is_refused(capsys):
     """An abbreviation that works today may name two options tomorrow."""
     with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--over"])
+        main(["doctor", "--over"])
     assert capsys.readouterr().err == "fusedseg: unrecognized arguments: --over; see fusedseg --help\n"
 
 
@@ -111,7 +111,7 @@ def test_progress_of_a_short_command_or_into_a_file_is_silent(monkeypatch, is_te
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, monkeypatch, capsys):
-    """``fusedseg demo slices | tee log`` printed nothing for its whole run."""
+    """``python -m examples.demo slices | tee log`` printed nothing for its whole run."""
     now = 100.0
     monkeypatch.setattr("fusedseg.progress.time.monotonic", lambda: now)
     monkeypatch.setattr("sys.stderr", Terminal(is_terminal))

@@ -26,7 +26,7 @@ def test_profile_prints_a_report(capsys):
 
 def test_profile_compares_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png", "trace", "pickle")}
+    files = {name: tmp_path / f"found.{name}" for name in ("csv", "json", "png")}
     argv = [
         "profile",
         BLOCKS,
@@ -37,8 +37,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
         "--optimizer",
         "adamw",
     ]
-    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"])]
-    argv += ["--chrome-trace", str(files["trace"]), "--snapshot", str(files["pickle"]), "--rows"]
+    argv += ["--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"]), "--rows"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "fusedseg stands for fusedseg.convert(model)." in out
@@ -198,8 +197,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
         ([*PROFILE, *IMAGE, "--csv", "/nowhere/rows.csv"], "there is no folder /nowhere"),
         ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 needs"),
-        (PLAN, "--budget is needed, or --curve with a model; see fusedseg plan --help"),
-        ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
+        (PLAN, "--budget is needed; see fusedseg plan --help"),
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected bits=8 or 4 beside fusedseg"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),

@@ -1,12 +1,12 @@
-"""``fusedseg demo --distributed`` trains with any number of processes as with one process."""
+"""``python -m examples.demo --distributed`` trains with any number of processes as with one process."""
 
 import pytest
 import torch
 
 pytest.importorskip("nilearn")
 
-from fusedseg.__main__ import main
-from fusedseg.demo import mni152
+from examples.demo import mni152
+from examples.demo.__main__ import main
 from tests.tools.ranks import on_ranks
 from tests.training import jobs
 
@@ -24,5 +24,5 @@ def test_it_needs_torchrun(tmp_path, capsys, monkeypatch):
     for extra in ("matplotlib", "tqdm"):
         pytest.importorskip(extra)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["demo", "--distributed", "--out", str(tmp_path)]) == 2
-    assert "torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed" in capsys.readouterr().err
+    assert main(["--distributed", "--out", str(tmp_path)]) == 2
+    assert "torchrun --nproc-per-node=2 -m examples.demo slices --distributed" in capsys.readouterr().err

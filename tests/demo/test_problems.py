@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("nilearn")
 
-from fusedseg.demo import encoders, mni152, slices, volume
-from fusedseg.demo.problem import Problem
+from examples.demo import encoders, mni152, slices, volume
+from examples.demo.problem import Problem
 
 CPU = torch.device("cpu")
 DEMOS = {"slices": slices, "volume": volume, "encoders": encoders}

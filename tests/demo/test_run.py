@@ -1,4 +1,4 @@
-"""``fusedseg demo``: the arguments that it refuses, the text that it prints, and the files that it writes."""
+"""``python -m examples.demo``: the arguments that it refuses, the text that it prints, and the files that it writes."""
 
 import dataclasses
 import importlib
@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from fusedseg.__main__ import DEMOS, main
-from fusedseg.demo import training
+from examples.demo import training
+from examples.demo.__main__ import DEMOS, main
 
 # The package's attribute of this name is the function, so the module is imported by its name.
-command = importlib.import_module("fusedseg.demo.run")
+command = importlib.import_module("examples.demo.run")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -27,7 +27,7 @@ def extras():
 def tiny(extras, monkeypatch):
     """Sets networks of few channels and small batches for the demos."""
     for name in DEMOS:
-        module = importlib.import_module(f"fusedseg.demo.{name}")
+        module = importlib.import_module(f"examples.demo.{name}")
         size = dataclasses.replace(module.SIZES["cpu"], widths=(2, 4), batch=2, steps=2)
         if name == "slices":
             size = dataclasses.replace(size, resolution=4)
@@ -38,7 +38,7 @@ def tiny(extras, monkeypatch):
 @pytest.mark.parametrize("name", DEMOS)
 def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    assert main(["demo", name, "--out", str(out), "--seed", "5"]) == 0
+    assert main([name, "--out", str(out), "--seed", "5"]) == 0
     printed = capsys.readouterr().out
     for text in (
         "step 1 of 2: eager loss ",
@@ -63,10 +63,10 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
 
 SMALL = """
 import dataclasses, sys
-from fusedseg.__main__ import main
-from fusedseg.demo import slices
+from examples.demo.__main__ import main
+from examples.demo import slices
 slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], resolution=4, widths=(2, 4), batch=2)
-sys.exit(main(["demo", "slices", "--steps", "1"]))
+sys.exit(main(["slices", "--steps", "1"]))
 """
 
 
@@ -85,7 +85,7 @@ def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
 def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
     earlier = tmp_path / "slices.png"
     earlier.write_text("mine")
-    arguments = ["demo", "slices", "--steps", "1", "--out", str(tmp_path)]
+    arguments = ["slices", "--steps", "1", "--out", str(tmp_path)]
     assert main(arguments) == 2
     message = capsys.readouterr().err
     assert f"{earlier} exists" in message
@@ -107,11 +107,10 @@ def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
 
 def test_missing_packages_are_named_with_what_installs_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "EXTRAS", ("torch", "no_such_package", "nor_this_one"))
-    assert main(["demo", "volume", "--out", str(tmp_path)]) == 2
+    assert main(["volume", "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert message == (
-        "fusedseg demo volume: needs no_such_package and nor_this_one, not installed here: "
-        'pip install "fusedseg[demo]"\n'
+        'demo volume: needs no_such_package and nor_this_one, not installed here: pip install -e ".[demo]"\n'
     )
     assert not list(tmp_path.iterdir())
 
@@ -129,25 +128,25 @@ def test_missing_packages_are_named_with_what_installs_them(monkeypatch, tmp_pat
     ids=["no steps", "no GPU"],
 )
 def test_what_cannot_be_done_is_refused(extras, arguments, message, tmp_path, capsys):
-    assert main(["demo", "slices", "--out", str(tmp_path), *arguments]) == 2
-    assert capsys.readouterr().err == f"fusedseg demo slices: {message}\n"
+    assert main(["slices", "--out", str(tmp_path), *arguments]) == 2
+    assert capsys.readouterr().err == f"demo slices: {message}\n"
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(extras, tmp_path, capsys):
     (tmp_path / "taken").write_text("")
-    assert main(["demo", "slices", "--out", str(tmp_path / "taken")]) == 2
+    assert main(["slices", "--out", str(tmp_path / "taken")]) == 2
     assert "--out" in capsys.readouterr().err
 
 
 def test_an_unknown_demo_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["demo", "sices"])
+        main(["sices"])
     assert "invalid choice: 'sices'" in capsys.readouterr().err
 
 
 def test_settled_statistics_are_those_of_the_final_weights(tiny):
     """After many passes over one batch, the statistics are those of this batch, whatever they were before."""
-    problem = importlib.import_module("fusedseg.demo.slices").problem(torch.device("cpu"))
+    problem = importlib.import_module("examples.demo.slices").problem(torch.device("cpu"))
     batch = problem.batch(torch.Generator().manual_seed(0))
     networks = training.build(problem, torch.device("cpu"), seed=0)
     training.settle(dataclasses.replace(problem, batch=lambda generator: batch), networks, torch.Generator())
@@ -165,7 +164,7 @@ def test_settled_statistics_are_those_of_the_final_weights(tiny):
 @pytest.mark.parametrize("name", DEMOS)
 def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
     """With the default steps and seed, only rounding distinguishes the overlap of the two networks."""
-    assert main(["demo", name, "--out", str(tmp_path)]) == 0
+    assert main([name, "--out", str(tmp_path)]) == 0
     figures = json.loads((tmp_path / f"{name}.json").read_text())
     assert figures["largest_iou_difference"] <= 0.02
     assert figures["fusedseg / eager"]["kept"] < 0.5

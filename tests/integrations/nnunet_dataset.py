@@ -7,7 +7,7 @@ import nibabel
 import numpy as np
 import torch
 
-from fusedseg.demo.mni152 import CLASSES, load
+from examples.demo.mni152 import CLASSES, load
 
 NAME = "Dataset901_MNI152"
 CASES = 6

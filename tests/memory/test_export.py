@@ -1,9 +1,7 @@
 """Files and pictures of a report."""
 
 import csv
-import importlib
 import json
-import pickle
 
 import pytest
 import torch
@@ -56,38 +54,7 @@ def test_json_has_the_figures(report, tmp_path):
     assert found["summary"] == report.summary()
 
 
-def test_chrome_trace_counts_to_the_peak_and_its_spans_nest(report, tmp_path):
-    report.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    totals = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
-    assert max(totals) * 2**20 == pytest.approx(report.total)
-    stack = []
-    for event in events:
-        if event["ph"] == "B":
-            stack.append(event["name"])
-        elif event["ph"] == "E":
-            assert stack.pop() == event["name"]
-    assert not stack
-
-
-def test_snapshot_is_read_by_pytorchs_visualiser(report, tmp_path):
-    report.to_snapshot(tmp_path / "memory.pickle")
-    with (tmp_path / "memory.pickle").open("rb") as file:
-        snapshot = pickle.load(file)
-    viz = importlib.import_module("torch.cuda._memory_viz")
-    text = viz.trace(snapshot)
-    assert "= MEM[" in text
-    assert "# free completed for" in text
-    page = viz.trace_plot(snapshot)
-    assert page.lstrip().startswith("<!DOCTYPE html>")
-    current = peak = 0
-    for entry in snapshot["device_traces"][0]:
-        current += {"alloc": 1, "free_completed": -1, "free_requested": 0}[entry["action"]] * entry["size"]
-        peak = max(peak, current)
-    assert peak == report.total
-
-
-@pytest.mark.parametrize("write", ["to_csv", "to_json", "to_chrome_trace", "to_snapshot", "plot"])
+@pytest.mark.parametrize("write", ["to_csv", "to_json", "plot"])
 def test_nothing_is_overwritten_unless_asked(report, tmp_path, write):
     if write == "plot":
         pytest.importorskip("matplotlib")

@@ -29,7 +29,7 @@ MODULES = {
     "GroupNormAct": lambda: nn.Sequential(nn.Conv2d(3, 4, 1), fusedseg.GroupNormAct(2, 4)),
     "InPlaceInstanceNormAct": lambda: nn.Sequential(nn.Conv2d(3, 4, 1), fusedseg.InPlaceInstanceNormAct(4)),
     "ConvABN": lambda: fusedseg.ConvABN2d(3, 4, 1),
-    "JoinConv": lambda: fusedseg.JoinConv2d(3, 4, 1),
+    "JoinConv": lambda: fusedseg.nn.JoinConv2d(3, 4, 1),
 }
 
 

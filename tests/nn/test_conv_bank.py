@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedseg import ConvBank2d, ConvBank3d, InPlaceABN
+from fusedseg import InPlaceABN
 from fusedseg.memory import measure
+from fusedseg.nn import ConvBank2d, ConvBank3d
 
 BANKS = {2: ConvBank2d, 3: ConvBank3d}
 DOUBLE = {"dtype": torch.float64}
@@ -18,8 +19,7 @@ DOUBLE = {"dtype": torch.float64}
 
 def stacked(bank, x):
     """Computes the branches one by one, each with a stock convolution."""
-    outputs = [branch(x) for branch in bank.branches]
-    return torch.stack(outputs).sum(0) if bank.combine == "sum" else torch.cat(outputs, 1)
+    return torch.stack([branch(x) for branch in bank.branches]).sum(0)
 
 
 def assert_same(bank, x, reference=stacked):
@@ -45,16 +45,14 @@ GEOMETRIES = [
 
 @pytest.mark.parametrize("branches", [1, 4, [3, 5, 3, 1, (1, 5)]], ids=["one", "equal", "mixed"])
 @pytest.mark.parametrize("options", GEOMETRIES)
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_values_and_gradients_of_the_stack(device, combine, options, branches):
-    bank = ConvBank2d(4, 6, 3, **options, branches=branches, combine=combine, device=device, **DOUBLE)
+def test_values_and_gradients_of_the_stack(device, options, branches):
+    bank = ConvBank2d(4, 6, 3, **options, branches=branches, device=device, **DOUBLE)
     assert_same(bank, torch.randn(2, 4, 9, 8, device=device, **DOUBLE))
 
 
 @pytest.mark.parametrize("branches", [3, [3, 1, (1, 3, 5)]], ids=["equal", "mixed"])
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_three_dimensions(device, combine, branches):
-    bank = ConvBank3d(2, 4, 3, (1, 2, 1), 1, groups=2, branches=branches, combine=combine, device=device, **DOUBLE)
+def test_three_dimensions(device, branches):
+    bank = ConvBank3d(2, 4, 3, (1, 2, 1), 1, groups=2, branches=branches, device=device, **DOUBLE)
     assert_same(bank, torch.randn(2, 2, 5, 6, 7, device=device, **DOUBLE))
 
 
@@ -77,15 +75,13 @@ def test_even_kernels_have_one_centre_too():
 
 
 def test_without_a_batch():
-    for combine in ("sum", "cat"):
-        bank = ConvBank2d(4, 6, 3, groups=2, branches=2, combine=combine, **DOUBLE)
-        x = torch.randn(4, 7, 8, **DOUBLE)
-        torch.testing.assert_close(bank(x), bank(x[None])[0])
+    bank = ConvBank2d(4, 6, 3, groups=2, branches=2, **DOUBLE)
+    x = torch.randn(4, 7, 8, **DOUBLE)
+    torch.testing.assert_close(bank(x), bank(x[None])[0])
 
 
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_gradcheck_twice(combine):
-    bank = ConvBank2d(2, 2, 3, padding=1, branches=[3, 1], combine=combine, groups=2, **DOUBLE)
+def test_gradcheck_twice():
+    bank = ConvBank2d(2, 2, 3, padding=1, branches=[3, 1], groups=2, **DOUBLE)
     names = [name for name, _ in bank.named_parameters()]
 
     def f(x, *parameters):
@@ -108,10 +104,9 @@ class Convolutions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("combine", ["sum", "cat"])
 @pytest.mark.parametrize("branches", [1, 16, [1, 3, 5]], ids=str)
-def test_one_convolution_each_way(combine, branches):
-    bank = ConvBank2d(2, 2, 3, padding=1, branches=branches, combine=combine)
+def test_one_convolution_each_way(branches):
+    bank = ConvBank2d(2, 2, 3, padding=1, branches=branches)
     with Convolutions() as convolutions:
         bank(torch.randn(1, 2, 8, 8, requires_grad=True)).sum().backward()
     assert convolutions.count == 2
@@ -157,9 +152,8 @@ def test_half_precision_adds_up_in_fp32():
     assert y.item() == 2 * (1 + 2**-6)
 
 
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_autocast(device, combine):
-    bank = ConvBank2d(3, 4, 3, branches=[3, 5], padding=1, combine=combine, device=device)
+def test_autocast(device):
+    bank = ConvBank2d(3, 4, 3, branches=[3, 5], padding=1, device=device)
     x = torch.randn(2, 3, 8, 8, device=device)
     expected = bank(x)
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -171,11 +165,10 @@ def test_autocast(device, combine):
     assert all(p.grad.dtype == torch.float32 for p in bank.parameters())
 
 
-@pytest.mark.parametrize("combine", ["sum", "cat"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_channels_last(device, combine, groups):
+def test_channels_last(device, groups):
     """The test uses fp32, because torch on GPUs does not keep channels_last in float64."""
-    bank = ConvBank2d(4, 6, 3, padding=1, groups=groups, branches=[3, 5], combine=combine, device=device)
+    bank = ConvBank2d(4, 6, 3, padding=1, groups=groups, branches=[3, 5], device=device)
     x = torch.randn(2, 4, 6, 5, device=device)
     expected = bank(x)
     bank.to(memory_format=torch.channels_last)
@@ -196,9 +189,8 @@ def test_inplace_abn_may_follow():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_a_frozen_branch(combine):
-    bank = ConvBank2d(2, 3, 3, branches=2, combine=combine)
+def test_a_frozen_branch():
+    bank = ConvBank2d(2, 3, 3, branches=2)
     bank.branches[0].requires_grad_(False)
     bank(torch.randn(2, 2, 5, 5)).square().sum().backward()
     assert all(p.grad is None for p in bank.branches[0].parameters())
@@ -218,17 +210,6 @@ def test_growing_a_sum_leaves_the_function(kernel_size, padding):
     assert not bank.branches[3].training
     bank(x).square().sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in new)
-
-
-def test_growing_a_cat():
-    bank = ConvBank2d(4, 6, 3, padding=1, groups=2, combine="cat", **DOUBLE)
-    x = torch.randn(2, 4, 6, 5, **DOUBLE)
-    before = bank(x)
-    new = bank.grow(2, kernel_size=5, out_channels=2)
-    assert bank.out_channels == 10
-    assert all(p.abs().sum() > 0 for p in new)
-    torch.testing.assert_close(bank(x)[:, :6], before)
-    assert_same(bank, x)
 
 
 def test_initial_values():
@@ -324,10 +305,9 @@ def test_hooks_replaced_and_parametrized_branches():
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("combine", ["sum", "cat"])
-def test_compile_fullgraph_before_and_after_growth(device, combine, compiler):
+def test_compile_fullgraph_before_and_after_growth(device, compiler):
     torch._dynamo.reset()
-    bank = ConvBank2d(4, 6, 3, padding=1, groups=2, branches=[3, 1, 3], combine=combine, device=device, **DOUBLE)
+    bank = ConvBank2d(4, 6, 3, padding=1, groups=2, branches=[3, 1, 3], device=device, **DOUBLE)
     compiled = torch.compile(bank, fullgraph=True, backend=compiler)
     for _ in range(2):
         x, results = torch.randn(2, 4, 6, 5, device=device, **DOUBLE), []
@@ -341,11 +321,6 @@ def test_compile_fullgraph_before_and_after_growth(device, combine, compiler):
 @pytest.mark.parametrize(
     ("attempt", "error", "text"),
     [
-        (
-            lambda: ConvBank2d(2, 3, 3, combine="mean"),
-            ValueError,
-            "combine must be one of sum, cat, got .mean",
-        ),
         (lambda: ConvBank2d(2, 3, 3, padding_mode="same"), ValueError, "padding_mode must be one of zeros, .* 'same'"),
         (lambda: ConvBank2d(2, 3, 3, branches=0), ValueError, "branches must be an integer >= 1, got 0"),
         (lambda: ConvBank2d(2, 3, 3, branches=[]), ValueError, r"branches must be an integer >= 1, or .* got \[\]"),
@@ -357,7 +332,6 @@ def test_compile_fullgraph_before_and_after_growth(device, combine, compiler):
         (lambda: ConvBank2d(2, 3, 3)(torch.ones(1, 4, 5, 5)), ValueError, r"\(N, 2\) with 2 spatial .* \(1, 4, 5, 5\)"),
         (lambda: ConvBank2d(2, 3, 3)("x"), TypeError, "ConvBank2d: x must be a tensor, got str"),
         (lambda: ConvBank2d(2, 3, 3).grow(0), ValueError, "ConvBank2d.grow: k must be an integer >= 1, got 0"),
-        (lambda: ConvBank2d(2, 3, 3).grow(out_channels=4), ValueError, "out_channels must be 3, as in .* got 4"),
         (lambda: ConvBank2d(2, 3, 3).grow(init="ones"), ValueError, "init must be 'zeros', 'stock' or .* got 'ones'"),
         (lambda: ConvBank2d.from_conv(nn.Conv3d(2, 3, 3)), TypeError, "conv must be an nn.Conv2d, got Conv3d"),
     ],

@@ -58,12 +58,11 @@ NETWORKS = {
     "residual, exact": lambda: Residual(fusedseg.BatchNormAct(3, activation="relu")),
     "residual, in place": lambda: Residual(fusedseg.InPlaceABN(3)),
     "ConvABN2d": lambda: nn.Sequential(fusedseg.ConvABN2d(3, 4, 3), nn.Conv2d(4, 4, 1)),
-    "JoinConv2d": lambda: Joins(fusedseg.JoinConv2d(8, 4, 3, padding=1)),
+    "JoinConv2d": lambda: Joins(fusedseg.nn.JoinConv2d(8, 4, 3, padding=1)),
     "ConvABN2d of several": lambda: Joins(fusedseg.ConvABN2d(8, 4, 3, padding=1)),
     "Interpolated": Enlarges,
     "MaxPool2d": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), fusedseg.MaxPool2d(2)),
-    "ConvBank2d": lambda: nn.Sequential(fusedseg.ConvBank2d(3, 4, 3, branches=2), nn.ReLU()),
-    "BranchSum": lambda: nn.Sequential(fusedseg.BranchSum([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)])),
+    "ConvBank2d": lambda: nn.Sequential(fusedseg.nn.ConvBank2d(3, 4, 3, branches=2), nn.ReLU()),
     "UNet": lambda: fusedseg.unet.UNet(3, 2, widths=(4, 8)),
 }
 CONVERTED = {

@@ -14,7 +14,7 @@ from tests.ops.scope_cases import assert_equal
 LAYERS = {
     "Conv2d": lambda: nn.Conv2d(32, 32, 3, padding=1),
     "ConvTranspose2d": lambda: nn.ConvTranspose2d(32, 32, 3, padding=1),
-    "JoinConv2d": lambda: fusedseg.JoinConv2d(32, 32, 3, padding=1),
+    "JoinConv2d": lambda: fusedseg.nn.JoinConv2d(32, 32, 3, padding=1),
     "ConvABN2d": lambda: fusedseg.ConvABN2d(32, 32, 3, padding=1),
 }
 

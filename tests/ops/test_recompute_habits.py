@@ -277,7 +277,7 @@ def test_a_tracker_does_not_change_what_is_kept():
 @pytest.mark.parametrize("batch", [1, 2])
 def test_modes_of_others_see_tensors_with_memory(batch):
     """Other modes received opaque oneDNN tensors in the backward of a convolution of one small volume."""
-    model = nn.Sequential(fusedseg.ConvABN3d(2, 4, 3, padding=1), fusedseg.JoinConv3d(4, 3, 3, padding=1))
+    model = nn.Sequential(fusedseg.ConvABN3d(2, 4, 3, padding=1), fusedseg.nn.JoinConv3d(4, 3, 3, padding=1))
     x = torch.randn(batch, 2, 6, 6, 6, requires_grad=True)
     model(x).square().sum().backward()
     expected = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]

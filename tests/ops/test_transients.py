@@ -202,7 +202,7 @@ def test_dx_is_written_over_an_unpacked_output_if_dz_is_held(monkeypatch):
 
 
 def joined(dtype=torch.float32, memory_format=torch.contiguous_format):
-    conv = fusedseg.JoinConv2d(12, 6, 3, padding=1).to(dtype=dtype, memory_format=memory_format)
+    conv = fusedseg.nn.JoinConv2d(12, 6, 3, padding=1).to(dtype=dtype, memory_format=memory_format)
     small, skip = torch.randn(2, 8, 5, 5, dtype=dtype), torch.randn(2, 4, 10, 10, dtype=dtype)
     inputs = [t.to(memory_format=memory_format).requires_grad_() for t in (small, skip)]
 
@@ -235,7 +235,7 @@ def test_an_unpacked_input_is_freed_before_dx(formed, monkeypatch):
     """
     monkeypatch.setattr("fusedseg.ops.conv.sources.FORMED_BYTES", formed)
     with FakeTensorMode():
-        conv = fusedseg.JoinConv2d(8, 8, 3, padding=1)
+        conv = fusedseg.nn.JoinConv2d(8, 8, 3, padding=1)
         x = torch.empty(4, 8, 64, 64, requires_grad=True)
         peaks = []
         for least in (1, NEVER):

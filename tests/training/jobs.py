@@ -236,8 +236,8 @@ DEMO_RESOLUTION = 4
 
 def demo_losses(rank, world, steps, scan):
     """Losses of a small network on the demo's images, which ``scan`` holds because reading them takes longest."""
-    from fusedseg.demo import distributed, mni152, slices
-    from fusedseg.demo.problem import Size
+    from examples.demo import distributed, mni152, slices
+    from examples.demo.problem import Size
 
     size = Size(DEMO_RESOLUTION, (2, 4), batch=3, steps=steps, learning_rate=1e-2, autocast=False)
     with mock.patch.object(mni152, "load", return_value=scan):

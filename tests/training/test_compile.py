@@ -21,7 +21,7 @@ NETWORKS = {
     ),
     "instance": (lambda: UNet(2, 3, widths=(4, 8), norm_act="instance"), [(2, 2, 8, 8)]),
     "group": (lambda: UNet(2, 3, widths=(4, 8), norm_act="group"), [(2, 2, 8, 8)]),
-    "bank": (lambda: nn.Sequential(fusedseg.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
+    "bank": (lambda: nn.Sequential(fusedseg.nn.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
 }
 
 

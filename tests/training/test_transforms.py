@@ -14,13 +14,12 @@ LAYERS = {
     "InstanceNormAct": lambda: fusedseg.InstanceNormAct(3, affine=True),
     "GroupNormAct": lambda: fusedseg.GroupNormAct(1, 3),
     "ConvABN2d": lambda: fusedseg.ConvABN2d(3, 3, 1),
-    "JoinConv2d": lambda: fusedseg.JoinConv2d(3, 3, 1),
+    "JoinConv2d": lambda: fusedseg.nn.JoinConv2d(3, 3, 1),
     "MaxPool2d": lambda: fusedseg.MaxPool2d(2),
 }
 # These modules use only stock functions.
 SUPPORTED = {
-    "ConvBank2d": lambda: fusedseg.ConvBank2d(3, 3, 3, branches=2, padding=1),
-    "BranchSum": lambda: fusedseg.BranchSum([torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 3, 1)]),
+    "ConvBank2d": lambda: fusedseg.nn.ConvBank2d(3, 3, 3, branches=2, padding=1),
 }
 
 

@@ -10,14 +10,10 @@ by time differs between runs.
 """
 
 import functools
-import importlib.metadata
-import json
 import math
 import statistics
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -262,72 +258,3 @@ def cuda_seconds(run: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def _versions() -> dict[str, str]:
-    """The versions that determine, together with the device, how fast each backend is."""
-    versions = {}
-    for name in ("fusedseg", "torch", "triton"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
-
-
-def _key_from_json(fields: dict[str, Any]) -> Key:
-    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return Key(**plain)
-
-
-def _record_from_json(fields: dict[str, Any]) -> Record:
-    record = Record(**fields)
-    return Record(float(record.triton), float(record.aten), float(record.difference), bool(record.agree))
-
-
-def save_conv_choices(path: str | Path, overwrite: bool = False) -> int:
-    """Writes the measured choices of ``conv_backend="auto"`` to a JSON file.
-
-    Returns:
-        The number of choices.
-
-    Raises:
-        FileExistsError: the file exists, and ``overwrite`` is False.
-    """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(
-            f"fusedseg.functional.save_conv_choices: {path} exists; pass overwrite=True to replace it"
-        )
-    choices = [{"convolution": key._asdict(), "measured": record._asdict()} for key, record in _records.items()]
-    path.write_text(json.dumps({"versions": _versions(), "choices": choices}, indent=1) + "\n")
-    return len(choices)
-
-
-def load_conv_choices(path: str | Path) -> int:
-    """Reads measured choices from a file; they replace earlier choices for the same convolutions.
-
-    If other versions of fusedseg, torch or triton wrote the file, it warns and takes nothing.
-
-    Returns:
-        The number of choices that were taken.
-
-    Raises:
-        ValueError: the file holds no choices.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-        versions, here = content["versions"], _versions()
-        # Other versions may write other fields, so their choices are not read.
-        choices = content["choices"] if versions == here else ()
-        records = {_key_from_json(of["convolution"]): _record_from_json(of["measured"]) for of in choices}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"fusedseg.functional.load_conv_choices: {path} holds no choices: {error!r}") from error
-    if versions != here:
-        warnings.warn(
-            f"fusedseg.functional.load_conv_choices: {path} was measured with {versions}, here is {here}: "
-            "no choice is taken, and convolutions are measured again",
-            stacklevel=2,
-        )
-    _records.update(records)
-    return len(records)

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from ..unet import UNet
+from fusedseg.unet import UNet
+
 from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split, split_problem
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..memory.units import MEBIBYTE
+from fusedseg.memory.units import MEBIBYTE
+
 from .problem import Problem
 from .training import Training, count_bytes, intersection_over_union, predict
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ..conversion.convert import Bits
-from ..memory.export import open_new, write_json
-from ..progress import Lines
+from fusedseg.conversion.convert import Bits
+from fusedseg.memory.export import open_new, write_json
+from fusedseg.progress import Lines
+
 from . import distributed as parallel
 from . import report, training
 
@@ -25,7 +26,7 @@ class Refused(Exception):
 def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) -> None:
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        raise Refused(f'needs {" and ".join(missing)}, not installed here: pip install "fusedseg[demo]"')
+        raise Refused(f'needs {" and ".join(missing)}, not installed here: pip install -e ".[demo]"')
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch sees no GPU")
     if steps is not None and steps < 1:
@@ -62,10 +63,10 @@ def run(
             )
         if distributed and not parallel.launched():
             raise Refused(
-                "--distributed needs processes: torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed"
+                "--distributed needs processes: torchrun --nproc-per-node=2 -m examples.demo slices --distributed"
             )
     except Refused as refusal:
-        print(f"fusedseg demo {name}: {refusal}", file=sys.stderr)
+        print(f"demo {name}: {refusal}", file=sys.stderr)
         return 2
     if distributed:
         parallel.claim(torch.device(device))

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..conversion import convert
-from ..conversion.convert import Bits
-from ..losses import DiceCELoss
-from ..memory import SavedBytes, allocator_peak
+from fusedseg.conversion import convert
+from fusedseg.conversion.convert import Bits
+from fusedseg.losses import DiceCELoss
+from fusedseg.memory import SavedBytes, allocator_peak
+
 from .problem import Batch, Problem
 
 # For each network, whether it is built from stock modules.

@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node=2 -m fusedseg demo slices --distributed``: one network, trained by several processes.
+"""``torchrun --nproc-per-node=2 -m examples.demo slices --distributed``: one network, trained by several processes.
 
 Every process draws the same batch and takes its part of it.  ``DistributedDataParallel`` averages gradients, and with
 ``fusedseg.convert_sync`` the norms take the statistics of the whole batch.  The first process then trains the same
@@ -14,8 +14,9 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ..memory.export import write_json
-from ..nn import convert_sync
+from fusedseg.memory.export import write_json
+from fusedseg.nn import convert_sync
+
 from .problem import Batch, Problem
 from .training import ADAM_EPS, weigh
 
@@ -82,7 +83,7 @@ def run_distributed(name: str, problem: Problem, device: torch.device, steps: in
         write_json(figures, path, overwrite)
         print(f"wrote {path}")
         if difference > AGREEMENT:
-            print(f"fusedseg demo {name}: the curves differ by more than {AGREEMENT:.0e}", file=sys.stderr)
+            print(f"demo {name}: the curves differ by more than {AGREEMENT:.0e}", file=sys.stderr)
             return 1
         return 0
     finally:

@@ -10,7 +10,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ..memory.units import MEBIBYTE
+from fusedseg.memory.units import MEBIBYTE
+
 from .mni152 import X_RANGE
 from .problem import Problem
 from .report import Outcome, headline

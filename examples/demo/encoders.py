@@ -9,7 +9,8 @@ import dataclasses
 import torch
 from torch import nn
 
-from ..unet import MultiEncoderUNet
+from fusedseg.unet import MultiEncoderUNet
+
 from . import mni152, slices
 from .problem import Problem, Scan, Size, Split, split_problem
 

@@ -6,7 +6,8 @@ The network has the shape of ``fusedseg.unet.unet3d_small``; on a CPU it is narr
 import torch
 from torch import nn
 
-from ..unet import unet3d_small
+from fusedseg.unet import unet3d_small
+
 from . import mni152
 from .problem import Batch, Problem, Scan, Size, Split, split_problem
 

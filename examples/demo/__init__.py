@@ -1,4 +1,4 @@
-"""``python -m fusedseg demo`` trains a network of stock modules and one of fused modules on real images.
+"""``python -m examples.demo`` trains a network of stock modules and one of fused modules on real images.
 
 slices.py, volume.py, encoders.py   the problems: images, network, batches
 mni152.py                           the images, which the nilearn wheel contains, so that nothing is downloaded

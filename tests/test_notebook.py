@@ -1,0 +1,39 @@
+"""Runs the notebook docs/try_it.ipynb as plain code on the CPU, with a shorter demo; no Jupyter is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = json.loads((ROOT / "docs" / "try_it.ipynb").read_text())
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_prints_its_block_on_a_cpu(tmp_path):
+    for package in ("nilearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package)
+    code = "\n".join(CODE).replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"')
+    assert "else 10\n" in code
+    path = tmp_path / "try_it.py"
+    path.write_text(code.replace("else 10\n", "else 1\n"))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    block = done.stdout.rpartition("```text\n")[2]
+    for line in ("$ fusedseg doctor  # exit 0", "$ fusedseg demo slices", "eager: ", "convert: ", "backend, aten: "):
+        assert line in block
+    assert "exit 2" not in block
+    assert "FAILED" not in block
+
+
+def test_the_notebook_has_no_outputs():
+    """Outputs would show another machine's figures, and change with every run."""
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
