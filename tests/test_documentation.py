@@ -160,6 +160,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("examples.demo.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "bench.rivals", *arguments]:
+            parse("bench.rivals", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
             parse("tests.mutation.__main__", arguments, monkeypatch)
         case ["python", "-m", "tests.ptx.mutants", *arguments]:
