@@ -14,7 +14,6 @@ try:
     from .inference import sliding_window_labels
     from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss
     from .nn import (
-        ABN,
         BatchNormAct,
         BatchNormActSync,
         ConvABN2d,
@@ -39,7 +38,6 @@ finally:
 
 __version__ = "0.2.0"
 __all__ = [
-    "ABN",
     "BatchNormAct",
     "BatchNormActSync",
     "ConvABN2d",

@@ -38,7 +38,7 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     if target.namespace == "fusedseg":
         return LINEAR if target._schema.name.partition("::")[2] in _OURS else EXACT
     name = name_of(node)
-    given: Any = node.args
+    given: tuple[object, ...] = node.args
     if name == "div":
         return SMOOTH if reads(given[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
     if name == "pow":

@@ -18,7 +18,7 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
 
-def is_op(node: Any) -> bool:
+def is_op(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
 
 
@@ -48,7 +48,7 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
 
 
@@ -68,7 +68,7 @@ def flops_of(node: fx.Node) -> int:
         return 0
     from torch.utils.flop_counter import flop_registry
 
-    def numbers(value: Any) -> Any:
+    def numbers(value: object) -> Any:
         return torch.Size(map(hint_of, value.shape)) if isinstance(value, Tensor) else value
 
     args, kwargs, out = _torch.tree_map(numbers, fx.map_arg((node.args, node.kwargs, node), value_of))
@@ -91,7 +91,7 @@ def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[Any],
     """The sizes and the strides of a result: numbers, and new nodes for symbolic ones."""
     value = value_of(node)
 
-    def number(known: Any, op: Any, place: int) -> Any:
+    def number(known: object, op: object, place: int) -> Any:
         return known if isinstance(known, int) else call(graph, op, node, place, before=before)
 
     sizes = [number(n, torch.ops.aten.sym_size.int, place) for place, n in enumerate(value.shape)]
@@ -104,7 +104,7 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
         return graph.node_copy(node, lambda source: swapped.get(source, source))
 
 
-def is_alike(x: Any, result: Any) -> bool:
+def is_alike(x: object, result: object) -> bool:
     """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
     if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
         return False

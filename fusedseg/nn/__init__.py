@@ -11,11 +11,10 @@ from .inplace_group_norm_act import InPlaceGroupNormAct
 from .inplace_instance_norm_act import InPlaceInstanceNormAct
 from .join_conv import JoinConv2d, JoinConv3d
 from .max_pool import MaxPool2d, MaxPool3d
-from .norm_act import ABN, BatchNormAct, GroupNormAct, InstanceNormAct
+from .norm_act import BatchNormAct, GroupNormAct, InstanceNormAct
 from .norm_act_sync import BatchNormActSync
 
 __all__ = [
-    "ABN",
     "BatchNormAct",
     "BatchNormActSync",
     "ConvABN2d",

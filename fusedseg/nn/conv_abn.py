@@ -134,7 +134,7 @@ class _ConvABN(Unscriptable, nn.Module):
         for what, child in (("conv", conv), ("bn", bn)):
             if has_hooks(child):
                 raise TypeError(f"{name}: {what} must have no hooks, since the fused op would not call them")
-        norm = InPlaceABN.from_batchnorm(bn, activation, activation_param)
+        norm = InPlaceABN.from_norm(bn, activation, activation_param)
         if norm.num_features != conv.out_channels:
             raise ValueError(
                 f"{name}: bn must have {conv.out_channels} features, one per output channel, got {norm.num_features}"
@@ -156,7 +156,7 @@ class _ConvABN(Unscriptable, nn.Module):
         """
         if type(self.norm) is not InPlaceABN:
             raise TypeError(f"{self._name()}.to_modules: norm must be an InPlaceABN, got {type(self.norm).__name__}")
-        return self.conv, self.norm.to_batchnorm(self.dims), activation_module(self.norm._act)
+        return self.conv, self.norm.to_norm(self.dims), activation_module(self.norm._act)
 
 
 DOC = """Convolution, batch normalisation and an invertible activation as one op.

@@ -1,8 +1,5 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
-from typing import Any
-
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .invertible import Invertible
@@ -80,12 +77,3 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
             num_features, eps, momentum, affine, track_running_stats, activation=activation,
             activation_param=activation_param, bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
-
-    @classmethod
-    def from_batchnorm(cls, bn: nn.Module, activation: str = "leaky_relu", activation_param: float = 0.01) -> Any:
-        """Does the same as ``from_norm``, for an ``nn.BatchNorm1d``, ``2d`` or ``3d``."""
-        return cls.from_norm(bn, activation, activation_param)
-
-    def to_batchnorm(self, dims: int = 2) -> nn.Module:
-        """Does the same as ``to_norm``: returns the ``nn.BatchNorm{dims}d``."""
-        return self.to_norm(dims)

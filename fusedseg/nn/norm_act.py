@@ -129,8 +129,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         RuntimeError: backward itself is differentiated; or ``nn.SyncBatchNorm.convert_sync_batchnorm`` was called on
             the module, which would replace it by a norm without an activation; call ``fusedseg.convert_sync`` instead.
 
-    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.  The alias ``ABN`` is the name of the exact module in
-    the package ``inplace_abn``.
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.
     """
 
     OP = "fusedseg.BatchNormAct"
@@ -247,6 +246,3 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
             num_groups, num_channels, eps, affine, activation=activation,
             activation_param=activation_param, num_slopes=num_slopes, bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
-
-
-ABN = BatchNormAct

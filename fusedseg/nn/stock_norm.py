@@ -181,14 +181,14 @@ class StockNorm(Unscriptable, nn.Module):
         return norm
 
 
-def _arguments(norm: Any) -> tuple:
+def _arguments(norm: nn.Module) -> tuple:
     """The constructor's arguments for a norm without parameters and buffers, which then adopts those of ``norm``."""
     if isinstance(norm, nn.GroupNorm):
         return norm.num_groups, norm.num_channels, norm.eps, False
     return norm.num_features, norm.eps, norm.momentum, False, False
 
 
-def _adopt(norm: Any, other: Any) -> None:
+def _adopt(norm: nn.Module, other: nn.Module) -> None:
     norm.affine, norm.weight, norm.bias = other.affine, other.weight, other.bias
     if not isinstance(norm, nn.GroupNorm):
         norm.track_running_stats = other.track_running_stats

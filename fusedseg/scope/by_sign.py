@@ -40,7 +40,7 @@ def wanted(registry: PackingRegistry, func: Function, x: Tensor) -> bool:
     return steps is not None and 0 < steps < MAX_STEPS
 
 
-def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:
+def run(registry: PackingRegistry, func: Function, args: tuple[object, ...], kwargs: Any) -> Any:
     """The rule of these functions, for an argument ``x`` that is ``wanted``."""
     names = ("input", "inplace") if func in RELU else ("input", "negative_slope", "inplace")
     named = dict(zip(names, args, strict=False)) | kwargs
@@ -59,7 +59,7 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
 
     again, overwrite = partial(_apart, slope=slope), partial(_over, slope=slope)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with recipes.claimed(registry, saved):
             return func(*args, **kwargs)
 

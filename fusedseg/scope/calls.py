@@ -27,7 +27,7 @@ class Replay:
 
     __slots__ = ("args", "func", "kwargs")
 
-    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Function, args: object, kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, *tensors: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Replay:
             return self.func(*tensors, **self.kwargs)
         return self.func(*_with(self.args, tensors), **_with(self.kwargs, tensors))
 
-    def by(self, func: Function, **kwargs: Any) -> "Replay":
+    def by(self, func: Function, **kwargs: object) -> "Replay":
         """The same call of another function, or with other options."""
         return Replay(func, self.args, self.kwargs | kwargs if kwargs else self.kwargs)
 
@@ -63,7 +63,7 @@ def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
     return tree
 
 
-def replay(func: Function, args: Any, kwargs: Any) -> tuple[Replay, list[Tensor]]:
+def replay(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Replay, list[Tensor]]:
     """Returns the call without its tensors, and the list of these tensors."""
     tensors: list[Tensor] = [arg for arg in args if isinstance(arg, Tensor)]
     if len(tensors) == len(args) and not [v for v in kwargs.values() if isinstance(v, _TREES)]:

@@ -64,7 +64,7 @@ def saving_sources() -> Iterator[None]:
         registry.saves_sources = before
 
 
-def note_sources(out: Any, sources: tuple[Source, ...]) -> None:
+def note_sources(out: object, sources: tuple[Source, ...]) -> None:
     registry, tensors = active(), tensors_of(sources)
     if registry is None or not isinstance(out, Tensor) or out.dim() not in MODES or not plain(out):
         return
@@ -72,7 +72,7 @@ def note_sources(out: Any, sources: tuple[Source, ...]) -> None:
         registry.notes[out] = Note(sources, _versions(out, sources))
 
 
-def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
+def note_cat(out: Tensor, tensors: tuple, dim: int = 0, **others: Any) -> None:
     dim = others.pop("axis", dim)
     if others or not isinstance(dim, int) or not all(isinstance(t, Tensor) for t in tensors) or len(tensors) < 2:
         return
@@ -88,10 +88,10 @@ def note_cat(out: Any, tensors: Any, dim: int = 0, **others: Any) -> None:
 
 
 def note_interpolated(
-    out: Any,
-    input: Any,  # noqa: A002
-    size: Any = None,
-    scale_factor: Any = None,
+    out: Tensor,
+    input: object,  # noqa: A002
+    size: object = None,
+    scale_factor: object = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
@@ -116,7 +116,7 @@ def note_interpolated(
 def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
     """A rule of ``stock.py`` that also takes a note about its result."""
 
-    def noting(registry: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def noting(registry: Any, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         out = rule(registry, func, args, kwargs)
         if registry.joins:
             with _torch.DisableTorchFunction():

@@ -50,7 +50,7 @@ class Rounding:
         self.bits, self.seed, self.unrounded, self.steps = bits, seed, tuple(unrounded), 0
 
     @classmethod
-    def parse(cls, op: str, bits: Any, seed: Any, unrounded: Sequence[torch.nn.Module] = ()) -> "Rounding | None":
+    def parse(cls, op: str, bits: object, seed: object, unrounded: Sequence[torch.nn.Module] = ()) -> "Rounding | None":
         """Raises TypeError or ValueError if an argument does not fit.  None if ``bits`` is None."""
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"{op}: seed must be an integer or None, got {type(seed).__name__}")
@@ -232,7 +232,7 @@ class PackingRegistry(Registry):
         reading = self.reading
         if reading.bits is None or memory.exposed or not self._takes(t):
             return super()._keep(t, at, memory)
-        known: Any = memory.kept_at(at, t._version)
+        known: object = memory.kept_at(at, t._version)
         if isinstance(known, PackedData):
             # A norm with an activation (``defers``) needs its own kink.  Its recipes find the newest copy.
             if not (known.has_kink or reading.defers) if reading.sides else known.bits >= reading.needs:

@@ -58,7 +58,7 @@ KINDS: dict[Function, str] = dict.fromkeys(RULES, AS_IT_IS) | {func: kind for ki
 LEAST_THRESHOLD = 20
 
 
-def _first(args: Any, kwargs: Any) -> Tensor | None:
+def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor | None:
     x = args[0] if args else kwargs.get("input")
     return x if isinstance(x, Tensor) else None
 
@@ -82,7 +82,7 @@ def _threshold(input: Tensor, beta: float = 1, threshold: float = 20) -> float: 
     return threshold
 
 
-def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kwargs: Any) -> Reading | None:
+def _reading(registry: PackingRegistry, func: Function, kind: str, args: tuple, kwargs: Any) -> Reading | None:
     """What the call may read and how it may save; None if the signs of its argument are kept (``by_sign.py``)."""
     x = _first(args, kwargs)
     exact = _settle(registry, kind, x) if registry.pending else False
@@ -105,7 +105,13 @@ def _reading(registry: PackingRegistry, func: Function, kind: str, args: Any, kw
 
 
 def _rule(
-    registry: PackingRegistry, func: Function, args: Any, kwargs: Any, *, stock: Callable[..., Any], kind: str
+    registry: PackingRegistry,
+    func: Function,
+    args: tuple[object, ...],
+    kwargs: object,
+    *,
+    stock: Callable[..., Any],
+    kind: str,
 ) -> Any:
     with _torch.DisableTorchFunction():
         reading = _reading(registry, func, kind, args, kwargs)
@@ -122,7 +128,7 @@ def _rule(
     return out
 
 
-def _withdraw_rounded(registry: PackingRegistry, out: Any) -> None:
+def _withdraw_rounded(registry: PackingRegistry, out: Tensor) -> None:
     """Drops the recipe of a function that is not linear, if its argument has fewer than 8 bits.
 
     A function that overwrites its argument saves a copy of it, and its recipe reads the argument's own recipe.
@@ -146,7 +152,7 @@ def after_norm(registry: PackingRegistry, out: Tensor, kink: Callable[[], Tensor
         data.output, data.kink_of_norm = weakref.ref(out.untyped_storage()), kink
 
 
-def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: Any) -> Tensor | None:
+def _kink_of_stock(collected: list[Tensor], func: Function, args: tuple[object, ...], kwargs: Any) -> Tensor | None:
     """The kink of ``F.batch_norm`` or ``F.instance_norm``; None if its statistics are not at hand."""
     x, mean, var, weight, bias, own, _, eps = ARGUMENTS[func](*args, **kwargs)
     if own:
@@ -158,7 +164,7 @@ def _kink_of_stock(collected: list[Tensor], func: Function, args: Any, kwargs: A
     return None if found is None else kink_of(*found, weight, bias, x.shape)
 
 
-def _group_norm(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> Any:
+def _group_norm(registry: PackingRegistry, func: Function, args: tuple[object, ...], kwargs: Any) -> Any:
     """The rule of ``F.group_norm``: it is rebuilt from its statistics.
 
     Those of rounded values would move its kink, and many rounded values lie next to the kink.

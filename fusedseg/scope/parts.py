@@ -43,7 +43,7 @@ class Joined(Replay, InParts):
 
     __slots__ = ("dim",)
 
-    def __init__(self, func: Function, args: Any, kwargs: dict[str, Any], dim: int) -> None:
+    def __init__(self, func: Function, args: object, kwargs: dict[str, Any], dim: int) -> None:
         super().__init__(func, args, kwargs)
         self.dim = dim
 
@@ -116,7 +116,7 @@ def _enlarges(source: Any, place: Place, order: int) -> bool:
     return not casts and source.held is None and not source.near(order)
 
 
-def joined(again: Replay, args: Any, kwargs: dict[str, Any]) -> Joined:
+def joined(again: Replay, args: tuple[object, ...], kwargs: dict[str, Any]) -> Joined:
     """``again``, a call of ``torch.cat`` with these arguments, as a ``Joined``."""
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     return Joined(again.func, again.args, again.kwargs, dim)

@@ -5,7 +5,7 @@ While a scope is active (``fusedseg.recompute()``, see ``scope.py``), saved tens
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -34,8 +34,8 @@ def is_source(x: Tensor) -> bool:
 def overwritten(
     registry: Registry,
     func: Callable[..., R],
-    args: Any,
-    kwargs: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     tensors: Sequence[Tensor],
     rebuild: Callable[..., Tensor],
     overwrite: Callable[..., Tensor] | None = None,

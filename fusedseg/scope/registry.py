@@ -78,7 +78,7 @@ class Registry(Memories, Observer):
         """The place and the memory of a plain tensor."""
         return weakref.ref(t), Place.of(t), self._memory(t.untyped_storage())
 
-    def _pack(self, t: Tensor, _: Any, at: Place, memory: Memory) -> Data | Handle:
+    def _pack(self, t: Tensor, _: object, at: Place, memory: Memory) -> Data | Handle:
         """What is saved for an activation that is plain and that no call claims."""
         if memory.offers:
             version = t._version
@@ -101,7 +101,7 @@ class Registry(Memories, Observer):
         return self.last(x) or (None if is_trained_leaf(x) or not plain(x) else self.look(x))
 
     def call_bare(
-        self, activation: Seen, func: Callable[..., Any], args: Any, kwargs: Any = NOTHING
+        self, activation: Seen, func: Callable[..., Any], args: tuple[object, ...], kwargs: Any = NOTHING
     ) -> tuple[Any, Data | Handle | None]:
         """Calls a function so that autograd itself holds all that the call saves after ``activation``.
 

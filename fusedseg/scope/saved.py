@@ -28,7 +28,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 EXACT = 64  # the bits of values that are not rounded
 
 
-def _version_of(packed: Any) -> int:
+def _version_of(packed: object) -> int:
     """The version of a tensor; 0 for an inference tensor, which has none, and for other objects."""
     return packed._version if isinstance(packed, Tensor) and not packed.is_inference() else 0
 
@@ -181,7 +181,7 @@ class InParts:
 LEAST_BYTES = 2**20
 
 
-def is_in_parts(rebuild: Any, at: Place) -> bool:
+def is_in_parts(rebuild: object, at: Place) -> bool:
     """Whether the result of a recipe with this place is rebuilt part by part."""
     return isinstance(rebuild, InParts) and at.nbytes >= LEAST_BYTES
 

@@ -58,7 +58,7 @@ class Convolution(torch.autograd.Function):
         return None, None, dx, dw, dbias
 
 
-def convolution(registry: Registry, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def convolution(registry: Registry, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
     """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward; otherwise as it is."""
     dims, x = DIMS.get(func), args[0] if args else None
     if dims is None or not isinstance(x, Tensor):

@@ -50,7 +50,7 @@ def _of_instance_norm(
 ARGUMENTS: dict[Function, Callable[..., Any]] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
 
 
-def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def norm(registry: Registry, func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """The rule of ``F.batch_norm`` and ``F.instance_norm``."""
     x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
     instance = func is F.instance_norm
@@ -78,7 +78,9 @@ def norm(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _call_collecting(registry: Registry, func: Function, args: Any, kwargs: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
+def _call_collecting(
+    registry: Registry, func: Function, args: tuple[object, ...], kwargs: dict[str, object], x: Tensor
+) -> tuple[Any, list[Tensor]]:
     """Calls a norm, and returns also the vectors that it saves."""
     vectors: list[Tensor] = []
     before, registry.vectors = registry.claim, vectors

@@ -45,7 +45,7 @@ def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
     return tuple({(i, arg.name) for i, arg in changed if arg.alias_info is not None and arg.alias_info.is_write})
 
 
-def _written(func: Function, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def _written(func: Function, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to."""
     written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
     if _writes(func) or kwargs.get("inplace"):
@@ -88,7 +88,7 @@ def _dispatched() -> bool:
     return frame is not None
 
 
-def _made(registry: Registry, out: Any, args: Any) -> None:
+def _made(registry: Registry, out: object, args: tuple[object, ...]) -> None:
     """Notes that a call has allocated ``out``, unless it returned memory of its arguments."""
     if isinstance(out, Tensor) and plain(out) and not out._is_view():
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args
@@ -111,7 +111,7 @@ def _watch_scripted() -> None:
     """
     for cls in _torch.script_classes:
 
-        def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
+        def call(self: Any, *args: object, _run: Function = cls.__call__, **kwargs: object) -> Any:
             for registry in watching():
                 if isinstance(registry, Registry):
                     registry.seen = None
@@ -136,7 +136,7 @@ def _keep_fast_paths() -> None:
     """
     for cls in ATTENTION if _torch.pop_mode_temporarily is not None else ():
 
-        def call(self: Any, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
+        def call(self: Any, *args: object, _cls: Any = cls, **kwargs: object) -> Any:
             # ``torch.fx`` replaces ``nn.Module.__call__`` while it traces, so it is looked up in each call.
             run = super(_cls, self).__call__
             if _is_compiling() or self.training or not _torch.len_torch_function_stack():
@@ -151,7 +151,7 @@ def _keep_fast_paths() -> None:
         cls.__call__ = call  # type: ignore[method-assign]
 
 
-def _any_requires_grad(module: nn.Module, args: Any, kwargs: Any) -> bool:
+def _any_requires_grad(module: nn.Module, args: object, kwargs: object) -> bool:
     with _torch.DisableTorchFunction():
         return any(
             t.requires_grad
@@ -171,7 +171,7 @@ class Watch(Watching):
         _keep_fast_paths()
 
     @compiled.as_python
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             out = func(*args, **kwargs)

@@ -62,7 +62,7 @@ def replaced_forward_of_norm(ours, seen):
 
 
 def replaced_norm(ours, seen):
-    bn = ours.norm.to_batchnorm()
+    bn = ours.norm.to_norm()
     ours.norm = nn.Sequential(bn, nn.LeakyReLU(0.01))
     bn.register_forward_hook(lambda *args: seen.append("norm"))
 

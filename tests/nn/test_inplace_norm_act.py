@@ -98,12 +98,13 @@ def test_residual(backend, device, kind, training):
     assert_same_step(stock, ours, x, r)
 
 
-@pytest.mark.parametrize("kind", ["instance", "group"])
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_are_independent(kind, clone):
     stock, ours = pair(kind, affine=True)
-    other = clone(ours)
+    other, before = clone(ours), copy.deepcopy(ours.state_dict())
     assert_same_step(stock, other, torch.randn(2, 4, 5, 3, dtype=torch.float64))
+    torch.testing.assert_close(ours.state_dict(), before)
     assert repr(other) == repr(ours)
     assert "activation=leaky_relu(0.01)" in repr(ours)
 

@@ -73,7 +73,7 @@ def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return cast(weight, stats_dtype(x))
 
 
-def _each(v: Any, x: Tensor, spec: Spec) -> Any:
+def _each(v: Tensor | None, x: Tensor, spec: Spec) -> Any:
     """Repeats a vector of C values for every sample, because the views of ``_problems`` have N C channels together."""
     return v if spec.kind == "batch" else over_samples(v, len(x))
 

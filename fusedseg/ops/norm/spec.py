@@ -210,7 +210,7 @@ def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def cast(v: Any, dtype: torch.dtype) -> Any:
+def cast(v: Tensor | None, dtype: torch.dtype) -> Any:
     """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
     return v if v is None or v.dtype == dtype else v.to(dtype)
 
