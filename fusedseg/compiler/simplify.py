@@ -1,7 +1,8 @@
 """Copies, calls and labels that a functional graph does not need, and calls that it needs twice.
 
 An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
-of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.
+of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.  A view of
+the same sizes does nothing either, but it may have other strides along a dimension of one element than the graph says.
 """
 
 import operator
@@ -12,7 +13,7 @@ from .joint import copied, name_of, value_of
 from .reinplace import roots_of
 
 # Ops that return their input.
-NOTHING = ("detach", "alias")
+NOTHING = ("detach", "alias", "view")
 # What a checkpoint in the model writes into the nodes of its calls.
 LABELS = ("recompute", "ac_graph_id")
 
@@ -28,7 +29,7 @@ def rewrite(graph: fx.Graph) -> int:
         source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and end in node.users):
+        elif name_of(node) in ("clone", *NOTHING):
             source = node.args[0]
         if not isinstance(source, fx.Node) or not _is_same(value_of(source), value_of(node)):
             continue
@@ -37,9 +38,11 @@ def rewrite(graph: fx.Graph) -> int:
             if root.op != "call_function" or {root, roots[node]} <= returned:
                 continue
             returned |= {root} if roots[node] in returned else set()
-        node.replace_all_uses_with(source)
-        graph.erase_node(node)
-        count += 1
+        # What is returned stays a view.
+        node.replace_all_uses_with(source, lambda user, node=node: user is not end or name_of(node) not in NOTHING)
+        if not node.users:
+            graph.erase_node(node)
+            count += 1
     return count
 
 

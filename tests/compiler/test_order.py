@@ -88,6 +88,23 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
     assert torch.equal(module(*inputs), expected)
 
 
+@pytest.mark.parametrize(("op", "fused", "times"), [("sigmoid", False, 2), ("sigmoid", True, 1), ("bmm", True, 2)])
+def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
+    """A 1x1 convolution that runs again lay at the peak of UNETR with Inductor: 33.98 MiB, now 29.99."""
+
+    def run(kept, primals, tangents):
+        value = aten.sigmoid(kept) if op == "sigmoid" else aten.squeeze(aten.bmm(kept.unsqueeze(0), primals[None]), 0)
+        large = aten.cat([aten.mm(aten.t(value), tangents)] * 4)
+        return aten.mul(aten.mm(value, aten.mul(primals, aten.mean(large, [0]))), kept)
+
+    inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    order.rewrite(module, fused=fused)
+    assert names(module.graph).count(op) == times
+    assert torch.equal(module(*inputs), expected)
+
+
 class Residual(nn.Module):
     """Blocks whose sums are read by the next block, by its shortcut and by their own gate."""
 
