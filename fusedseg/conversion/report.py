@@ -152,13 +152,11 @@ def guarantee_of(inplace: int, exact: int) -> str:
     lines = []
     if inplace:
         lines.append(
-            f"In place ({inplace}): convolution, norm and activation must stay together, with no other reader; "
-            "inplace=False makes the norm exact"
+            f"In place ({inplace}): only the norm may read the convolution's output, and only the activation the "
+            "norm's; inplace=False makes the norm exact"
         )
     if exact:
-        lines.append(
-            f"Exact ({exact}): norm and activation must stay together, with no other reader; any other change is safe"
-        )
+        lines.append(f"Exact ({exact}): only the activation may read the norm's output; any other change is safe")
     if lines:
         lines.append('torch.compile(stock model, backend="fusedseg") relies on no flow: it notices each change')
     return "\n".join(lines)
