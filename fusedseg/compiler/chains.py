@@ -11,6 +11,7 @@ from torch import fx
 
 from .. import rules
 from ..activation import TABLE, Activation
+from ..ops.low_bit.op import unpack_op
 from ..ops.norm import sample_norm
 from ..ops.norm.spec import Spec
 from .joint import is_alike, is_op, is_tensor, items_of, name_of, value_of
@@ -99,14 +100,15 @@ def norm_of(node: Any) -> Norm | None:
 
 
 def _before_cast(node: Any) -> Any:
-    return node.args[0] if name_of(node) == "_to_copy" else node
+    return node.args[0] if name_of(node) in ("_to_copy", "convert_element_type") else node
 
 
 def content_of(value: Any) -> Any:
-    """What a node computes: equal for two views, or two repetitions, of one tensor."""
+    """What a node computes: equal for two views, or two repetitions, of one tensor, or if both unpack the same."""
     if isinstance(value, (list, tuple)):
         return tuple(map(content_of, value))
-    return (value.target, *map(content_of, value.args)) if name_of(value) in (*VIEWS, "repeat") else value
+    again = name_of(value) in (*VIEWS, "repeat") or (is_op(value) and value.target is unpack_op._opoverload)
+    return (value.target, *map(content_of, value.args)) if again else value
 
 
 class Chain(NamedTuple):

@@ -87,7 +87,7 @@ class GroupNorm(_FromStatistics):
         shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
         N, C = shape[:2]
 
-        def make(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        def make(op: object, *args: object, **kwargs: object) -> fx.Node:
             return call(graph, op, *args, before=before, **kwargs)
 
         def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
@@ -135,7 +135,7 @@ class LayerNorm(_FromStatistics):
         """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
         x, weight, bias, mean, rstd = map(read, self)
 
-        def make(op: Any, *args: Any) -> fx.Node:
+        def make(op: object, *args: object) -> fx.Node:
             return call(graph, op, *args, before=before)
 
         shape = form_in(graph, x, before)[0]

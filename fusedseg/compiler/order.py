@@ -7,16 +7,23 @@ readers, if that lowers the peak, and is worth its arithmetic.
 """
 
 import operator
+from collections.abc import Iterable
 from math import inf
 
+import torch
 from torch import fx
 
 from ..ops.cheap import numel_of, tensors_of
-from . import reinplace
-from .joint import Goal, flops_of, is_gradient, is_op, is_random, nbytes_of, value_of
+from . import in_turn, reinplace
+from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of
+from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
+# Ops beside the elementwise ones that Inductor computes inside the kernels that read their results, and ops that read
+# such results inside their own kernel.
+INLINED = {"_to_copy", "_unsafe_index", "clone", "constant_pad_nd", "full", "index", "iota", "repeat"}
+REDUCTIONS = {"amax", "amin", "mean", "sum", "var", "var_mean"}
 
 
 Over = list[tuple[int, int]]
@@ -42,10 +49,14 @@ class Step:
 
 
 class Backward:
-    """A graph of backward: which of its nodes compute values of forward again, and what each needs of memory."""
+    """A graph of backward: which of its nodes compute values of forward again, and what each needs of memory.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    fused: whether Inductor generates the code.  Elementwise ops have no memory of their own then where elementwise ops
+    and sums alone read them, and only products are worth a second run: Inductor would fuse the runs of other ops.
+    """
+
+    def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
+        self.graph, self.fused = graph, fused
         self.roots = reinplace.roots_of(graph)
         self.again: set[fx.Node] = set()
         follows: set[fx.Node] = set()
@@ -118,23 +129,41 @@ class Backward:
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
-        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in reinplace.may_overwrite(node)]
+        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node)]
 
-    def as_it_stands(self) -> list[Step]:
-        """The nodes in the order of the graph."""
+    def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Step]:
+        """The steps of nodes in this order."""
         done: dict[fx.Node, Step] = {}
-        for node in self.graph.nodes:
+        for node in nodes:
             done[node] = self.step(node, [done[source] for source in node.all_input_nodes])
-        return list(done.values())
+        return done
 
-    def flops_of(self, node: fx.Node) -> int:
-        return flops_of(node)
+    def node_of(self, node: fx.Node) -> fx.Node:
+        """The node of a graph."""
+        return node
+
+    def alive(self, steps: list[Step]) -> "Alive":
+        return Alive(steps, self._inlined(steps) if self.fused else {})
+
+    def _inlined(self, steps: list[Step]) -> dict[Step, list[Step]]:
+        """The steps whose result is computed where it is read, and the memory that is read there."""
+        own = [step for step in steps if step.first is step]
+        fusing = {step for step in own if is_inlined(self.node_of(step.node))}
+        apart = set[Step]()
+        for step in own:
+            if step not in fusing and name_of(self.node_of(step.node)) not in REDUCTIONS:
+                apart |= {read.first for read in step.reads}
+        inlined: dict[Step, list[Step]] = {}
+        for step in own:
+            if step in fusing and step not in apart:
+                inlined[step] = memory_read(step, inlined)
+        return inlined
 
     def flops(self, steps: list[Step]) -> int:
         """The arithmetic of the products that are computed again."""
         for step in steps:
             if step.node in self.again and step.node not in self._flops:
-                self._flops[step.node] = self.flops_of(step.node)
+                self._flops[step.node] = flops_of(self.node_of(step.node))
         return sum(self._flops[step.node] for step in steps if step.node in self.again)
 
     def least_peak(self, goal: Goal | None) -> list[Step]:
@@ -144,14 +173,14 @@ class Backward:
             return self._parted_often(steps, inf, -inf)
         steps = self._parted_often(steps, self.flops(steps), -inf)
         steps = self._parted_often(steps, goal.flops, goal.peak)
-        return self._at_price(steps, goal) if goal.price and Alive(steps).peak[0] <= goal.peak else steps
+        return self._at_price(steps, goal) if goal.price and self.alive(steps).peak[0] <= goal.peak else steps
 
     def _at_price(self, steps: list[Step], goal: Goal) -> list[Step]:
         """Values are computed once more, as far as the bytes that the peak loses are worth the arithmetic.
 
         One alone may lower nothing, where several places peak as high.
         """
-        best, now, least = steps, Alive(steps), inf
+        best, now, least = steps, self.alive(steps), inf
         for _ in range(TRIALS):
             price = self.flops(steps) + goal.price * now.peak[0]
             if price < least:
@@ -159,13 +188,13 @@ class Backward:
             found = self.parted(steps, now, goal.flops)
             if found is None:
                 break
-            steps, now = found, Alive(found)
+            steps, now = found, self.alive(found)
         return best
 
     def _parted_often(self, steps: list[Step], most: float, enough: float) -> list[Step]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
         for _ in range(TRIALS):
-            now = Alive(steps)
+            now = self.alive(steps)
             found = None if now.peak[0] <= enough else self.parted(steps, now, most)
             if found is None:
                 break
@@ -180,11 +209,12 @@ class Backward:
             step
             for step in steps[:top]
             if step.node in self.again and step.nbytes and now.last[step] > top and step not in read
+            if not self.fused or self.flops([step.call()])
         ]
         # Those first whose own arithmetic is the least for each byte.
         for step in sorted(crossing, key=lambda step: (self.flops([step.call()]) / step.nbytes, -step.nbytes)):
             found = self._twice(steps, step, top, now)
-            if self.flops(found) <= most and Alive(found).peak < now.peak:
+            if self.flops(found) <= most and self.alive(found).peak < now.peak:
                 return found
         return None
 
@@ -209,10 +239,15 @@ class Backward:
             return made[read]
         # All results of a call are computed at once, and so are all gone.
         gone = read.first.call() is old.call() or now.last[read.first] < place
-        if not gone or read.node not in self.again or now.places[read] > place:
+        inlined = read in now.inlined
+        if not (gone or inlined) or read.node not in self.again or now.places[read] > place:
             return read
-        made[read] = self.step(read.node, [self._again(r, old, place, now, made, found) for r in read.reads])
-        found.append(made[read])
+        reads = [self._again(r, old, place, now, made, found) for r in read.reads]
+        if inlined and reads == read.reads:
+            made[read] = read
+        else:
+            made[read] = self.step(read.node, reads)
+            found.append(made[read])
         return made[read]
 
 
@@ -222,14 +257,18 @@ class Alive:
     Attributes:
         places: the place of each step.  last: for each memory the place of its last reader.
         top: the place of the peak.  peak: its bytes, and the number of places that have them.
+        inlined: the steps without memory of their own, and the memory that is read in place of theirs.
     """
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], inlined: dict[Step, list[Step]]) -> None:
+        self.inlined = inlined
         self.places = {step: place for place, step in enumerate(steps)}
         self.last = dict(self.places)
         for place, step in enumerate(steps):
             for read in step.reads:
                 self.last[read.first] = place
+            for read in memory_read(step, inlined):
+                self.last[read] = place
         gone: list[list[Step]] = [[] for _ in steps]
         for step in steps:
             if step.first is step:
@@ -237,9 +276,11 @@ class Alive:
         bytes_at = []
         alive = sum(step.nbytes for step in steps if step.node.op == "placeholder")
         for place, step in enumerate(steps):
-            alive += step.nbytes * (step.node.op != "placeholder")
-            bytes_at.append(alive - step.nbytes + step.made - self._written_over(step, place))
-            alive -= sum(one.nbytes for one in gone[place])
+            if step not in inlined:
+                alive += step.nbytes * (step.node.op != "placeholder")
+                alive_then = alive - step.nbytes + step.made - self._written_over(step, place)
+            bytes_at.append(alive_then)
+            alive -= sum(one.nbytes for one in gone[place] if one not in inlined)
         most = max(bytes_at)
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))
@@ -255,13 +296,36 @@ class Alive:
         return 0
 
 
-def rewrite(module: fx.GraphModule, goal: Goal | None = None) -> None:
+def gives_memory(node: fx.Node) -> list[fx.Node]:
+    """The inputs in whose place a result may be, if nobody reads them later."""
+    x = in_turn.input_of(node)
+    return reinplace.may_overwrite(node) if x is None else [x]
+
+
+def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
+    """The steps whose memory a step reads."""
+    return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
+
+
+def is_inlined(node: fx.Node) -> bool:
+    """Whether Inductor computes a node inside the kernels that read it."""
+    return is_op(node) and (torch.Tag.pointwise in node.target.tags or name_of(node) in INLINED)  # type: ignore[union-attr]
+
+
+def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
-    backward = Backward(module.graph)
+    backward = Backward(module.graph, fused)
     if not backward.again:
         return
     module.graph = _written(backward.least_peak(goal))
     module.recompile()
+
+
+def again(module: fx.GraphModule) -> None:
+    """The same for a graph of backward that calls Triton ops by now: their peak is elsewhere.  No product is added."""
+    backward = Backward(module.graph)
+    steps = backward.in_turn()
+    module.graph = _written(backward._parted_often(steps, backward.flops(steps), -inf))
 
 
 def _written(steps: list[Step]) -> fx.Graph:
@@ -275,6 +339,6 @@ def _written(steps: list[Step]) -> fx.Graph:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or isinstance(node.target, Rebuild):
         return True
     return is_op(node) and not node.target._schema.is_mutable and not is_random(node)  # type: ignore[union-attr]

@@ -34,9 +34,9 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         # Equal nodes are one already, and the partitioner does not know which must stay apart.
         with _parts.config.patch(activation_memory_budget=1.0, cse=False):
             forward, backward = _parts.min_cut(module, joint_inputs, **options)
-        if self.settings.codegen == "aten":
-            order.rewrite(backward, plan.goal)
-        note_after(plan, (forward, backward), outputs, self.settings.codegen == "inductor")
+        fused_code = self.settings.codegen == "inductor"
+        order.rewrite(backward, plan.goal, fused_code)
+        note_after(plan, (forward, backward), outputs, fused_code)
         return forward, backward
 
 

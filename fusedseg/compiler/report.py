@@ -293,9 +293,10 @@ def kept_of(forward: fx.GraphModule, outputs: int) -> int:
 
 def peak_of(parts: tuple[fx.GraphModule, fx.GraphModule], fused: bool) -> int:
     """The most bytes at once of two graphs; ``fused``: elementwise functions are computed inside other kernels."""
-    if not fused:
-        return max(order.Alive(order.Backward(part.graph).as_it_stands()).peak[0] for part in parts)
-    return peak_if_fused(*parts)
+    if fused:
+        return peak_if_fused(*parts)
+    counted = [order.Backward(part.graph) for part in parts]
+    return max(of.alive(list(of.as_it_stands(of.graph.nodes).values())).peak[0] for of in counted)
 
 
 def _storages(nodes: Sequence[Any]) -> dict[int, int]:

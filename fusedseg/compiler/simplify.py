@@ -1,11 +1,11 @@
 """Copies, calls and labels that a functional graph does not need, and calls that it needs twice.
 
 An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
-of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.
+of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.  A view of
+the same sizes does nothing either, but it may have other strides along a dimension of one element than the graph says.
 """
 
 import operator
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,7 +13,7 @@ from .joint import copied, name_of, value_of
 from .reinplace import roots_of
 
 # Ops that return their input.
-NOTHING = ("detach", "alias")
+NOTHING = ("detach", "alias", "view")
 # What a checkpoint in the model writes into the nodes of its calls.
 LABELS = ("recompute", "ac_graph_id")
 
@@ -26,10 +26,10 @@ def rewrite(graph: fx.Graph) -> int:
     count, roots, end = 0, roots_of(graph), next(iter(reversed(graph.nodes)))
     returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
-        source: Any = None
+        source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif name_of(node) in ("clone", *NOTHING) and not (name_of(node) in NOTHING and end in node.users):
+        elif name_of(node) in ("clone", *NOTHING):
             source = node.args[0]
         if not isinstance(source, fx.Node) or not _is_same(value_of(source), value_of(node)):
             continue
@@ -38,13 +38,15 @@ def rewrite(graph: fx.Graph) -> int:
             if root.op != "call_function" or {root, roots[node]} <= returned:
                 continue
             returned |= {root} if roots[node] in returned else set()
-        node.replace_all_uses_with(source)
-        graph.erase_node(node)
-        count += 1
+        # What is returned stays a view.
+        node.replace_all_uses_with(source, lambda user, node=node: user is not end or name_of(node) not in NOTHING)
+        if not node.users:
+            graph.erase_node(node)
+            count += 1
     return count
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: object, new: object) -> bool:
     """Whether two tensors have the same form, and their elements lie in memory without gaps."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False

@@ -9,7 +9,8 @@ from torch import nn
 
 from .._moved import refuse
 from ..activation import parse_invertible
-from ..memory import Footprint, measure
+from ..memory import Footprint
+from ..memory.meter import measure
 from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
 from ..scope.packed import Rounding

@@ -134,6 +134,17 @@ def test_views_of_channels_last_and_of_strange_strides():
     assert same(results(net, compiled(net), x), results(twin, twin, x))
 
 
+def test_a_view_of_one_sample_in_channels_last():
+    """Seed 128: it has other strides than the graph said, and so the group norm raised in compiled code."""
+    net, x = nn.GroupNorm(2, 4), torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last)
+
+    def run(x):
+        return net(x.view_as(x))
+
+    # Eager mode's group norm copies the view, and so its sums have another order.
+    torch.testing.assert_close(torch.compile(run, backend=backend, options={"codegen": "aten"})(x), run(x))
+
+
 def test_batched_gradients():
     """A batched gradient was written over a tensor without a batch, or into ``grad_input``, which has no rule."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2), nn.Upsample(scale_factor=2))

@@ -35,6 +35,16 @@ def test_a_value_is_computed_twice_around_the_peak():
     assert torch.equal(module(*inputs), expected)
 
 
+def test_the_input_of_a_convolution_is_gone_before_its_gradient():
+    """Input, gradient of the output and gradient of the input lay side by side."""
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
+    x = torch.randn(2, 8, 32, 32)
+    run = compiled(net)
+    assert same(results(net, run, [x]), results(net, net, [x]))
+    # It was 7.1.
+    assert allocator_peak(lambda: run(x).mean().backward()) < 6.5 * x.nbytes
+
+
 def test_the_input_that_needs_the_most_memory_comes_first():
     def run(a, b, tangents):
         small = aten.sigmoid(a)
@@ -75,6 +85,23 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
     expected = module(*inputs)
     order.rewrite(module, Goal(inf, inf, price))
     assert names(module.graph).count("mm") == products
+    assert torch.equal(module(*inputs), expected)
+
+
+@pytest.mark.parametrize(("op", "fused", "times"), [("sigmoid", False, 2), ("sigmoid", True, 1), ("bmm", True, 2)])
+def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
+    """A 1x1 convolution that runs again lay at the peak of UNETR with Inductor: 33.98 MiB, now 29.99."""
+
+    def run(kept, primals, tangents):
+        value = aten.sigmoid(kept) if op == "sigmoid" else aten.squeeze(aten.bmm(kept.unsqueeze(0), primals[None]), 0)
+        large = aten.cat([aten.mm(aten.t(value), tangents)] * 4)
+        return aten.mul(aten.mm(value, aten.mul(primals, aten.mean(large, [0]))), kept)
+
+    inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    order.rewrite(module, fused=fused)
+    assert names(module.graph).count(op) == times
     assert torch.equal(module(*inputs), expected)
 
 

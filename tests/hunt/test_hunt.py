@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fusedseg.scope import saved
 from tests.hunt import compiled, crew, prelude
@@ -72,6 +73,40 @@ def test_a_defect_of_the_backend_is_found(monkeypatch):
     with quiet():
         assert judged(program).kind == "failure"
         assert exec_fails(str(program))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("shape", "layout", "forward"),
+    [
+        ((1, 4, 8, 8), "channels_last", lambda x: functional.mish(x.view_as(x) * 1)),
+        ((2, 4, 1, 1), "strided", lambda x: x.movedim(1, -1) * 1.5 + x.movedim(1, -1)),
+    ],
+)
+def test_the_stride_along_one_element_is_not_compared(shape, layout, forward):
+    """Seeds 401 and 249: eager mode, PyTorch's compiled code and ours each give another one.  Other strides count."""
+
+    def part(run, log):
+        leaf = log.leaf("p1", 1, shape, layout=layout)
+        prelude.finish(run(lambda: {"loss": forward(leaf).sum(), "t2": forward(leaf)})(), log)
+
+    with quiet():
+        assert prelude.compiled_difference(lambda how: prelude.outcome([part], how), False) == ("same", "")
+    log = prelude.Log()
+    log.note("x", torch.empty(2, 1, 3).transpose(0, 2))
+    assert log.results[-1] == ("stride of x", "[1, 'any', 3]")
+
+
+def test_compiled_code_that_raises_in_inference_mode_says_nothing_about_the_backend():
+    """Seed 186: the mode stayed on, and so each later run of the same process raised."""
+
+    def part(run, log):
+        if run is not prelude.eager_call:
+            torch.inference_mode().__enter__()
+        raise RuntimeError("modified by an inplace operation" if run is prelude.eager_call else "no version counter")
+
+    assert prelude.compiled_difference(lambda how: prelude.outcome([part], how), False)[0] == "impossible"
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_what_a_compiled_function_writes_is_compared_without_a_loss():

@@ -19,7 +19,7 @@ import fusedseg.compiler
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss, plan
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from tests.integrations import nnunet_ddp
 from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
 from tests.integrations.real import framework, without_fusedseg

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.functional import max_pool
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
 from fusedseg.ops.max_pool import op, parts
 from fusedseg.scope.watch import Watch

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import recompute
-from fusedseg.memory import SavedBytes, measure
+from fusedseg.memory import SavedBytes
+from fusedseg.memory.meter import measure
 from fusedseg.scope import recipes
 from tests.ops.scope_cases import assert_equal
 

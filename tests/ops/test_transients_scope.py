@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.ops import reuse
 from fusedseg.ops.conv import cat, slabs, sources
 from fusedseg.ops.conv.sources import Interpolated

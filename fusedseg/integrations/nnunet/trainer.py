@@ -38,7 +38,7 @@ def _compiled_by_backend(trainer: Any, options: dict[str, Any]) -> Iterator[None
     """Lets nnU-Net's call of ``torch.compile`` on its network use the backend of this package."""
     stock = torch.compile
 
-    def compiled(model: Any, *args: Any, **given: Any) -> Any:
+    def compiled(model: nn.Module, *args: object, **given: Any) -> Any:
         ours: dict[str, Any] = {"backend": backend, "options": options} if model is trainer.network else {}
         return stock(model, *args, **given, **ours)
 
@@ -80,7 +80,7 @@ class Fused(_Trainer):
     convert_options: ClassVar[dict[str, Any]] = {}
     compile_options: ClassVar[dict[str, Any]] = {}
     channels_last: ClassVar[bool] = False
-    build_network_architecture: Any
+    build_network_architecture: object
     # Whether the log still lacks what the backend keeps.
     _unreported = False
 
@@ -100,7 +100,7 @@ class Fused(_Trainer):
 
         # nnU-Net reads the signature of this method to find out how to call it.
         @functools.wraps(build)
-        def converted(*args: Any, **kwargs: Any) -> nn.Module:
+        def converted(*args: object, **kwargs: object) -> nn.Module:
             network = build(*args, **kwargs)
             if self.channels_last:
                 network.to(memory_format=memory_format)

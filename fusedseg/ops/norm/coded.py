@@ -94,7 +94,7 @@ def rebuild(packed: Packed, spec: Spec) -> Callable[[Saved], Tensor] | None:
 
     def again(saved: Saved) -> Tensor:
         residual = None if saved.residual is None else like(saved.residual, z)
-        return TRITON.rebuild(saved._replace(source=z, residual=residual), spec, codes)
+        return TRITON.rebuild(saved._replace(source=z, residual=residual), spec, codes=codes)
 
     return None if codes is None else again
 

@@ -21,6 +21,7 @@ from .spec import (
     Spec,
     Wanted,
     adjacent,
+    move_running,
     on_adjacent,
     statistics_count,
     stats_dtype,
@@ -50,14 +51,26 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
 
 
-def rebuild(saved: Saved, spec: Spec) -> Tensor:
-    """z of an op that keeps its input, with the same bits as in the forward pass."""
+def statistics(
+    x: Tensor, spec: Spec, layout: Layout, running_mean: Tensor | None, running_var: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The mean and 1 / sqrt(var + eps) of a batch norm of a dense x; it moves the running statistics."""
+    count, mean, m2 = sync.merge(sync.local_moments(x, layout))
+    rstd = (m2 / count.clamp(min=1) + spec.eps).rsqrt()
+    passed = Passed(x, None, None, None, None, running_mean, running_var)
+    move_running(passed, spec, Normalised(x, mean, rstd), x.numel() // x.shape[1])
+    return mean, rstd
+
+
+def rebuild(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
+    """z of an op that keeps its input, with the same bits as in the forward pass; it may be written over the input."""
     x = saved.source
     if x.numel() == 0:
         return torch.empty_like(x)
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
-    return backend_of(x, spec.act).rebuild(saved if adjacent(saved.weight, saved.bias) else _adjacent(saved), spec)
+    saved = saved if adjacent(saved.weight, saved.bias) else _adjacent(saved)
+    return backend_of(x, spec.act).rebuild(saved, spec, out)
 
 
 def _adjacent(saved: Saved) -> Saved:
