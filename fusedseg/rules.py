@@ -2,7 +2,7 @@
 
     who reads it                                        what it takes
     the recompute scope (``scope/stock.py``)    calls, again, saves_result
-    its labels in compiled code (``.../cheap.py``)      ops, cheap
+    its labels in compiled code (``ops/cheap.py``)      ops, cheap
     the compiler backend (``compiler/branches.py``)     ops, kind, kinks, pieces; keeps_sign (``rounded.py``)
     the codegens (``chains.py``, ``reinplace.py``)      ops, backward, parameter, fixed
 

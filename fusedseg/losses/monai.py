@@ -12,7 +12,7 @@ from ..ops.check import check_choice
 from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, Spec
+from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
 from .likelihood import CrossEntropy, binary_total, positions_of
 
 
@@ -23,7 +23,7 @@ class Call(NamedTuple):
     """
 
     given: Given
-    spec: Spec
+    spec: SumsSpec
 
     def positions(self) -> Tensor | int:
         """The number of positions that are not ignored."""
@@ -69,7 +69,9 @@ class Form(NamedTuple):
         mask = None if labels else self._mask(target)
         minimum = self.soft_label and not self.squared and not labels
         ignore = self.ignore_index if labels else None
-        return Call(Given(x, target, mask), Spec(probability, "none", ignore, self.squared, minimum, dense=not labels))
+        return Call(
+            Given(x, target, mask), SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
+        )
 
     def _warn_of_one_channel(self) -> None:
         for name, given in (

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from ..ops.norm.sync import gather
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import TARGET, Given, Spec
+from ..ops.segmentation.spec import TARGET, Given, SumsSpec
 from .cross_entropy import check_reduction
 from .likelihood import CrossEntropy, binary_total
 
@@ -117,8 +117,8 @@ class DC_and_CE_loss(nn.Module):
         probability = "softmax" if self.weight_dice != 0 else "none"
         likelihood = entropy.likelihood() if self.weight_ce != 0 else "none"
         apart = self.ce_ignore != -100 and self.weight_ce != 0
-        found = sums(given, Spec(probability, "none" if apart else likelihood, self.ignore_label))
-        of_entropy = sums(given, Spec("none", likelihood, self.ce_ignore)) if apart else found
+        found = sums(given, SumsSpec(probability, "none" if apart else likelihood, self.ignore_label))
+        of_entropy = sums(given, SumsSpec("none", likelihood, self.ce_ignore)) if apart else found
         loss = found.new_zeros(())
         if self.weight_ce != 0:
             loss = loss + self.weight_ce * self._entropy(of_entropy, entropy)
@@ -188,7 +188,7 @@ class DC_and_BCE_loss(nn.Module):
             ignored = target[:, -1:]
             mask, target = (~ignored if ignored.dtype == torch.bool else (1 - ignored).bool()), target[:, :-1]
         self._check_pos_weight(net_output)
-        found = sums(Given(net_output, target, mask), Spec("sigmoid", "sigmoid", dense=True))
+        found = sums(Given(net_output, target, mask), SumsSpec("sigmoid", "sigmoid", dense=True))
         entropy = binary_total(found, self.pos_weight)
         if mask is not None:
             entropy = entropy / mask.sum().clamp_min(1e-8)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.positions import cross_entropy
-from ..ops.segmentation.spec import Given, Spec
+from ..ops.segmentation.spec import Given, SumsSpec
 from .likelihood import CrossEntropy, positions_of
 from .nnunet import SoftDice
 
@@ -56,7 +56,8 @@ class TopKLoss(nn.Module):
             raise ValueError(f"{self.name}: k must leave at least one of {positions_of(inp)} positions, got {self.k}")
         entropy = CrossEntropy(self.weight, self.label_smoothing, "sum")
         found = sums(
-            Given(inp, target, self._hardest(inp, target, count)), Spec("none", entropy.likelihood(), self.ignore_index)
+            Given(inp, target, self._hardest(inp, target, count)),
+            SumsSpec("none", entropy.likelihood(), self.ignore_index),
         )
         return entropy.total(found) / count
 
@@ -121,6 +122,6 @@ class DC_and_topk_loss(nn.Module):
         if self.weight_ce != 0 and (self.ignore_label is None or positions_of(net_output)):
             loss = loss + self.weight_ce * self.top_k(net_output, target)
         if self.weight_dice != 0:
-            found = sums(Given(net_output, target), Spec("softmax", "none", self.ignore_label))
+            found = sums(Given(net_output, target), SumsSpec("softmax", "none", self.ignore_label))
             loss = loss + self.weight_dice * self.dice.loss(found)
         return loss

@@ -92,7 +92,7 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 interpolate_op.register_autograd(_gradient, setup_context=_setup_context)
 
 
-class Call(NamedTuple):
+class Enlarging(NamedTuple):
     """The arguments of the op."""
 
     x: Tensor
@@ -110,7 +110,7 @@ def parse(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Call | None:
+) -> Enlarging | None:
     """The arguments of ``F.interpolate`` as those of the op; None where its kernels have no backward that we know."""
     x, dims = input, input.dim() - 2
     if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
@@ -122,7 +122,7 @@ def parse(
     factors = [scale_factor] * dims if isinstance(scale_factor, int | float) else scale_factor
     if factors is not None and recompute_scale_factor:
         sizes, factors = _enlarged(x, None, factors), None
-    return Call(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
+    return Enlarging(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
 
 
 def interpolate(*args: Any, **kwargs: Any) -> Tensor:

@@ -126,7 +126,7 @@ class Offer:
         calls: int = 1,
     ) -> None:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
-        # ``calls`` is the number of calls that ``rebuild`` makes; ``steps`` counts those that rebuild its inputs too.
+        # ``calls`` counts the calls that ``rebuild`` makes.  ``steps`` adds those that rebuild the inputs.
         self.device, self.inputs, self.calls = device, inputs, calls
         steps, extra, bits = calls, 0, EXACT
         for source, _ in inputs:
@@ -134,7 +134,8 @@ class Offer:
             extra += source.extra
             if source.bits < bits:
                 bits = source.bits
-        # ``extra`` has the bytes that are kept only for this offer.  Bits of 0 are not known yet.
+        # ``extra`` counts the bytes that are kept only for this offer.  ``bits == 0`` means that an input may still be
+        # packed, in bits that are not known before it is asked for.
         self.steps, self.extra, self.bits = steps, extra, bits
 
     def is_alone(self, at: Place, autocast: Autocast) -> bool:

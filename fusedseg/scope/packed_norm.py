@@ -36,7 +36,7 @@ def norm(registry: PackingRegistry, call: NormCall) -> Tensor:
     """Makes a call of the norm op, and offers its output."""
     z = _recorded(registry, call)
     if call.inputs:
-        registry.offer_of(call, z, call.inputs)
+        registry.offer_output(call, z, call.inputs)
     return z
 
 

@@ -29,8 +29,10 @@ VECTOR = 2**12
 class Registry(Memories, Observer):
     """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
-    # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
-    needs, rounds, recipe = 0, False, Recipe
+    # A recipe with fewer bits than this must not be saved by the present call (``Reading.needs`` in ``packed.py``).
+    needs = 0
+    # The class of its recipes.
+    recipe = Recipe
     # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
     chains = True
 
@@ -148,10 +150,10 @@ class Registry(Memories, Observer):
             return call.run()
         bare = self.bares(inputs[0]) if call.saves_one else None
         z = call.run() if bare is None else self.call_bare(bare, call.run, ())[0]
-        self.offer_of(call, z, inputs)
+        self.offer_output(call, z, inputs)
         return z
 
-    def offer_of(self, call: OpCall, z: Tensor, inputs: Sequence[Tensor | Data | Recipe]) -> None:
+    def offer_output(self, call: OpCall, z: Tensor, inputs: Sequence[Tensor | Data | Recipe]) -> None:
         """Offers ``z``, the result of a call of an op, as what ``call.rebuild()`` computes from ``inputs``."""
         reader, node = None, call.reader(z)
         if node is not None:
@@ -227,18 +229,10 @@ class Registry(Memories, Observer):
         If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
         offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
         """
+        links = self._links(inputs, output)
+        if links is None:
+            return None
         version, autocast = output._version, Autocast.of(output) if _autocasts() else OFF
-        links: list[tuple[Input, Place]] = []
-        for t in inputs:
-            if not isinstance(t, Tensor):
-                links.append((Linked(t), t.at))
-                continue
-            link, place = self._link(t, output)
-            # A tensor that is rebuilt from a much larger tensor, such as a pool's output, is better kept, because the
-            # large tensor would lie beside it.
-            if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
-                return None
-            links.append((link, place))
         if before is None:
             if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
                 # The result would differ if it were written over an input of another size, layout or dtype.
@@ -255,6 +249,21 @@ class Registry(Memories, Observer):
         others = [other for other in memory.offers if other.version >= version] if memory.offers else ()
         memory.offers = (offer, *others)
         return offer
+
+    def _links(self, inputs: Sequence[Tensor | Data | Recipe], output: Tensor) -> list[tuple[Input, Place]] | None:
+        """The sources of all inputs, and their places; None if one is not certain, or too large."""
+        links: list[tuple[Input, Place]] = []
+        for t in inputs:
+            if not isinstance(t, Tensor):
+                links.append((Linked(t), t.at))
+                continue
+            link, place = self._link(t, output)
+            # A tensor that is rebuilt from a much larger tensor, such as a pool's output, is better kept, because the
+            # large tensor would lie beside it.
+            if link is None or (link.steps and t.nbytes >= LARGER * output.nbytes):
+                return None
+            links.append((link, place))
+        return links
 
     def withdraw(self, output: Tensor, offer: Offer) -> None:
         memory = self._find(output.untyped_storage())

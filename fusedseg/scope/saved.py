@@ -22,15 +22,17 @@ from .. import _torch
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
 from .turns import turns
 
-NEAR = 8  # a rebuilt tensor is held for handles that were made at most so many handles before the one that is loaded
+# Handles are numbered in the order in which forward makes them.  When backward loads a handle, the rebuilt tensor is
+# held for further handles of the same recipe if their numbers are smaller by at most this.
+NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 EXACT = 64  # the bits of values that are not rounded
 
 
-def _version_of(packed: object) -> int:
+def _version_of(stored: object) -> int:
     """The version of a tensor; 0 for an inference tensor, which has none, and for other objects."""
-    return packed._version if isinstance(packed, Tensor) and not packed.is_inference() else 0
+    return stored._version if isinstance(stored, Tensor) and not stored.is_inference() else 0
 
 
 def modified(t: Tensor, version: int) -> RuntimeError:
@@ -61,7 +63,8 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    bits, steps, needs: as in ``Recipe``.
+    bits: its bits a value; EXACT unless it is rounded.
+    steps, needs: no call rebuilds it, and no rebuilt tensor lives meanwhile.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
@@ -79,15 +82,15 @@ class Data:
 
     def _take(self, t: Tensor) -> None:
         if self.outer is None:
-            self.packed, self.version = t, t._version
+            self.stored, self.version = t, t._version
             return
         self.version = _version_of(t)
-        self.packed = self.outer[0](t)
-        self.version_packed = _version_of(self.packed)
+        self.stored = self.outer[0](t)
+        self.version_stored = _version_of(self.stored)
 
     def changed(self) -> bool:
         # If outer hooks hold the tensor, they must detect changes to it.
-        return self.outer is None and self.packed._version != self.version
+        return self.outer is None and self.stored._version != self.version
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
         at = self.at
@@ -114,18 +117,18 @@ class Data:
     def load_for_recipe(self) -> Tensor:
         if self.recipes_copy is not None:
             return self.recipes_copy.load()
-        if self.outer is not None and _version_of(self.packed) != self.version_packed:
+        if self.outer is not None and _version_of(self.stored) != self.version_stored:
             # The hooks around the scope have not copied the tensor.
-            raise modified(self.packed, self.version)
+            raise modified(self.stored, self.version)
         return self.load()
 
     def load(self) -> Tensor:
         if self.outer is None:
-            if self.packed._version != self.version:
-                raise modified(self.packed, self.version)
-            return self.packed
+            if self.stored._version != self.version:
+                raise modified(self.stored, self.version)
+            return self.stored
         if self.held is None:
-            t = self.outer[1](self.packed)
+            t = self.outer[1](self.stored)
             # Some hooks return a tensor only once in a backward pass, and other hooks copy it from another device.
             self.held = t if self.in_recipe and _hold(self) else None
             return t
@@ -351,14 +354,14 @@ def _let_go(held: list["weakref.ref[Data | Recipe]"], order: int | None = None) 
     held[:] = stay
 
 
-def unpack(packed: AsItIs | Data | Handle) -> Tensor:
+def unpack(saved: AsItIs | Data | Handle) -> Tensor:
     """The hook that autograd calls in backward.
 
     It changes no global state, because hooks around the scope may run any code in it; checkpoints do.
     """
-    if type(packed) is not tuple:
-        return packed.load()  # type: ignore[union-attr]
-    t, version = packed
+    if type(saved) is not tuple:
+        return saved.load()  # type: ignore[union-attr]
+    t, version = saved
     if version >= 0 and t._version != version:
         raise modified(t, version)
     return t

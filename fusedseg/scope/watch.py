@@ -174,12 +174,7 @@ class Watch(Watching):
     def __torch_function__(self, func: Function, types: object, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            out = func(*args, **kwargs)
-            if compiled.prepare():
-                if self.registry.rounds:
-                    compiled.warn_of_bits()
-                compiled.called()
-            return out
+            return self._compiled(func, args, kwargs)
         rule = self.rules.get(func)
         if rule is None:
             if not kwargs and not _may_change(func):
@@ -204,3 +199,12 @@ class Watch(Watching):
                 if func in NAMING and not _dispatched():
                     (registry.secure if func in DETACHING else registry.expose)(args[0])
         return func(*args, **kwargs)
+
+    def _compiled(self, func: Function, args: Any, kwargs: Any) -> Any:
+        """The call while the compiler traces it, and the mode."""
+        out = func(*args, **kwargs)
+        if compiled.prepare():
+            if self.registry.rounds:
+                compiled.warn_of_bits()
+            compiled.called()
+        return out

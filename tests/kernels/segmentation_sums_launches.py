@@ -10,19 +10,19 @@ from functools import partial
 import torch
 from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
-from fusedseg.ops.segmentation.spec import Spec, sizes_of
+from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 # The loss: its spec, and the dtype of its target.
 LOSSES = {
-    "dice_ce": (Spec("softmax", "softmax"), torch.int16),
-    "dice_ce_ignore": (Spec("softmax", "smoothed", ignore=255), torch.uint8),
-    "ce": (Spec("none", "softmax", ignore=-100), torch.int64),
-    "regions": (Spec("sigmoid", "sigmoid", dense=True), torch.bool),
-    "soft": (Spec("softmax", "smoothed", minimum=True, dense=True), torch.float32),
-    "squared": (Spec("softmax", "softmax", squared=True), torch.int16),
-    "focal": (Spec("softmax", "softmax", gamma=2.0), torch.int16),
-    "focal_sigmoid": (Spec("softmax", "sigmoid", gamma=2.0), torch.int16),
+    "dice_ce": (SumsSpec("softmax", "softmax"), torch.int16),
+    "dice_ce_ignore": (SumsSpec("softmax", "smoothed", ignore=255), torch.uint8),
+    "ce": (SumsSpec("none", "softmax", ignore=-100), torch.int64),
+    "regions": (SumsSpec("sigmoid", "sigmoid", dense=True), torch.bool),
+    "soft": (SumsSpec("softmax", "smoothed", minimum=True, dense=True), torch.float32),
+    "squared": (SumsSpec("softmax", "softmax", squared=True), torch.int16),
+    "focal": (SumsSpec("softmax", "softmax", gamma=2.0), torch.int16),
+    "focal_sigmoid": (SumsSpec("softmax", "sigmoid", gamma=2.0), torch.int16),
 }
 SPATIAL = (128, 128, 128)
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedseg.ops.segmentation.spec import Spec, sizes_of
+from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.interpreter import backwards, only_programs
@@ -15,18 +15,18 @@ from tests.tools.tensors import channels_last, empty
 from tests.tools.traffic import traffic
 
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-DICE_CE = Spec("softmax", "softmax")
+DICE_CE = SumsSpec("softmax", "softmax")
 # The spec, and the kind of target.  Together they use each branch of the kernels.
 CASES = {
     "dice-ce": (DICE_CE, "labels"),
-    "smoothed-ignore": (Spec("softmax", "smoothed", ignore=1), "labels"),
-    "squared": (Spec("softmax", "none", squared=True), "labels"),
-    "regions": (Spec("sigmoid", "sigmoid", ignore=0, dense=True), "regions"),
-    "minimum": (Spec("softmax", "smoothed", minimum=True, dense=True), "soft"),
-    "raw": (Spec("identity", "softmax", squared=True, dense=True), "soft"),
-    "ce": (Spec("none", "softmax"), "labels"),
-    "focal": (Spec("none", "softmax", gamma=2.0), "labels"),
-    "focal-sigmoid": (Spec("softmax", "sigmoid", dense=True, gamma=0.5), "soft"),
+    "smoothed-ignore": (SumsSpec("softmax", "smoothed", ignore=1), "labels"),
+    "squared": (SumsSpec("softmax", "none", squared=True), "labels"),
+    "regions": (SumsSpec("sigmoid", "sigmoid", ignore=0, dense=True), "regions"),
+    "minimum": (SumsSpec("softmax", "smoothed", minimum=True, dense=True), "soft"),
+    "raw": (SumsSpec("identity", "softmax", squared=True, dense=True), "soft"),
+    "ce": (SumsSpec("none", "softmax"), "labels"),
+    "focal": (SumsSpec("none", "softmax", gamma=2.0), "labels"),
+    "focal-sigmoid": (SumsSpec("softmax", "sigmoid", dense=True, gamma=0.5), "soft"),
 }
 
 
@@ -128,7 +128,7 @@ def test_counts_of_classes_in_several_tiles(rows, device):
 
     x, labels, _, _ = inputs((2, 5, 9), "labels", rows, device)
     x = x.round()
-    sums = segmentation_sums_fwd(x, labels, None, sizes_of(x), Spec("argmax", "none"))
+    sums = segmentation_sums_fwd(x, labels, None, sizes_of(x), SumsSpec("argmax", "none"))
     p, y = (torch.nn.functional.one_hot(of.long(), 5) for of in (x.argmax(1), labels))
     assert sums.dtype == torch.float64
     assert torch.equal(sums[:3].long(), torch.stack([(p * y).sum(1), p.sum(1), y.sum(1)]))

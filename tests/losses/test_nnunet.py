@@ -100,7 +100,7 @@ def test_the_sums_of_processes_make_the_loss(monkeypatch):
     loss = DC_and_CE_loss(options, {}, weight_ce=0)
     others: list[torch.Tensor] = []
     monkeypatch.setattr(nnunet, "gather", lambda t, group: torch.stack([t, others.pop(0)]))
-    leaf, spec = x.clone().requires_grad_(), op.Spec("softmax", "none")
+    leaf, spec = x.clone().requires_grad_(), op.SumsSpec("softmax", "none")
     value = nnunet_dc_and_ce(leaf, labels, options, {}, weight_ce=0)
     (expected,) = torch.autograd.grad(value, leaf)
     own, other = (op.sums(op.Given(x[i : i + 1], labels[i : i + 1]), spec)[:3].sum(1) for i in range(2))

@@ -11,7 +11,7 @@ from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.segmentation import aten, conv_op, op
-from fusedseg.ops.segmentation.spec import Given, Spec
+from fusedseg.ops.segmentation.spec import Given, SumsSpec
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
@@ -60,7 +60,7 @@ def target_of(logits, kind="labels"):
 def compare(given, size, align, options, target, mask=None, tolerance=1e-13):
     logits = ConvLogits(*given, size, align)
     spec = {"probability": "softmax", "likelihood": "softmax"} | options
-    sums = op.sums(Given(logits, target, mask), Spec(
+    sums = op.sums(Given(logits, target, mask), SumsSpec(
         spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
         dense=target.shape == logits.shape,
     ))  # fmt: skip
@@ -200,7 +200,7 @@ def test_keeps_nothing_but_its_arguments():
         logits = ConvLogits(*given, size)
         labels = target_of(logits)
         with SavedBytes([*given, labels]) as saved:
-            sums = conv_op.sums(Given(logits, labels), Spec("softmax", "softmax"))
+            sums = conv_op.sums(Given(logits, labels), SumsSpec("softmax", "softmax"))
         saved.add_attributes(sums)
         assert saved.nbytes == 0
 
@@ -233,7 +233,7 @@ def test_gradients_of_gradients_and_batches():
     (dh,) = torch.autograd.grad(conv_dice_ce(h, weight, bias, labels), h, create_graph=True)
     with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
         dh.sum().backward()
-    sums = op.sums(Given(ConvLogits(h, weight, bias), labels), Spec("softmax", "softmax"))
+    sums = op.sums(Given(ConvLogits(h, weight, bias), labels), SumsSpec("softmax", "softmax"))
     several = torch.randn(3, *sums.shape, dtype=torch.float64)
     together = torch.autograd.grad(sums, (h, weight), several, retain_graph=True, is_grads_batched=True)
     apart = [torch.autograd.grad(sums, (h, weight), each, retain_graph=True) for each in several]

@@ -6,7 +6,7 @@ import torch
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
 from fusedseg.ops.segmentation import aten, op, tile
-from fusedseg.ops.segmentation.spec import Given, Spec
+from fusedseg.ops.segmentation.spec import Given, SumsSpec
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
@@ -50,7 +50,7 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
         target = target.clamp(max=x.shape[1] - 1)
     spec = {"probability": "softmax", "likelihood": "softmax"} | options
     x.requires_grad_()
-    sums = op.sums(Given(x, target, mask), Spec(
+    sums = op.sums(Given(x, target, mask), SumsSpec(
         spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
         spec.get("minimum", False), target.shape == x.shape, spec.get("gamma", 0.0),
     ))  # fmt: skip
@@ -130,7 +130,7 @@ def test_half_precision(backend, device, rows):
         x = torch.randn(2, 5, 4, 6, device=device).to(dtype)
         x = (channels_last(x) if rows else x).requires_grad_()
         labels = torch.randint(5, (2, 4, 6), device=device)
-        sums = op.sums(Given(x, labels), Spec("softmax", "softmax"))
+        sums = op.sums(Given(x, labels), SumsSpec("softmax", "softmax"))
         assert sums.dtype == torch.float32
         leaf = x.detach().double().requires_grad_()
         expected = reference.segmentation_sums(leaf, labels)

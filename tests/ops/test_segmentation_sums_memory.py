@@ -27,7 +27,7 @@ def test_keeps_nothing_but_logits_and_target(backend, device):
     x = torch.randn(2, 4, 8, 8, device=device).requires_grad_()
     labels = torch.randint(4, (2, 8, 8), device=device)
     with SavedBytes([x, labels]) as saved:
-        sums = op.SumsFunction.apply(x, labels, None, op.Spec("softmax", "softmax"))
+        sums = op.SumsFunction.apply(x, labels, None, op.SumsSpec("softmax", "softmax"))
     saved.add_attributes(sums)
     assert saved.nbytes == 0
     del sums
@@ -95,7 +95,7 @@ def test_the_peak_is_the_gradient_or_a_tile(dtype, over, monkeypatch, record_pro
     with FakeTensorMode():
         x = torch.empty(2, 118, 128, 128, 128, dtype=dtype)
         labels = torch.empty(2, 128, 128, 128, dtype=torch.int16)
-        given, spec, dsums = op.Given(x, labels), op.Spec("softmax", "softmax"), torch.empty(5, 2, 118)
+        given, spec, dsums = op.Given(x, labels), op.SumsSpec("softmax", "softmax"), torch.empty(5, 2, 118)
         with LiveBytes() as live:
             op.forward(given, spec)
             op.backward(dsums, given, spec, x if over else None)
@@ -112,7 +112,7 @@ def test_gradients_of_gradients_are_refused():
 
 def test_batches_of_gradients():
     x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
-    sums = op.sums(op.Given(x, torch.zeros(1, 4)), op.Spec("softmax", "softmax"))
+    sums = op.sums(op.Given(x, torch.zeros(1, 4)), op.SumsSpec("softmax", "softmax"))
     several = torch.randn(3, *sums.shape, dtype=torch.float64)
     (together,) = torch.autograd.grad(sums, x, several, retain_graph=True, is_grads_batched=True)
     apart = [torch.autograd.grad(sums, x, each, retain_graph=True)[0] for each in several]

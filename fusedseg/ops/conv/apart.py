@@ -93,20 +93,34 @@ def convolve_sources_backward(
     ``wanted`` says in this order which gradients are needed; all other gradients are None.  If ``sources`` is a list,
     each source is taken off it when it is no longer needed, and is freed if nobody else has it.
     """
-    need_w, need_bias, *needs = wanted
     given = sources if isinstance(sources, list) else list(sources)
     ours = [_is_ours(given, i, given is sources) for i in range(len(given))]
-    if not (apart(given, geometry) or any(commutes(source, w, geometry) for source in given)):
-        small = [_Small.of(source) for source in given]
-        inputs, one = [concatenated(given)], len(given) == 1
-        given.clear()
-        backward = convolve_backward_in_turn if ours[0] or not one else _at_once
-        dx, dw, dbias = backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
-        if dx is None:
-            return dw, dbias, *(None for _ in small)
-        parts = (dx,) if one else dx.split([source.channels for source in small], dim=1)
-        pairs = zip(small, parts, needs, strict=True)
-        return dw, dbias, *(source.gradient(part) if need else None for source, part, need in pairs)
+    by_parts = apart(given, geometry) or any(commutes(source, w, geometry) for source in given)
+    return (_backward_of_parts if by_parts else _backward_of_one)(dy, given, ours, w, geometry, wanted)
+
+
+def _backward_of_one(
+    dy: Tensor, given: list[Source], ours: list[bool], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """``convolve_sources_backward`` by one convolution of the concatenation.  ``ours`` has ``_is_ours`` of each one."""
+    need_w, need_bias, *needs = wanted
+    small = [_Small.of(source) for source in given]
+    inputs, one = [concatenated(given)], len(given) == 1
+    given.clear()
+    backward = convolve_backward_in_turn if ours[0] or not one else _at_once
+    dx, dw, dbias = backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
+    if dx is None:
+        return dw, dbias, *(None for _ in small)
+    parts = (dx,) if one else dx.split([source.channels for source in small], dim=1)
+    pairs = zip(small, parts, needs, strict=True)
+    return dw, dbias, *(source.gradient(part) if need else None for source, part, need in pairs)
+
+
+def _backward_of_parts(
+    dy: Tensor, given: list[Source], ours: list[bool], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """``convolve_sources_backward`` by a convolution of each source, or of a range of its channels."""
+    need_w, need_bias, *needs = wanted
     # The gradients of each source, in the order of its channels.
     dsources: list[list[Tensor | None]] = [[] for _ in given]
     dws: list[list[Tensor | None]] = [[] for _ in given]

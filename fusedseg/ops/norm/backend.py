@@ -5,14 +5,15 @@ A new implementation needs a class with the methods of ``Backend``, and a line i
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ... import _backend
 from ...activation import TABLE, Activation
-from ..layout import Layout
-from .aten import Aten
+from ..layout import Layout, channel_view
+from . import aten_chunks, aten_input, aten_output, aten_samples
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, like_parameters, move_running
 from .triton import Triton
 
 
@@ -50,6 +51,47 @@ class Backend(Protocol):
         ...
 
 
+class Aten:
+    """The norm op on aten ops, for every device.
+
+    An op that keeps its output runs ``aten_output.py``; an op that keeps its input runs ``aten_input.py``.
+    """
+
+    def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+        if spec.keep == "input":
+            return aten_input.forward(passed, spec)
+        assert out is not None
+        if layout.I * layout.D == 1:
+            return Normalised(out, *aten_output.forward(passed, spec, layout, kept, out))
+        # If samples have statistics of their own, the running statistics move once, towards the averages over samples.
+        unmoved = passed if passed.running_mean is None else passed._replace(running_mean=None, running_var=None)
+        by = aten_samples if layout.I > 1 else aten_output
+        found = Normalised(out, *by.forward(unmoved, spec, layout, kept, out))
+        move_running(passed, spec, found, layout.N * layout.S)
+        return found
+
+    def backward(
+        self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
+    ) -> Gradients:
+        if spec.keep == "input":
+            return like_parameters(aten_input.backward(dz, saved, spec, wanted), saved)
+        dresidual = torch.empty_like(saved.source) if wanted.residual else None
+        by = aten_samples if layout.I > 1 else aten_output
+        found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
+        return like_parameters(found if dresidual is None else found._replace(dresidual=dresidual), saved)
+
+    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
+        return aten_input.rebuild(saved, spec)
+
+    def reads_output(self, x: Tensor, act: Activation) -> bool:
+        return aten_input.reads_output(x, act)
+
+    def moments(self, x: Tensor, layout: Layout) -> Tensor:
+        mean, var = aten_chunks.moments(channel_view(x, layout), layout)
+        count = layout.N * layout.S
+        return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)
+
+
 TRITON, ATEN = Triton(), Aten()
 
 
@@ -58,3 +100,11 @@ def backend_of(x: Tensor, act: Activation | None = None) -> Backend:
     # No kernel computes the gradient of a learned slope.
     learned = act is not None and TABLE[act.name].learned
     return ATEN if learned or not _backend.use_triton(x, "norm") else TRITON
+
+
+def directly(passed: Passed, spec: Spec) -> Backend | None:
+    """The backend whose passes can be called directly; None for a call that ``passes.forward`` must prepare first."""
+    x, weight, bias, _, _, running_mean, running_var, _ = passed
+    if spec.process_group is None and x.numel() and adjacent(weight, bias, running_mean, running_var):
+        return backend_of(x, spec.act)
+    return None

@@ -13,9 +13,9 @@ from ..double_backward import differentiated_once, is_batch
 from ..layout import Layout, dense, laid_out, like
 from ..observer import OPEN, OpCall, observed
 from . import coded
-from .backend import Backend, backend_of
+from .backend import Backend, backend_of, directly
 from .kept import Kept
-from .passes import Again, backward, directly, fits, forward
+from .passes import Again, backward, fits, forward
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
 
 

@@ -11,7 +11,7 @@ from ...activation import TABLE
 from ..layout import Layout, like
 from ..low_bit.spec import Packed
 from . import coded, sync
-from .backend import Backend, backend_of
+from .backend import backend_of, directly
 from .kept import Kept
 from .spec import (
     Gradients,
@@ -28,14 +28,6 @@ from .spec import (
 )
 
 InPlace = Callable[..., Tensor]
-
-
-def directly(passed: Passed, spec: Spec) -> Backend | None:
-    """The backend whose passes can be called directly, or None for a call that ``forward`` prepares for its backend."""
-    x, weight, bias, _, _, running_mean, running_var, _ = passed
-    if spec.process_group is None and x.numel() and adjacent(weight, bias, running_mean, running_var):
-        return backend_of(x, spec.act)
-    return None
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:

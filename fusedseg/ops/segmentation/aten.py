@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import FakeTensor
-from .spec import ROWS, Given, Sizes, Spec, sizes_of, sums_dtype, wide_dtype
+from .spec import ROWS, Given, Sizes, SumsSpec, sizes_of, sums_dtype, wide_dtype
 from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside two or three copies.
@@ -23,7 +23,7 @@ FEWEST_THREADS = 2
 DEVICE_TILE = 1 << 24
 
 
-def _views(given: Given, sizes: Sizes, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None, Axes]:
+def _views(given: Given, sizes: Sizes, spec: SumsSpec) -> tuple[Tensor, Tensor, Tensor | None, Axes]:
     """Logits, target and mask with three axes each, and the axes of classes and positions."""
     N, K, S, rows = sizes
     axes = Axes(2, 1) if rows else Axes(1, 2)
@@ -54,7 +54,7 @@ def _tiles(logits: Tensor, sizes: Sizes) -> Iterator[tuple[slice, slice]]:
                 return
 
 
-def forward(given: Given, sizes: Sizes, spec: Spec) -> Tensor:
+def forward(given: Given, sizes: Sizes, spec: SumsSpec) -> Tensor:
     """The sums, (ROWS, N, K)."""
     dtype = wide_dtype(given.logits)
     # Sums of tiles are added in float64: one fp32 number for each class would lose 4e-4 of a large class.
@@ -68,7 +68,7 @@ def forward(given: Given, sizes: Sizes, spec: Spec) -> Tensor:
 
 def argmax(logits: Tensor, sizes: Sizes, labels: Tensor) -> None:
     """Writes the first class with the largest logit of each position into ``labels``, (N, S)."""
-    views, _, _, axes = _views(Given(logits, labels), sizes, Spec("none", "none"))
+    views, _, _, axes = _views(Given(logits, labels), sizes, SumsSpec("none", "none"))
     for n, s in _tiles(logits, sizes):
         labels[n, s] = views[_at(n, s, axes)].argmax(axes.classes)
 
@@ -78,7 +78,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, options: Mapping[str, Any]) ->
     given, sizes = Given(logits, labels), sizes_of(logits)
     assert sizes is not None
     values = torch.empty(sizes.N, sizes.S, dtype=wide_dtype(logits), device=logits.device)
-    views, target, _, axes = _views(given, sizes, Spec("none", "none"))
+    views, target, _, axes = _views(given, sizes, SumsSpec("none", "none"))
     for n, s in _tiles(logits, sizes):
         at = _at(n, s, axes)
         x = views[at].to(values.dtype).movedim(axes.classes, 1)
@@ -86,7 +86,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, options: Mapping[str, Any]) ->
     return values
 
 
-def backward(dsums: Tensor, given: Given, sizes: Sizes, spec: Spec, dx: Tensor) -> None:
+def backward(dsums: Tensor, given: Given, sizes: Sizes, spec: SumsSpec, dx: Tensor) -> None:
     """Writes the gradient of the logits into ``dx``, which may have their memory."""
     dtype = wide_dtype(given.logits)
     logits, target, mask, axes = _views(given, sizes, spec)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .conv_logits import ConvLogits, Logits, is_target_dense
 from .op import sums
-from .spec import NLL, OVERLAP, PREDICTION, TARGET, Given, Spec
+from .spec import NLL, OVERLAP, PREDICTION, TARGET, Given, SumsSpec
 
 
 class SegmentationSums(NamedTuple):
@@ -91,7 +91,7 @@ def segmentation_sums(
     Source: Milletari et al., "V-Net", 3DV 2016 (Dice); Wang et al., "Dice Semimetric Losses", MICCAI 2023 (minimum);
     Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017 (gamma).
     """
-    spec = Spec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target), gamma)
+    spec = SumsSpec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target), gamma)
     found = sums(Given(logits, target, mask), spec)
     has_p, has_nll = probability != "none", spec.nll != "none"
     wanted = (has_p, has_p, True, has_nll, spec.other)
@@ -134,7 +134,7 @@ def conv_dice_ce(
         RuntimeError: backward itself is differentiated.
     """
     logits = ConvLogits(features, weight, bias, None if size is None else tuple(size), align_corners)
-    spec = Spec("softmax", "softmax", ignore_index, dense=is_target_dense(logits, target))
+    spec = SumsSpec("softmax", "softmax", ignore_index, dense=is_target_dense(logits, target))
     found = sums(Given(logits, target), spec)
     dice = (2 * found[OVERLAP] + smooth) / (found[PREDICTION] + found[TARGET] + smooth)
     return 1 - dice.mean() + found[NLL].sum() / found[TARGET].sum()
@@ -180,7 +180,7 @@ def tp_fp_fn(
     """
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         mask = mask != 0
-    spec = Spec("positive" if regions else "argmax", "none", ignore_index, dense=is_target_dense(logits, target))
+    spec = SumsSpec("positive" if regions else "argmax", "none", ignore_index, dense=is_target_dense(logits, target))
     counts = sums(Given(logits, target, mask), spec).long()
     tp = counts[OVERLAP]
     return TpFpFn(tp, counts[PREDICTION] - tp, counts[TARGET] - tp)

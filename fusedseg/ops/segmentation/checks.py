@@ -6,10 +6,10 @@ from torch import Tensor
 from ..._torch import FakeTensor
 from ..check import check_choice, check_input, check_tensor
 from .conv_logits import ConvLogits, Logits
-from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, Spec
+from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, SumsSpec
 
 
-def check(given: Given, spec: Spec) -> None:
+def check(given: Given, spec: SumsSpec) -> None:
     """Raises ValueError or TypeError if an argument does not fit."""
     check_choice(OP, "probability", spec.probability, PROBABILITIES)
     check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))

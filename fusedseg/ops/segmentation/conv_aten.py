@@ -22,7 +22,7 @@ from ..layout import dense
 from . import aten
 from .conv_logits import Conv, Form
 from .interpolation import axis_of
-from .spec import ROWS, Spec, sums_dtype, wide_dtype
+from .spec import ROWS, SumsSpec, sums_dtype, wide_dtype
 from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile on a GPU.  The tile has 16 MiB in fp32, beside three or four copies.
@@ -32,14 +32,14 @@ AXES = Axes(1, 2)
 Where = tuple[slice, ...]
 
 
-class Call(NamedTuple):
+class ConvSums(NamedTuple):
     """One call: the convolution, and what the sums are taken of."""
 
     conv: Conv
     form: Form
     target: Tensor
     mask: Tensor | None
-    spec: Spec
+    spec: SumsSpec
 
 
 class Grads(NamedTuple):
@@ -200,7 +200,7 @@ def _tile(x: Tensor, where: Where, target: Tensor, mask: Tensor | None) -> Tile:
     return Tile(x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape).to(x.dtype))
 
 
-def _on_grid(call: Call) -> tuple[Tensor, Tensor | None]:
+def _on_grid(call: ConvSums) -> tuple[Tensor, Tensor | None]:
     """Target and mask as (N, channels, *grid)."""
     N, K, dense = call.conv.features.shape[0], call.conv.weight.shape[0], call.spec.dense
     grid = _grid(call.conv, call.form)
@@ -208,7 +208,7 @@ def _on_grid(call: Call) -> tuple[Tensor, Tensor | None]:
     return call.target.reshape(N, K if dense else 1, *grid), mask
 
 
-def forward(call: Call) -> Tensor:
+def forward(call: ConvSums) -> Tensor:
     """The sums, (ROWS, N, K)."""
     conv, spec = call.conv, call.spec
     shape = ROWS, conv.features.shape[0], conv.weight.shape[0]
@@ -221,7 +221,7 @@ def forward(call: Call) -> Tensor:
     return sums.to(sums_dtype(conv.features, spec))
 
 
-def backward(dsums: Tensor, call: Call, needs: tuple[bool, bool, bool]) -> tuple[Tensor | None, ...]:
+def backward(dsums: Tensor, call: ConvSums, needs: tuple[bool, bool, bool]) -> tuple[Tensor | None, ...]:
     """The gradients of features, weight and bias; None for those that ``needs`` leaves out."""
     # Both passes need features whose positions are one axis.
     conv = call.conv._replace(features=dense(call.conv.features)[0])

@@ -19,9 +19,9 @@ from ..double_backward import differentiated_once
 from ..layout import dense
 from ..observer import unwatched
 from . import conv_aten
-from .conv_aten import Call
+from .conv_aten import ConvSums
 from .conv_logits import Conv, ConvLogits, Form
-from .spec import OP, ROWS, SCHEMA, Given, Spec, sums_dtype
+from .spec import OP, ROWS, SCHEMA, Given, SumsSpec, sums_dtype
 
 Needs = tuple[bool, bool, bool]
 
@@ -33,13 +33,13 @@ def no_autocast(t: Tensor) -> Any:
 
 
 @unwatched
-def forward(call: Call) -> Tensor:
+def forward(call: ConvSums) -> Tensor:
     """The sums, (ROWS, N, K)."""
     with no_autocast(call.target):
         return conv_aten.forward(call)
 
 
-def backward(dsums: Tensor, call: Call, needs: Needs) -> tuple[Tensor | None, ...]:
+def backward(dsums: Tensor, call: ConvSums, needs: Needs) -> tuple[Tensor | None, ...]:
     """The gradients of features, weight and bias."""
     with no_autocast(dsums):
         return conv_aten.backward(dsums, call, needs)
@@ -52,14 +52,14 @@ class ConvSumsFunction(torch.autograd.Function):
     def forward(ctx, features, weight, bias, target, mask, form, spec):
         ctx.form, ctx.spec = form, spec
         ctx.save_for_backward(features, weight, bias, target, mask)
-        return forward(Call(Conv(features, weight, bias), form, target, mask, spec))
+        return forward(ConvSums(Conv(features, weight, bias), form, target, mask, spec))
 
     @staticmethod
     def backward(ctx, dsums):
         form, spec, needs = ctx.form, ctx.spec, ctx.needs_input_grad[:3]
 
         def run(dsums, features, weight, bias, target, mask):
-            return backward(dsums, Call(Conv(features, weight, bias), form, target, mask, spec), needs)
+            return backward(dsums, ConvSums(Conv(features, weight, bias), form, target, mask, spec), needs)
 
         return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
@@ -74,9 +74,9 @@ def _form(size: Any, align_corners: bool, dtype: torch.dtype) -> Form:
     return Form(None if size is None else tuple(size), align_corners, dtype)
 
 
-def _call(args: tuple) -> Call:
+def _call(args: tuple) -> ConvSums:
     target, mask = args[3:5]
-    return Call(Conv(*args[:3]), _form(*args[5:8]), target, mask, Spec(*args[8:]))
+    return ConvSums(Conv(*args[:3]), _form(*args[5:8]), target, mask, SumsSpec(*args[8:]))
 
 
 @torch.library.custom_op("fusedseg::conv_segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
@@ -159,7 +159,7 @@ conv_sums_op.register_autograd(_op_backward, setup_context=_setup_context)
 conv_sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
 
 
-def sums(given: Given, spec: Spec) -> Tensor:
+def sums(given: Given, spec: SumsSpec) -> Tensor:
     """The op on checked arguments, of which the logits are ``ConvLogits``."""
     logits: ConvLogits = given.logits
     conv, form = logits.conv, logits.form
@@ -169,7 +169,7 @@ def sums(given: Given, spec: Spec) -> Tensor:
         return conv_sums_op(*conv, given.target, given.mask, *form, *spec)
     differentiable = any(t is not None and t.requires_grad for t in conv)
     if spec.hard or not (torch.is_grad_enabled() and differentiable):
-        return forward(Call(conv, form, given.target, given.mask, spec))
+        return forward(ConvSums(conv, form, given.target, given.mask, spec))
     found: Any = ConvSumsFunction.apply(*conv, given.target, given.mask, form, spec)
     return found
 

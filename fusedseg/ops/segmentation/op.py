@@ -22,7 +22,7 @@ from ..observer import unwatched
 from . import aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits
-from .spec import OP, ROWS, SCHEMA, Given, Sizes, Spec, sizes_of, sums_dtype
+from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
 
 OVERWRITTEN = (
     f"{OP}: a second backward is not possible, because the first one has written the gradient over the logits "
@@ -41,7 +41,7 @@ def dense(given: Given) -> tuple[Given, Sizes]:
 
 
 @unwatched
-def forward(given: Given, spec: Spec) -> Tensor:
+def forward(given: Given, spec: SumsSpec) -> Tensor:
     """The sums, (ROWS, N, K)."""
     given, sizes = dense(given)
     if given.logits.numel() == 0:
@@ -54,7 +54,7 @@ def forward(given: Given, spec: Spec) -> Tensor:
         return segmentation_sums_fwd(*given, sizes, spec)
 
 
-def backward(dsums: Tensor, given: Given, spec: Spec, into: Tensor | None = None) -> Tensor:
+def backward(dsums: Tensor, given: Given, spec: SumsSpec, into: Tensor | None = None) -> Tensor:
     """The gradient of the logits, in their dtype and strides; it is written to ``into``, if that is given."""
     given, sizes = dense(given)
     dx = torch.empty_like(given.logits) if into is None else into
@@ -105,19 +105,19 @@ _GIVEN = "Tensor logits, Tensor target, Tensor? mask"
 
 @torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_GIVEN}, {SCHEMA}) -> Tensor")
 def sums_op(logits, target, mask, *spec):
-    return forward(Given(logits, target, mask), Spec(*spec))
+    return forward(Given(logits, target, mask), SumsSpec(*spec))
 
 
 @sums_op.register_fake
 def _(logits, target, mask, *spec):
-    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits, Spec(*spec)))
+    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits, SumsSpec(*spec)))
 
 
 @torch.library.custom_op(
     "fusedseg::segmentation_sums_backward", mutates_args=(), schema=f"(Tensor dsums, {_GIVEN}, {SCHEMA}) -> Tensor"
 )
 def sums_backward_op(dsums, logits, target, mask, *spec):
-    return backward(dsums, Given(logits, target, mask), Spec(*spec))
+    return backward(dsums, Given(logits, target, mask), SumsSpec(*spec))
 
 
 @sums_backward_op.register_fake
@@ -143,7 +143,7 @@ sums_op.register_autograd(_op_backward, setup_context=_setup_context)
 sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
 
 
-def sums(given: Given, spec: Spec) -> Tensor:
+def sums(given: Given, spec: SumsSpec) -> Tensor:
     """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
     check(given, spec)
     if isinstance(given.logits, ConvLogits):

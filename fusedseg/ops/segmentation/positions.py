@@ -13,7 +13,7 @@ from .checks import check
 from .conv_logits import ConvLogits, Logits
 from .conv_op import no_autocast
 from .op import dense
-from .spec import Given, Spec, wide_dtype
+from .spec import Given, SumsSpec, wide_dtype
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
     in float64 for float64 logits, otherwise in float32.
     """
     given = Given(logits, labels)
-    check(given, Spec("none", "softmax"))
+    check(given, SumsSpec("none", "softmax"))
     if torch.compiler.is_compiling():
         # The compiler fuses the stock function into one pass.
         x = logits.formed() if isinstance(logits, ConvLogits) else logits

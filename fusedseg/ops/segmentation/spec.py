@@ -42,7 +42,7 @@ LIKELIHOODS = {
 }
 
 
-class Spec(NamedTuple):
+class SumsSpec(NamedTuple):
     """The description of one call.
 
     probability: the function of the logits that gives p in the first three sums, a value of PROBABILITIES; with "none"
@@ -78,16 +78,16 @@ class Spec(NamedTuple):
         return self.probability in HARD
 
     # The compiler of PyTorch 2.8 does not follow ``_replace``.
-    def using(self, probability: str, likelihood: str, gamma: float = 0.0) -> "Spec":
+    def using(self, probability: str, likelihood: str, gamma: float = 0.0) -> "SumsSpec":
         """The same call with other functions of the logits."""
-        return Spec(probability, likelihood, self.ignore, self.squared, self.minimum, self.dense, gamma)
+        return SumsSpec(probability, likelihood, self.ignore, self.squared, self.minimum, self.dense, gamma)
 
-    def ignoring(self, label: int) -> "Spec":
+    def ignoring(self, label: int) -> "SumsSpec":
         _, _, _, squared, minimum, dense, gamma = self
-        return Spec(self.probability, self.likelihood, label, squared, minimum, dense, gamma)
+        return SumsSpec(self.probability, self.likelihood, label, squared, minimum, dense, gamma)
 
 
-# The fields of a ``Spec`` in the schemas of ``torch.library``, in their order.
+# The fields of a ``SumsSpec`` in the schemas of ``torch.library``, in their order.
 SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense, float gamma=0.0"
 
 
@@ -127,6 +127,6 @@ def wide_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def sums_dtype(logits: Tensor, spec: Spec) -> torch.dtype:
+def sums_dtype(logits: Tensor, spec: SumsSpec) -> torch.dtype:
     """The dtype of the sums; that of counts is float64, in which they are exact."""
     return torch.float64 if spec.hard else wide_dtype(logits)

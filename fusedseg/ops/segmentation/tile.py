@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import FakeTensor
-from .spec import NLL, OP, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Spec
+from .spec import NLL, OP, OTHER_NLL, OVERLAP, PREDICTION, TARGET, SumsSpec
 
 # Up to this number of classes, a one-hot target of the tile takes less time than looking up and adding by label.
 ONE_HOT_CLASSES = 16
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     mask: Tensor | None
 
 
-def _is_looked_up(tile: Tile, spec: Spec, axes: Axes) -> bool:
+def _is_looked_up(tile: Tile, spec: SumsSpec, axes: Axes) -> bool:
     """Whether labels are looked up; otherwise they become a one-hot target of the tile."""
     possible = spec.probability in ("softmax", "argmax", "none") and spec.nll != "sigmoid"
     if spec.dense or spec.squared or not possible:
@@ -69,7 +69,7 @@ def _weights(tile: Tile, ignore: int | None) -> Tensor | None:
     return valid if tile.mask is None else valid * tile.mask
 
 
-def _ignored(labels: Tensor, spec: Spec, K: int) -> int | None:
+def _ignored(labels: Tensor, spec: SumsSpec, K: int) -> int | None:
     """The ignored label, or None if it does not occur, which saves the work of a mask.
 
     Raises IndexError for a label of no class.  Both need values that Python reads without waiting for a device.
@@ -93,13 +93,13 @@ class _Labels(NamedTuple):
     m: Tensor | None
 
 
-def _labels(tile: Tile, spec: Spec, axes: Axes) -> _Labels:
+def _labels(tile: Tile, spec: SumsSpec, axes: Axes) -> _Labels:
     ignore = _ignored(tile.target, spec, tile.logits.shape[axes.classes])
     index = tile.target.long()
     return _Labels(index if ignore is None else index * (index != ignore), _weights(tile, ignore))
 
 
-def _target(tile: Tile, spec: Spec, axes: Axes) -> Target:
+def _target(tile: Tile, spec: SumsSpec, axes: Axes) -> Target:
     """y for every class, and m."""
     y = tile.target
     if spec.dense:
@@ -130,7 +130,7 @@ def _softmax_of(log_p: Tensor) -> Tensor:
     return log_p.mul_(LOG2_E).exp2_()
 
 
-def _probability(x: Tensor, spec: Spec, axes: Axes) -> Tensor:
+def _probability(x: Tensor, spec: SumsSpec, axes: Axes) -> Tensor:
     if spec.probability == "softmax":
         return _softmax(x, axes)
     if spec.probability == "argmax":
@@ -172,7 +172,7 @@ def _where_counted(t: Tensor, m: Tensor | None) -> Tensor:
     return t if m is None else torch.where(m == 0, 0.0, t)
 
 
-def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+def tile_sums(tile: Tile, spec: SumsSpec, axes: Axes, sums: Tensor) -> None:
     """Adds the sums of a tile to ``sums``, (ROWS, samples, K) in float64."""
     if _is_looked_up(tile, spec, axes):
         _sums_of_labels(tile, spec, axes, sums)
@@ -180,7 +180,7 @@ def tile_sums(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         _sums_of_target(tile, spec, axes, sums)
 
 
-def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+def _sums_of_labels(tile: Tile, spec: SumsSpec, axes: Axes, sums: Tensor) -> None:
     x, (index, m) = tile.logits, _labels(tile, spec, axes)
     flat = index.squeeze(axes.classes)
 
@@ -207,7 +207,7 @@ def _sums_of_labels(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         add_by_class(PREDICTION, ones, predicted.squeeze(axes.classes))
 
 
-def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
+def _sums_of_target(tile: Tile, spec: SumsSpec, axes: Axes, sums: Tensor) -> None:
     x, (y, m) = tile.logits, _target(tile, spec, axes)
     ym = _times(y, m)
 
@@ -239,7 +239,7 @@ def _sums_of_target(tile: Tile, spec: Spec, axes: Axes, sums: Tensor) -> None:
         sums[OVERLAP] += total(_times(torch.minimum(p, y), m) if spec.minimum else p * ym)
 
 
-def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
+def tile_grad(tile: Tile, spec: SumsSpec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     """Writes the gradient of the logits of a tile into ``dx``.
 
     ``dsums`` has the gradients of the sums, in shapes (ROWS, samples, K, 1) or (ROWS, samples, 1, K).
@@ -250,7 +250,7 @@ def tile_grad(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> 
         _grad_of_target(tile, spec, axes, dsums, dx)
 
 
-def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
+def _grad_of_labels(tile: Tile, spec: SumsSpec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     """With u and v at the label apart, dx = m p (dPREDICTION + factor) - m dOTHER_NLL, and more at the label."""
     x, (index, m) = tile.logits, _labels(tile, spec, axes)
     p = _softmax(x, axes)
@@ -290,7 +290,7 @@ def _grad_of_labels(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
         dx.copy_(out)
 
 
-def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
+def _grad_of_target(tile: Tile, spec: SumsSpec, axes: Axes, dsums: Tensor, dx: Tensor) -> None:
     x, target = tile.logits, _target(tile, spec, axes)
     (y, m), found = target, None
     if spec.probability in ("sigmoid", "identity"):
@@ -310,7 +310,7 @@ def _grad_of_target(tile: Tile, spec: Spec, axes: Axes, dsums: Tensor, dx: Tenso
 
 
 def _add_grad_of_softmax(
-    logits: Tensor, target: Target, spec: Spec, axes: Axes, dsums: Tensor, found: Tensor | None, dx: Tensor
+    logits: Tensor, target: Target, spec: SumsSpec, axes: Axes, dsums: Tensor, found: Tensor | None, dx: Tensor
 ) -> None:
     """Writes ``found`` and the gradient by the softmax into ``dx``."""
     (y, m), (e, sum_of_e) = target, _exponentials(logits, axes)
@@ -351,7 +351,7 @@ def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> T
     return grad
 
 
-def _grad_of_p(p: Tensor, y: Tensor, spec: Spec, dsums: Tensor) -> Tensor:
+def _grad_of_p(p: Tensor, y: Tensor, spec: SumsSpec, dsums: Tensor) -> Tensor:
     """u without m, in memory of its own."""
     # At p = y, autograd takes half of the gradient of a minimum.
     u = dsums[OVERLAP] * ((1 - (p - y).sign()) / 2 if spec.minimum else y)

@@ -20,7 +20,7 @@ from ..layout import layout_of
 from ..low_bit import aten as low_bit_aten
 from ..low_bit.spec import lines_of
 from ..norm.coded import new_codes
-from ..segmentation.spec import Spec, sizes_of
+from ..segmentation.spec import SumsSpec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -228,7 +228,7 @@ def _sums_float64(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     from ...kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
-    spec = Spec("softmax", "smoothed")
+    spec = SumsSpec("softmax", "smoothed")
     for fmt, shape in (("contiguous", SHAPE), ("channels_last", SHAPE), ("contiguous", MANY_CLASSES)):
         x = _random(shape, dtype, device, fmt, 0)
         labels = _random(shape, torch.float32, device, fmt, 1).argmax(1).short()
