@@ -32,7 +32,7 @@ try:
         convert_sync,
     )
     from .ops import reuse as _reuse
-    from .ops.recompute.scope import recompute
+    from .scope.scope import recompute
 finally:
     if _collects:
         gc.enable()

@@ -77,7 +77,7 @@ def unfold(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             results: Any = module.graph.graph_copy(body, env)
         for item in list(node.users):
-            place: Any = item.args[1]
+            place: object = item.args[1]
             item.replace_all_uses_with(results[place])
             module.graph.erase_node(item)
         module.graph.erase_node(node)

@@ -45,7 +45,7 @@ def _is_plain(node: fx.Node) -> bool:
     return not transposed and groups == 1 and all(mask[:2])
 
 
-def _call(node: Any) -> Any:
+def _call(node: fx.Node) -> Any:
     """The call of which a node picks the first result."""
     first = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == 0
     return node.args[0] if first else None

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
 from tests.ops.test_low_bit_networks import IMAGES, VOLUME
