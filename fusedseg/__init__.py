@@ -80,6 +80,9 @@ reuse_output: bool
 class _Package(types.ModuleType):
     """Makes ``fusedseg.backend`` an attribute that is checked when it is set."""
 
+    def __dir__(self) -> list[str]:
+        return [*__all__, "__version__", "compiler", "nn"]
+
     @property
     def backend(self) -> _backend.Backend:
         """The implementation that runs: "auto" (Triton on a GPU, aten elsewhere), "triton" or "aten"."""

@@ -23,7 +23,7 @@ NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_in
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
 
-    def max_pool(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def max_pool(input: Tensor, *args: Any, **kwargs: object) -> Any:  # noqa: A002
         named = dict(zip(NAMES, args, strict=False)) | kwargs
         x = input
         trained = torch.is_grad_enabled() and x.requires_grad

@@ -3,7 +3,8 @@
 ``cut.py`` gives the values that are computed again, for falling prices of arithmetic.  Each of these choices has a
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``live.py``).
 The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
-So a smaller budget never has a higher peak.
+So a smaller budget never has a higher peak.  Without a budget the last choice counts: none may peak above the first.
+Arithmetic that is left at the end, too little for the next choice, buys single products.
 Products run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
 
@@ -11,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from enum import Enum, auto
 from typing import NamedTuple
 
 from torch import fx
@@ -30,6 +32,8 @@ CHEAP = 1
 LEAST = 0.004
 # The search ends after so many choices in a row that peak higher.
 TRIES = 12
+# So many choices that repeat too much are tried without one of their products.
+NEAREST = 4
 # The share by which the peak may rise, for small tensors such as copies of biases.
 SAME = 1e-3
 
@@ -99,43 +103,111 @@ class Choices:
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
 
-    def on_the_way_down(self, most_flops: float) -> Iterator[Choice]:
-        """The choices within so much arithmetic that keep less and less, and do not peak higher and higher."""
+    def flops_of(self, plan: keep.Plan) -> int:
+        """The arithmetic of the products that a plan computes again, once each."""
+        return self._flops_of(set(plan.again))
+
+    def on_the_way_down(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
+        """The choices within so much arithmetic that keep less and less.
+
+        With ``falling`` none peaks higher than one before it, otherwise none peaks higher than the first one.
+        """
         first = self.first()
-        best = Choice(first, self.cost(first))
-        yield best
-        lowest, cut = best.cost.peak, self.cut()
+        way = WayDown(self, Choice(first, self.cost(first)), most_flops, falling)
+        yield way.best
+        cut = self.cut()
         steps = cut.steps()
-        again = steps[0]
-        refused: set[frozenset[fx.Node]] = set()
-        spent, left = self._flops_of(set(first.again)), self.kept(first)
-        for wanted in steps:
+        way.again = next(iter(steps))
+        # The first choices for which there is too little arithmetic, and their prices.
+        dear: dict[frozenset[fx.Node], float] = {}
+        for wanted, price in steps.items():
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
-            for part in sorted(cut.parts(wanted - again), key=self._flops_of) or [set()]:
-                tried = again | small | part
-                plan = keep.plan_of(self.joint, tried)
-                enough = best.cost.kept - LEAST * self.eager
-                if self.kept(plan) > enough or tried in refused:
-                    small |= part
-                    continue
-                flops, kept = self._flops_of(set(plan.again)), self.kept(plan)
-                if flops > most_flops:
+            for part in sorted(cut.parts(wanted - way.again), key=self._flops_of) or [set()]:
+                tried = way.again | small | part
+                verdict = way.walk(tried)
+                if verdict is Verdict.DEAR and len(dear) < NEAREST:
+                    dear.setdefault(tried, price)
+                if verdict is Verdict.DEAR or len(way.refused) == TRIES:
                     break
-                # A byte of the peak is worth as much as one that is kept.
-                price = max(flops - spent, 0) / max(left - kept, 1)
-                plan.goal = Goal(lowest * (1 + SAME), most_flops, price)
-                cost = self.cost(plan)
-                small = frozenset()
-                if cost.kept > enough or cost.peak > plan.goal.peak or cost.flops > most_flops:
-                    refused.add(tried)
-                    if len(refused) == TRIES:
-                        return
-                    continue
-                best, again, spent, left = Choice(plan, cost), tried, flops, kept
-                lowest = min(lowest, cost.peak)
-                refused.clear()
-                yield best
+                small = small | part if verdict is Verdict.SMALL else frozenset()
+                if verdict is Verdict.TAKEN:
+                    yield way.best
+            if len(way.refused) == TRIES:
+                break
+        if dear:
+            yield from self._filled(way, cut, dear)
+
+    def _filled(self, way: "WayDown", cut: Cut, dear: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
+        """Choices that use up the arithmetic: those of ``dear`` without a product, and then with one product more."""
+        price = next(iter(dear.values()))
+        for more in dear:
+            way.refused.clear()
+            products = cut.products & {keep.call_node(node) for node in keep.plan_of(self.joint, more).again}
+            for call in sorted(products, key=self.nbytes):
+                fits = self._flops_of(products - {call}) <= way.most_flops
+                verdict = way.walk(cut.with_products(products - {call}, dear[more])) if fits else Verdict.DEAR
+                if verdict is Verdict.TAKEN:
+                    yield way.best
+                if verdict is Verdict.TAKEN or len(way.refused) == TRIES:
+                    break
+        way.refused.clear()
+        for call in sorted(cut.products, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
+            products = cut.products & {keep.call_node(node) for node in way.best.plan.again}
+            if call in products or self._flops_of(products | {call}) > way.most_flops:
+                continue
+            if way.walk(way.again | cut.with_products(products | {call}, price)) is Verdict.TAKEN:
+                yield way.best
+            if len(way.refused) == TRIES:
+                return
+
+
+class Verdict(Enum):
+    """What becomes of a choice that is tried: it is the next one, saves too little, or repeats or peaks too much."""
+
+    TAKEN = auto()
+    SMALL = auto()
+    DEAR = auto()
+    HIGH = auto()
+
+
+class WayDown:
+    """The last choice on the way down.
+
+    Attributes:
+        best: the choice.
+        again: the values that may be computed again in it.
+        refused: those with which the peak was too high since then.
+    """
+
+    def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
+        self._choices, self.best, self.most_flops, self._falling = choices, best, most_flops, falling
+        self.again: frozenset[fx.Node] = frozenset()
+        self.refused: set[frozenset[fx.Node]] = set()
+        self._most = best.cost.peak
+
+    def walk(self, tried: frozenset[fx.Node]) -> Verdict:
+        """Tries the choice with these values."""
+        of, best = self._choices, self.best
+        plan = keep.plan_of(of.joint, tried)
+        enough = best.cost.kept - LEAST * of.eager
+        kept, flops = of.kept(plan), of.flops_of(plan)
+        if kept > enough or tried in self.refused:
+            return Verdict.SMALL
+        if flops > self.most_flops:
+            return Verdict.DEAR
+        # A byte of the peak is worth as much as one that is kept.
+        price = max(flops - of.flops_of(best.plan), 0) / max(of.kept(best.plan) - kept, 1)
+        plan.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
+        cost = of.cost(plan)
+        if cost.kept > enough or cost.peak > plan.goal.peak or cost.flops > self.most_flops:
+            self.refused.add(tried)
+            return Verdict.HIGH
+        self.best, self.again = Choice(plan, cost), tried
+        if self._falling:
+            self._most = min(self._most, cost.peak)
+        self.refused.clear()
+        return Verdict.TAKEN
 
 
 class RoundedChoices(Choices):
@@ -190,7 +262,9 @@ def choose(choices: Choices, wanted: Wanted) -> keep.Plan:
 def chosen(choices: Choices, wanted: Wanted) -> Choice:
     budget, arguments = wanted.budget, choices.live.arguments
     most = budget.bytes_of(choices.eager)
-    for found in choices.on_the_way_down(budget.most_flops * choices.total):
+    # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
+    falling = most is not None or wanted.peak is not None
+    for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
         kept_enough = most is not None and found.cost.kept <= most
         if kept_enough or (wanted.peak is not None and found.cost.peak + arguments <= wanted.peak):
             break

@@ -8,6 +8,7 @@ With a lower price more values are computed again, and all that was before still
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from torch import fx
@@ -145,7 +146,7 @@ class Cut:
         # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
         self._priced: list[tuple[int, int]] = []
         # The places of products among them.
-        self._products: list[int] = []
+        self._products: dict[fx.Node, int] = {}
         calls: dict[fx.Node, int] = {}
         for node, sources in self.sources.items():
             again = self._vertices[node].again
@@ -157,7 +158,7 @@ class Cut:
             if call not in calls:
                 calls[call] = flow.vertex()
                 if has_flops(call):
-                    self._products.append(len(self._priced))
+                    self._products[call] = len(self._priced)
                 self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
                 for source in sources:
                     flow.edge(self._vertices[source].available, calls[call], ENDLESS)
@@ -165,6 +166,7 @@ class Cut:
         self._paid = [0] * len(self._priced)
         if is_rounded is not None:
             self._from_exact_values(calls, is_rounded)
+        self._start = flow.left.copy()
 
     def _from_exact_values(self, calls: dict[fx.Node, int], is_rounded: Callable[[fx.Node], bool]) -> None:
         """A product runs again only if its inputs are exact: they are computed again from exact values themselves."""
@@ -180,25 +182,38 @@ class Cut:
                 if has_flops(call):
                     flow.edge(exact[source], calls[call], ENDLESS)
 
-    def steps(self) -> list[frozenset[fx.Node]]:
+    def steps(self) -> dict[frozenset[fx.Node], float]:
         """The values that are computed again, for falling prices of arithmetic; each set has those before it."""
         flow = self._flow
-        found: list[frozenset[fx.Node]] = []
+        found: dict[frozenset[fx.Node], float] = {}
         vertices = [True] * len(flow.edges)
         for step in reversed(range(PRICES)):
             price, left, paid = UNIT * FIRST * NEXT**step, flow.left.copy(), self._paid.copy()
             later = self._at_price(price, range(len(self._priced)))
-            changed = [place for place in self._products if vertices[(head := self._vertex(place))] and not later[head]]
+            changed = [
+                place
+                for place in self._products.values()
+                if vertices[(head := self._vertex(place))] and not later[head]
+            ]
             if found and len(changed) > 1:
                 # Between both prices, one product after the other has the second one, the largest first.
                 changed.sort(key=lambda place: -self._priced[place][1])
                 after, flow.left, self._paid = (flow.left, self._paid), left, paid
                 for place in changed[:-1]:
-                    self._note(self._at_price(price, [place]), found)
+                    found.setdefault(self._again(self._at_price(price, [place])), price)
                 flow.left, self._paid = after
-            self._note(later, found)
+            found.setdefault(self._again(later), price)
             vertices = later
-        return found[::-1]
+        return dict(reversed(found.items()))
+
+    def with_products(self, products: AbstractSet[fx.Node], price: float) -> frozenset[fx.Node]:
+        """The values that are computed again if these products alone may run again, for nothing."""
+        self._flow.left, self._paid = self._start.copy(), [0] * len(self._priced)
+        for call, place in self._products.items():
+            if call not in products:
+                self._flow.left[self._priced[place][0]] = ENDLESS
+        cheap = set(range(len(self._priced))).difference(self._products.values())
+        return self._again(self._at_price(price, cheap))
 
     def _vertex(self, place: int) -> int:
         return self._flow.heads[self._priced[place][0]]
@@ -213,10 +228,12 @@ class Cut:
         self._flow.augment()
         return self._flow.before_the_end()
 
-    def _note(self, after: list[bool], found: list[frozenset[fx.Node]]) -> None:
-        again = frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
-        if not found or again != found[-1]:
-            found.append(again)
+    @property
+    def products(self) -> AbstractSet[fx.Node]:
+        return self._products.keys()
+
+    def _again(self, after: list[bool]) -> frozenset[fx.Node]:
+        return frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
 
     def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
         """Values that are computed again together: each part may be so without the others."""

@@ -102,20 +102,24 @@ def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.
 
 
 def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx.Node]:
-    """The nodes that follow from a gradient, and others that only backward needs and that are not cheap.
+    """The nodes that follow from a gradient, others that only backward needs and that are not cheap, and what follows.
 
     again: nodes that backward computes as it does values of forward.
     """
+    found: dict[fx.Node, None] = {}
 
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        if node.op != "call_function" or not tensors_of(node) or node in again:
+        if node.op != "call_function" or not tensors_of(node) or node in again or call_node(node) in joint.forward:
             # Symbolic sizes are computed in forward.
             return False
-        return call_node(node) not in joint.forward and not _may_run_again(node)
+        return not _may_run_again(node) or any(source in found for source in node.all_input_nodes)
 
-    return [node for node in joint.graph.nodes if is_of_backward(node)]
+    for node in joint.graph.nodes:
+        if is_of_backward(node):
+            found[node] = None
+    return list(found)
 
 
 def plan(joint: Joint, repeats: bool = True) -> Plan:

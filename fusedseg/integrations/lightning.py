@@ -89,7 +89,7 @@ class Convert(_pl.Callback):
         if not later and any(True for _ in pl_module.parameters()):
             self._convert(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: object) -> None:
+    def on_fit_start(self, trainer: object, pl_module: object) -> None:
         self._convert(trainer, pl_module)
 
     def _convert(self, trainer: object, pl_module: Any) -> None:
@@ -157,7 +157,7 @@ class Compile(_pl.Callback):
         self.report: Report | None = None
         self._said = False
 
-    def on_fit_start(self, trainer: Any, pl_module: object) -> None:
+    def on_fit_start(self, trainer: object, pl_module: object) -> None:
         self._said = False
         op = f"{OP}.Compile"
         compile_in_place(op, _network(op, pl_module, self.module), self.options)

@@ -72,7 +72,7 @@ def _made(
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
     inplace: bool = False,
-    **options: Any,
+    **options: object,
 ) -> nn.Module:
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}, {name}: inplace must be True or False, got {inplace!r}")
@@ -117,7 +117,7 @@ def converted(model: nn.Module, **options: object) -> nn.Module:
     return model
 
 
-def _to_plain(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _to_plain(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     if not any(isinstance(value, _MetaTensor) for value in (*args, *kwargs.values())):
         return None
     return tree_map_only(_MetaTensor, _plain, (args, kwargs))
@@ -189,5 +189,7 @@ class SlidingWindowLabels(_Inferer):
         return _like(labels, inputs) if isinstance(inputs, _MetaTensor) else labels
 
 
-def _called(network: Callable[..., Tensor], args: Any, kwargs: Any, windows: Tensor) -> Tensor:
+def _called(
+    network: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object], windows: Tensor
+) -> Tensor:
     return network(windows, *args, **kwargs)

@@ -27,3 +27,7 @@ __all__ = [
     "plan",
     "profile",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

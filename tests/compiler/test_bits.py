@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
-from fusedseg.scope.packed import packed_bytes
+from fusedseg.ops.low_bit.spec import packed_bytes
 from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.networks import Attention, compiled, kept, make

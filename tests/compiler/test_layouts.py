@@ -12,6 +12,7 @@ import fusedseg
 from fusedseg._torch import FakeTensorMode
 from fusedseg.compiler import captured, layouts
 from fusedseg.compiler.settings import parse
+from fusedseg.ops.norm.sample_norm import sample_norm_backward_op, sample_norm_op
 from tests.compiler.fake_step import _bare, _Graphs
 from tests.compiler.networks import compiled
 from tests.nnunet import PlainConvUNet, block
@@ -190,3 +191,13 @@ def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
 def test_wrong_format():
     with pytest.raises(ValueError, match=r"option memory_format must be torch.channels_last, .*, got 'rows'"):
         parse({"memory_format": "rows"})
+
+
+def test_opcheck():
+    x, g = (t.contiguous(memory_format=ROWS) for t in torch.randn(2, 2, 4, 3, 4, 5))
+    weight, bias = torch.randn(2, 4)
+    given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    torch.library.opcheck(sample_norm_op, (*given, None, None, 2, 1e-5))
+    _, mean, rstd = sample_norm_op(*given, None, None, 2, 1e-5)
+    detached = (t.detach() for t in (g, *given, mean, rstd))
+    torch.library.opcheck(sample_norm_backward_op, (*detached, 2, 1e-5, True))
