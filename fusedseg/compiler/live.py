@@ -89,7 +89,7 @@ class Planned(order.Backward):
         return node.made
 
     def over(self, node: Any) -> order.Over:
-        sources = [(self._made.get(x), nbytes_of(x)) for x in order.gives_memory(node.node)]
+        sources = [(self._made.get(x), nbytes_of(x)) for x in order.gives_memory(node.node, self.fused)]
         inputs = node.all_input_nodes
         return [(inputs.index(one), nbytes) for one, nbytes in sources if one in inputs]
 

@@ -129,7 +129,7 @@ class Backward:
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
-        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node)]
+        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node, self.fused)]
 
     def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Step]:
         """The steps of nodes in this order."""
@@ -296,12 +296,6 @@ class Alive:
         return 0
 
 
-def gives_memory(node: fx.Node) -> list[fx.Node]:
-    """The inputs in whose place a result may be, if nobody reads them later."""
-    x = in_turn.input_of(node)
-    return reinplace.may_overwrite(node) if x is None else [x]
-
-
 def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
     """The steps whose memory a step reads."""
     return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
@@ -310,6 +304,12 @@ def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
     return is_op(node) and (torch.Tag.pointwise in node.target.tags or name_of(node) in INLINED)  # type: ignore[union-attr]
+
+
+def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
+    """The inputs in whose place a result may be, if nobody reads them later."""
+    x = None if fused else in_turn.input_of(node)
+    return reinplace.may_overwrite(node) if x is None else [x]
 
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
