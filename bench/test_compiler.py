@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.memory.compiled import Partition, by_budget, divided
+from fusedseg.memory.compiled import Partition, partitions
 from tests.resnet import ResNet50
 
 from .contenders import Compiled
@@ -395,8 +395,7 @@ def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
     network = NETWORKS[name]
     with FakeTensorMode():
-        ways = [partial(by_budget, share) for share in SHARES]
-        return dict(zip(SHARES, divided(network.make(), [torch.empty(network.shape)], ways), strict=True))
+        return partitions(network.make(), [torch.empty(network.shape)], SHARES)
 
 
 def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fusedseg
 from examples.demo import slices, training
 from examples.demo.problem import Problem
-from fusedseg.ops.recompute import packed
+from fusedseg.scope import packed
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
 

@@ -32,7 +32,7 @@ try:
         convert_sync,
     )
     from .ops import reuse as _reuse
-    from .ops.recompute.scope import recompute
+    from .scope.scope import recompute
 finally:
     if _collects:
         gc.enable()
@@ -79,6 +79,9 @@ reuse_output: bool
 
 class _Package(types.ModuleType):
     """Makes ``fusedseg.backend`` an attribute that is checked when it is set."""
+
+    def __dir__(self) -> list[str]:
+        return [*__all__, "__version__", "compiler", "nn"]
 
     @property
     def backend(self) -> _backend.Backend:

@@ -30,7 +30,7 @@ _ABSENT = object()
 
 def _find(path: str) -> Any:
     """The object of a dotted path, whose modules are imported; ``_ABSENT`` if there is none."""
-    found: Any = torch
+    found: object = torch
     parts = path.split(".")
     for i, name in enumerate(parts[1:], 2):
         if not hasattr(found, name):
@@ -368,7 +368,7 @@ _PARTITIONER = {
 
 def partitioner() -> SimpleNamespace:
     """The parts of the compiler that divide a graph in forward and backward; importing them takes seconds."""
-    return SimpleNamespace(**{name: later(path, "the bytes of compiled models") for name, path in _PARTITIONER.items()})
+    return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
 
 
 def is_optimized_module(module: object) -> bool:
@@ -443,7 +443,7 @@ def decomposition(op: object) -> Any:
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
 
 
-def uncompiled(compiled: Any) -> Any:
+def uncompiled(compiled: torch.nn.Module) -> Any:
     """The module or function of which ``torch.compile`` has made ``compiled``."""
     if is_optimized_module(compiled):
         return compiled._orig_mod
@@ -476,7 +476,7 @@ def reason_of_break(module: object) -> str:
     return f"{place}: {reason.reason.strip().splitlines()[0]}"
 
 
-def known(answer: Any) -> bool:
+def known(answer: object) -> bool:
     """Whether a question about symbolic sizes has the answer True for all of them; no guard is added."""
     path = "torch.fx.experimental.symbolic_shapes.statically_known_true"
     return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)

@@ -1,7 +1,7 @@
 """The only table of what the package knows about PyTorch's functions: one row for each function, or family of them.
 
     who reads it                                        what it takes
-    the recompute scope (``ops/recompute/stock.py``)    calls, again, saves_result
+    the recompute scope (``scope/stock.py``)    calls, again, saves_result
     its labels in compiled code (``.../cheap.py``)      ops, cheap
     the compiler backend (``compiler/branches.py``)     ops, kind, kinks, pieces; keeps_sign (``rounded.py``)
     the codegens (``chains.py``, ``reinplace.py``)      ops, backward, parameter, fixed

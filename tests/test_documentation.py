@@ -34,7 +34,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'!\[[^\]]+\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
 LARGEST_PICTURE = 150_000
-FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "transformers", "nnunetv2"
+FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "transformers", "diffusers", "nnunetv2"
 
 
 class Block(NamedTuple):
@@ -76,6 +76,8 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
     printed = io.StringIO()
     # Empty lines come first, so that line numbers in a traceback are line numbers of the page.
     page, _, line = block.where.rpartition(":")
+    # A report has the graphs of all networks of a class that this process has compiled.
+    torch._dynamo.reset()
     code = compile("\n" * int(line) + block.text, page, "exec")
     with threads(1), contextlib.redirect_stdout(printed):
         exec(code, {"__name__": "__main__"})
@@ -158,6 +160,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("examples.demo.__main__", arguments, monkeypatch)
         case ["python", "-m", "bench.report", *arguments]:
             parse("bench.report", arguments, monkeypatch)
+        case ["python", "-m", "bench.rivals", *arguments]:
+            parse("bench.rivals", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
             parse("tests.mutation.__main__", arguments, monkeypatch)
         case ["python", "-m", "tests.ptx.mutants", *arguments]:
@@ -197,7 +201,7 @@ def test_a_command_is_parsed(command, where, monkeypatch):
 
 def test_commands_write_different_files_that_git_ignores():
     """The second command of docs/memory.md failed: "memory.png exists"."""
-    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|csv|json) (\S+)", command)]
+    written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|curve|csv|json) (\S+)", command)]
     assert "memory.png" in written
     assert len(set(written)) == len(written)
     assert {f"/{name}" for name in written} <= set((ROOT / ".gitignore").read_text().split())

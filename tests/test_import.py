@@ -1,11 +1,13 @@
 """The package can be imported without triton, without a GPU, and from any folder."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import fusedseg
 from tests.tools import warm
 
 # A module that is None in sys.modules cannot be imported, as on a machine without triton.
@@ -115,6 +117,14 @@ def test_kernels_are_found_from_any_folder(found):
 
 def test_public_names(found):
     assert {"InPlaceABN", "backend", "functional", "memory", "unet"} <= set(found["names"])
+
+
+def test_dir_has_public_names_alone():
+    """Completion in an editor offered ``gc``, ``sys`` and the files of each package."""
+    for name in ("functional", "losses", "memory", "nn", "unet", "compiler"):
+        module = importlib.import_module(f"fusedseg.{name}")
+        assert dir(module) == sorted(module.__all__)
+    assert dir(fusedseg) == sorted([*fusedseg.__all__, "__version__", "compiler", "nn"])
 
 
 def test_backend_is_checked_when_set():

@@ -1,4 +1,4 @@
-"""Each layer imports only the layers and packages that the table "Layers" in docs/design.md allows."""
+"""Each layer imports only the layers and packages that the table "Layers" in docs/design.md allows, in no circle."""
 
 import ast
 import functools
@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 # activations and PyTorch's functions, read sizes, refuse options of the compiler backend, and have the private names
 # of PyTorch.
 BASE = {"_backend", "_module_hooks", "_moved", "_sizes", "_torch", "activation", "rules"}
+# What ops share, in the files beside their folders: it knows no op.
+SHARED = {"ops/cast", "ops/check", "ops/double_backward", "ops/layout", "ops/observer", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
@@ -25,15 +27,41 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "activation": ({"_torch"}, {"torch"}),
     "rules": (set(), {"torch"}),
     "progress": (set(), set()),
+    "ops": ({"ops/self_test"}, set()),
+    "ops/activation_aten": ({"activation"}, {"torch"}),
+    "ops/cast": (set(), {"torch"}),
+    "ops/cheap": ({"_torch", "rules"}, {"torch"}),
+    "ops/check": ({"_torch"}, {"torch"}),
+    "ops/double_backward": ({"_torch"}, {"torch"}),
+    "ops/interpolate": ({"_torch"}, {"torch"}),
+    "ops/labels": ({"_torch", "ops/cheap", "ops/observer", "ops/unfused"}, {"torch"}),
+    "ops/layout": (set(), {"torch"}),
+    "ops/observer": ({"_torch"}, {"torch"}),
+    "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
+    "ops/unfused": ({"_torch"}, {"torch"}),
+    "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     # numpy handles the few values of a channel vector on a CPU.
-    "ops": (BASE | {"kernels"}, {"numpy", "torch"}),
+    "ops/norm": (
+        {"_backend", "_torch", "activation", "kernels", "ops/activation_aten", "ops/labels", "ops/low_bit"} | SHARED,
+        {"numpy", "torch"},
+    ),
+    "ops/conv": (
+        {"_backend", "_torch", "kernels", "ops/activation_aten", "ops/interpolate", "ops/norm"} | SHARED,
+        {"torch"},
+    ),
+    # It numbers the positions of a window by numpy.
+    "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
+    "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
+    "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
+    # The recompute scope knows the ops, and an op knows no more of it than ``ops/observer.py``.
+    "scope": (BASE - {"_backend", "_sizes"} | {"ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
-    "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops"}, {"torch"}),
+    "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops", "scope"}, {"torch"}),
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
@@ -41,10 +69,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"progress"},
         {"nnunetv2", "numpy", "torch"},
     ),
-    "__init__": (BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "unet"}, {"torch"}),
-    "doctor": (BASE | {"", "cli", "kernels", "ops", "progress"}, {"torch"}),
+    "__init__": (
+        BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "scope", "unet"},
+        {"torch"},
+    ),
+    "doctor": (BASE | {"__init__", "cli", "kernels", "ops", "progress"}, {"torch"}),
     "cli": ({"_sizes", "compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
-    "__main__": ({"", "cli", "doctor"}, {"torch"}),
+    "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.
 LAZY = {"integrations", "kernels"}
@@ -61,8 +92,13 @@ def sources() -> dict[str, list[Path]]:
     """Maps each layer to its files."""
     layers: dict[str, list[Path]] = {"kernels": sorted((ROOT / "kernels").rglob("*.py"))}
     for path in sorted((ROOT / "fusedseg").rglob("*.py")):
-        layers.setdefault(path.relative_to(ROOT / "fusedseg").parts[0].removesuffix(".py"), []).append(path)
+        layers.setdefault(layer_of(name_of(path)), []).append(path)
     return layers
+
+
+def name_of(path: Path) -> str:
+    """The absolute name of the module of a file."""
+    return ".".join([*package_of(path), *([] if path.stem == "__init__" else [path.stem])])
 
 
 def package_of(path: Path) -> list[str]:
@@ -71,7 +107,8 @@ def package_of(path: Path) -> list[str]:
     return ["fusedseg", *parts] if parts[0] == "kernels" else parts
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
     """(absolute name, whether the import runs when the module is loaded) of each import in a file."""
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
@@ -87,13 +124,27 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 inside_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 yield from visit(child, at_import and not inside_function)
 
-    yield from visit(ast.parse(path.read_text()), True)
+    return tuple(visit(ast.parse(path.read_text()), True))
 
 
-def layer_of(name: str, layers: set[str]) -> str:
-    """The layer that contains an absolute name of the package; "" for a name of the package itself."""
-    second = name.split(".")[1]
-    return second if second in layers else ""
+def layer_of(name: str) -> str:
+    """The layer that contains an absolute name: an op or a file of ``ops``, or else a folder or a file of ``fusedseg``.
+
+    "__init__" for the file of the package itself.
+    """
+    _, *parts = name.split(".")
+    if not parts:
+        return "__init__"
+    inside = ROOT / "fusedseg" / "ops"
+    if parts[0] == "ops" and len(parts) > 1 and ((inside / parts[1]).is_dir() or (inside / f"{parts[1]}.py").exists()):
+        return f"ops/{parts[1]}"
+    known = parts[0] == "kernels" or (ROOT / "fusedseg" / parts[0]).is_dir()
+    return parts[0] if known or (ROOT / "fusedseg" / f"{parts[0]}.py").exists() else "__init__"
+
+
+def allows(layers: set[str], target: str) -> bool:
+    """Whether ``target`` is among ``layers``; "ops" stands for all ops."""
+    return target in layers or (target.startswith("ops/") and "ops" in layers)
 
 
 @pytest.mark.parametrize("layer", sorted(sources()))
@@ -106,8 +157,8 @@ def test_a_layer_imports_only_what_the_table_allows(layer):
         for name, at_import in imports(path):
             top = name.split(".")[0]
             if top == "fusedseg":
-                target = layer_of(name, set(sources()))
-                allowed = target == layer or (target in layers and not (at_import and target in LAZY))
+                target = layer_of(name)
+                allowed = target == layer or (allows(layers, target) and not (at_import and target in LAZY))
             else:
                 allowed = top in packages and not (at_import and top in LAZY_PACKAGES and not lazy_file)
                 allowed |= top in sys.stdlib_module_names
@@ -118,3 +169,64 @@ def test_a_layer_imports_only_what_the_table_allows(layer):
 
 def test_the_table_has_no_layer_that_is_gone():
     assert set(ALLOWED) <= set(sources())
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of nodes that lead to each other, after Tarjan."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        numbers[node] = lowest[node] = len(numbers)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == numbers[node]:
+            start = stack.index(node)
+            found.append(sorted(stack[start:]))
+            del stack[start:]
+
+    for node in graph:
+        if node not in numbers:
+            visit(node)
+    return [circle for circle in found if len(circle) > 1]
+
+
+def file_of(name: str, files: set[str]) -> str:
+    """The module that an imported name is, or that it lies in."""
+    while name not in files:
+        name = name.rpartition(".")[0]
+    return name
+
+
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """The modules that each module imports, inside of functions and for types too."""
+    files = {name_of(path): path for paths in sources().values() for path in paths}
+    ours = [(name, other) for name, path in files.items() for other, _ in imports(path) if other.startswith("fusedseg")]
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, other in ours:
+        graph[name].add(file_of(other, set(files)))
+    return graph
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {name: others - {name} for name, others in imported().items()}
+    assert not circles(graph)
+
+
+def test_no_folders_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {}
+    for name, others in imported().items():
+        graph.setdefault(layer_of(name), set()).update({layer_of(other) for other in others} - {layer_of(name)})
+    assert not circles(graph)
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}
+    assert circles(graph) == [["a", "b", "c"]]

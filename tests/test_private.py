@@ -155,7 +155,7 @@ def test_a_scope_in_compiled_code_says_that_it_does_nothing(monkeypatch):
     import torch
 
     import fusedseg
-    from fusedseg.ops.recompute import compiled
+    from fusedseg.scope import compiled
 
     monkeypatch.setattr(_torch, "_COMPILED", (*_torch._COMPILED, "torch.no_such_name"))
     compiled.warn_of_torch.cache_clear()

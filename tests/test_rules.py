@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fusedseg import recompute
 from fusedseg.activation import OTHERS, TABLE
 from fusedseg.compiler.joint import name_of
-from fusedseg.ops.recompute import recipes
-from fusedseg.ops.recompute.cheap import is_cheap
-from fusedseg.ops.recompute.plain import Place
+from fusedseg.ops.cheap import is_cheap
 from fusedseg.rules import EXACT, FLAG, FORM, LINEAR, OF_OP, PRODUCT, ROWS, SMOOTH
+from fusedseg.scope import recipes
+from fusedseg.scope.plain import Place
 
 aten = torch.ops.aten
 CALLS = [(row, call) for row in ROWS for call in row.calls]

@@ -7,9 +7,10 @@ import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
+from ..memory.export import open_new
 from ..progress import Progress
 from .command import Refused, add_command, first_line
-from .models import DTYPES, add_choice, add_model, batched, build, parse_model, place_of
+from .models import DTYPES, add_choice, add_json, add_model, batched, build, check_new, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.
 OPTIONS = ("mode", "slope", "inplace", "bits")
@@ -23,7 +24,7 @@ def add_convert(commands) -> None:
         summary="show what fusedseg.convert replaces in a model, and what it saves",
         description="Builds a model, converts it, and prints the report: what was replaced, what is rebuilt in "
         "backward, what was left as it is and why, and the bytes of a training step before and after, counted on "
-        "tensors without values. Nothing is trained, and no file is written.",
+        "tensors without values. Nothing is trained.",
         examples=[
             "fusedseg convert mypackage.nets:build --input 8,3,256,256 --verify",
         ],
@@ -57,7 +58,7 @@ def add_convert(commands) -> None:
     command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"
     )
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_json(command)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,13 +66,14 @@ def run(args: argparse.Namespace) -> int:
     dtype = CONVERTED_DTYPES[args.dtype]
     verified = None
     try:
+        check_new(args.json, args.overwrite)
         spec = parse_model(args.model)
         shapes = batched(spec, args)
         model = build(spec)
         with Progress("fusedseg convert") as progress:
             try:
                 options = {name: getattr(args, name) for name in OPTIONS}
-                inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
+                inputs = [shape.example(dtype) for shape in shapes]
                 report = convert(model.to(dtype), example_inputs=inputs, **options)
                 if args.verify:
                     progress.update("comparing outputs and gradients")
@@ -82,8 +84,11 @@ def run(args: argparse.Namespace) -> int:
     except Refused as refusal:
         print(f"fusedseg convert: {refusal}", file=sys.stderr)
         return 2
-    print(report.to_json() if args.json else report)
+    print(report)
     if verified is not None:
-        # A program that reads the JSON must get nothing else on stdout.
-        print(f"\n{verified}", file=sys.stderr if args.json else sys.stdout)
+        print(f"\n{verified}")
+    if args.json:
+        with open_new(args.json, args.overwrite) as file:
+            file.write(report.to_json().encode())
+        print(f"\nwrote {args.json}")
     return 0

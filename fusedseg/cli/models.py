@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .. import unet
@@ -30,8 +30,39 @@ PRESETS: dict[str, Callable[..., nn.Module]] = {
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+INTEGERS = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 FUSED = "fusedseg"
-Shapes = Sequence[tuple[int, ...]]
+
+
+class Shape(tuple[int, ...]):
+    """The shape of an input.  ``dtype`` is that of an input of integers; None stands for the dtype of the command."""
+
+    dtype: torch.dtype | None
+
+    def __new__(cls, sizes: Iterable[int], dtype: torch.dtype | None = None) -> "Shape":
+        shape = super().__new__(cls, sizes)
+        shape.dtype = dtype
+        return shape
+
+    def sample(self) -> "Shape":
+        """The shape without the batch."""
+        return Shape(self[1:], self.dtype)
+
+    def batch_of(self, batch: int) -> "Shape":
+        return Shape((batch, *self), self.dtype)
+
+    def example(self, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """Random numbers; integers are 0, which every embedding has."""
+        if self.dtype is not None:
+            return torch.zeros(self, dtype=self.dtype, device=device)
+        return torch.randn(self, dtype=dtype, device=device)
+
+    def without_values(self) -> "Shape | Tensor":
+        """What ``memory.profile`` takes as the shape of this input."""
+        return self if self.dtype is None else torch.empty(self, dtype=self.dtype, device="meta")
+
+
+Shapes = Sequence[Shape]
 
 
 @dataclass(frozen=True)
@@ -51,9 +82,11 @@ class Spec:
     code: str | None = None
 
     def meaning(self, options: bool) -> str:
-        """What "fusedseg" stands for; with ``options`` also what it stands for beside bits."""
+        """What "fusedseg" stands for, if not for ``fusedseg.convert``; with ``options`` also what it is beside bits."""
+        if self.code is None:
+            return ""
         more = ", with bits for fusedseg.convert of its stock modules"
-        return f"fusedseg stands for {self.how}{more if options and self.code else ''}."
+        return f"fusedseg stands for {self.how}{more if options else ''}."
 
 
 def parse_model(text: str) -> Spec:
@@ -119,7 +152,8 @@ CONVERTED = "fusedseg.convert(model)"
 def _converter(shapes: Shapes) -> Convert:
     def converted(model: nn.Module, **options: Any) -> nn.Module:
         """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
-        convert(model, example_inputs=[torch.empty(shape, dtype=_dtype(model)) for shape in shapes], **options)
+        dtype = _dtype(model)
+        convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes], **options)
         return model
 
     return converted
@@ -176,7 +210,7 @@ def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
     return model
 
 
-def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[tuple[int, ...]], int | None]:
+def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[Shape], int | None]:
     """The shapes of one sample, and the batch: ``--batch``, or the first number of the shapes, or None.
 
     Let d be the number of spatial dimensions of the model's first convolution.  A shape of d + 2 numbers contains the
@@ -191,24 +225,27 @@ def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> t
     batches = {shape[0] for shape in shapes} | ({batch} if batch is not None else set())
     if len(batches) > 1:
         raise Refused(f"--input and --batch name different batches: {', '.join(map(str, sorted(batches)))}")
-    return [shape[1:] for shape in shapes], batches.pop()
+    return [shape.sample() for shape in shapes], batches.pop()
 
 
-def batched(spec: Spec, args: argparse.Namespace) -> list[tuple[int, ...]]:
+def batched(spec: Spec, args: argparse.Namespace) -> list[Shape]:
     """The shapes of ``--input`` with their batch, which is 1 if the user names none."""
     samples, batch = split_batch(spec, args.input, args.batch, named=True)
-    return [(batch or 1, *shape) for shape in samples]
+    return [shape.batch_of(batch or 1) for shape in samples]
 
 
 def shapes_text(shapes: Shapes) -> str:
     return " and ".join("×".join(map(str, shape)) for shape in shapes)
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
+def parse_shape(text: str) -> Shape:
+    sizes, colon, name = text.partition(":")
+    if colon and name not in INTEGERS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(INTEGERS)} after the colon, got {text!r}")
     try:
-        shape = tuple(int(size) for size in text.replace("x", ",").replace("×", ",").split(","))
+        shape = Shape((int(size) for size in sizes.replace("x", ",").replace("×", ",").split(",")), INTEGERS.get(name))
     except ValueError:
-        shape = ()
+        shape = Shape(())
     if not shape or min(shape) < 1:
         raise argparse.ArgumentTypeError(f"a shape is positive integers joined by commas, got {text!r}")
     return shape
@@ -238,7 +275,7 @@ def add_model(command: Parser, batch: str, needed: bool = True) -> None:
         required=needed,
         metavar="SHAPE",
         help="shape of the input, with the batch or without it: 8,3,256,256 or 3,256,256; repeat the option for each "
-        "further input",
+        "further input; 2,128:int64 is an input of integers",
     )
     command.add_argument("--batch", type=positive, metavar="N", help=batch)
 
@@ -254,5 +291,17 @@ def add_common(command: Parser, batch: str, needed: bool = True) -> None:
     add_model(command, batch, needed)
     add_choice(command, "--dtype", DTYPES, "fp32", "of parameters and inputs")
     add_choice(command, "--amp-dtype", ("fp16", "bf16"), "fp16", "what autocast computes in where amp is used")
+    add_json(command)
+
+
+def add_json(command: Parser) -> None:
     command.add_argument("--json", metavar="PATH", help="write the figures to this file")
     command.add_argument("--overwrite", action="store_true", help="replace files that exist")
+
+
+def check_new(path: str | None, overwrite: bool) -> None:
+    """Raises Refused if the file exists, or if there is no folder for it."""
+    if path and Path(path).exists() and not overwrite:
+        raise Refused(f"{path} exists: choose another path, or pass --overwrite")
+    if path and not Path(path).parent.is_dir():
+        raise Refused(f"{path}: there is no folder {Path(path).parent}")

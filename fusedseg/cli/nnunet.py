@@ -32,7 +32,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from ..integrations.nnunet.plan import plan
 
     try:
-        for option in ("model", "input", "batch", "json"):
+        for option in ("model", "input", "batch", "json", "curve"):
             if getattr(args, option) is not None:
                 name = "MODEL" if option == "model" else f"--{option}"
                 raise Refused(f"{name} does not belong to --nnunet, which reads the plans file")

@@ -1,13 +1,13 @@
 """``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ..memory import Plan, plan
+from ..memory import Curve, Plan, curve, plan
 from ..memory.export import write_json
 from ..memory.plan import parse_budget
 from ..progress import Progress
@@ -20,6 +20,7 @@ from .models import (
     Spec,
     add_choice,
     add_common,
+    check_new,
     parse_model,
     place_of,
     split_batch,
@@ -39,6 +40,7 @@ def add_plan(commands) -> None:
         examples=[
             "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
             "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
+            "fusedseg plan unet3d_small --input 1,64,64,64 --curve curve.png",
             "fusedseg plan --nnunet nnUNetPlans.json --budget 24GiB",
         ],
         run=run,
@@ -50,6 +52,12 @@ def add_plan(commands) -> None:
         type=budget,
         metavar="SIZE",
         help="memory of the GPU, such as 16GiB; both names mean the same",
+    )
+    command.add_argument(
+        "--curve",
+        metavar="PATH",
+        help="draw the bytes that a step keeps against the arithmetic that it repeats, for the budgets of "
+        "fusedseg's backend, those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
     )
     add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     command.add_argument(
@@ -99,36 +107,48 @@ def run(args: argparse.Namespace) -> int:
         samples, batch = split_batch(spec, args.input, args.batch, named=False)
         try:
             with Progress("fusedseg plan") as progress:
-                found = _plan(spec, samples, batch, args, progress.update)
+                found = _plan(spec, samples, batch, args, progress.update) if args.budget is not None else None
+                drawn = _curve(spec, samples, batch, args, progress.update) if args.curve else None
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # A model may raise any error.
         except Exception as error:
             raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:
-            write_json(found.to_dict(), args.json, args.overwrite)
+            figures = {} if found is None else found.to_dict()
+            write_json(figures if drawn is None else {**figures, "curve": drawn.to_dict()}, args.json, args.overwrite)
+        if drawn is not None:
+            try:
+                drawn.plot(args.curve, overwrite=args.overwrite)
+            except (ImportError, ValueError) as error:
+                raise Refused(f"--curve: {first_line(error)}") from error
     except (Refused, OSError) as refusal:
         print(f"fusedseg plan: {refusal}", file=sys.stderr)
         return 2
-    remarks = [spec.meaning(any(option.strategy.options for option in found.options))]
-    if batch is not None and args.batch is None:
-        remarks.append(f"The batch of {batch} is that of --input; without it, plan finds the largest batch.")
-    print(replace(found, remarks=tuple(remarks)))
+    if drawn is not None:
+        print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
+    if found is not None:
+        remark = spec.meaning(any(option.strategy.options for option in found.options))
+        print(replace(found, remarks=(remark,) if remark else ()))
     return 0
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises Refused for all that can be checked before a step runs."""
-    if args.budget is None:
-        raise Refused("--budget is needed; see fusedseg plan --help")
+    if args.budget is None and (args.curve is None or args.nnunet is not None):
+        raise Refused("--budget is needed, or --curve with a model; see fusedseg plan --help")
     if args.nnunet is not None:
         return
     if args.model is None or args.input is None:
         raise Refused("MODEL and --input are needed, or --nnunet; see fusedseg plan --help")
     if args.configuration is not None:
         raise Refused("--configuration belongs to --nnunet")
-    if args.json and Path(args.json).exists() and not args.overwrite:
-        raise Refused(f"{args.json} exists: choose another path, or pass --overwrite")
+    if any(shape.dtype is not None for shape in args.input):
+        raise Refused("--input: plan takes no inputs of integers; `fusedseg profile` does")
+    for path in (args.json, args.curve):
+        check_new(path, args.overwrite)
+    if args.curve and importlib.util.find_spec("matplotlib") is None:
+        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
 
 
 def partitions(*args: Any) -> Any:
@@ -144,7 +164,7 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         samples,
         args.budget,
         batch=batch,
-        convert=spec.convert([(batch or 2, *shape) for shape in samples]),
+        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
         backend=partitions,
         bits=(8, 4),
         converted=FUSED,
@@ -153,5 +173,19 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
         autocast=DTYPES[args.amp_dtype],
         optimizer=OPTIMIZERS[args.optimizer],
         reserve=args.reserve,
+        progress=say,
+    )
+
+
+def _curve(
+    spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
+) -> Curve:
+    return curve(
+        spec.build,
+        samples,
+        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
+        batch=batch or 2,
+        dtype=DTYPES[args.dtype],
+        backend=partitions,
         progress=say,
     )

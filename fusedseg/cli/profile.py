@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from .models import (
     add_common,
     batched,
     build,
+    check_new,
     parse_model,
     place_of,
     shapes_text,
@@ -120,7 +120,7 @@ def compiled_reports(
     if not ways:
         return {}
     # Importing the compiler takes seconds.
-    from ..compiler.report import counted
+    from ..compiler.counted import counted
     from ..compiler.settings import parse
 
     # The report of the backend has the bytes of the compiler's own partitioner too.
@@ -131,7 +131,7 @@ def compiled_reports(
         try:
             settings = parse({"codegen": "inductor"} | {name: OPTIONS[name](text) for name, text in options.items()})
             with fake_mode() as mode:
-                inputs = fake_inputs(shapes, dtype)
+                inputs = fake_inputs([shape.without_values() for shape in shapes], dtype)
                 found[label] = counted(fake_model(spec.build, mode, dtype), inputs, settings=settings)
         # A model, and the compiler, may raise any error.
         except Exception as error:
@@ -153,10 +153,7 @@ def check(args: argparse.Namespace) -> list[Strategy]:
         raise Refused("--device cuda: torch sees no GPU")
     paths = [path for path in (getattr(args, name) for name in FILES) if path]
     for path in paths:
-        if Path(path).exists() and not args.overwrite:
-            raise Refused(f"{path} exists: choose another path, or pass --overwrite")
-        if not Path(path).parent.is_dir():
-            raise Refused(f"{path}: there is no folder {Path(path).parent}")
+        check_new(path, args.overwrite)
     compiled = compiled_ways(args)
     labels = [label for label in args.compare.split(",") if label.strip() not in compiled]
     if not labels:
@@ -180,9 +177,9 @@ def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Nam
         if args.device == "fake":
             with fake_mode() as mode:
                 model = strategy.prepare(fake_model(spec.build, mode, dtype), convert)
-                return profile_fake(model, fake_inputs(shapes, dtype), **options)
+                return profile_fake(model, fake_inputs([shape.without_values() for shape in shapes], dtype), **options)
         model = strategy.prepare(build(spec).to(dtype), convert).to(args.device)
-        inputs = [torch.randn(shape, dtype=dtype, device=args.device) for shape in shapes]
+        inputs = [shape.example(dtype, args.device) for shape in shapes]
         return profile(model, *inputs, **options)
     except Refused:
         raise
@@ -219,8 +216,9 @@ def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse
         print(compare(*reports))
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
-    if any(FUSED in report.label for report in reports):
-        print(f"\n{spec.meaning(any('=' in report.label for report in reports))}")
+    meaning = spec.meaning(any("=" in report.label for report in reports))
+    if meaning and any(FUSED in report.label for report in reports):
+        print(f"\n{meaning}")
     if args.rows:
         for report in reports:
             print(f"\nRows of {report.label}, in MiB\n{report.rows_table()}")

@@ -5,3 +5,7 @@ from .report import Graph, Report, report
 from .unrun import partitions
 
 __all__ = ["Graph", "Report", "backend", "partitions", "report"]
+
+
+def __dir__() -> list[str]:
+    return __all__

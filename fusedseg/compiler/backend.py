@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
+from . import layouts
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -24,6 +25,8 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
+    if settings.memory_format is not None:
+        layouts.rewrite(module, settings.memory_format, fuses=settings.codegen == "inductor")
     wanted = settings.wanted
     if wanted is not None and wanted.is_absolute and _torch.reason_of_break(module):
         say_once(

@@ -21,10 +21,13 @@ from .joint import is_op, is_tensor, items_of, name_of, outputs_of, value_of
 
 LINEAR, SMOOTH, EXACT = rules.LINEAR, rules.SMOOTH, rules.EXACT
 # Products, which are right on average where their factors do not come from the same rounding.
-PRODUCTS = {op for op, row in rules.OF_OP.items() if row.kind == rules.PRODUCT} | {"div"}
+PRODUCTS = {op for op, row in rules.OF_OP.items() if row.kind == rules.PRODUCT} | {"div", "sample_norm_backward"}
 # They read the form of a tensor, and not its values.
 FORMS = {op for op, row in rules.OF_OP.items() if row.kind == rules.FORM}
-_OURS = {"interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round"}
+_OURS = {
+    "interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round",
+    "sample_norm_backward",
+}  # fmt: skip
 
 
 def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:

@@ -23,7 +23,7 @@ NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_in
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
 
-    def max_pool(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def max_pool(input: Tensor, *args: Any, **kwargs: object) -> Any:  # noqa: A002
         named = dict(zip(NAMES, args, strict=False)) | kwargs
         x = input
         trained = torch.is_grad_enabled() and x.requires_grad
@@ -77,7 +77,7 @@ def unfold(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             results: Any = module.graph.graph_copy(body, env)
         for item in list(node.users):
-            place: Any = item.args[1]
+            place: object = item.args[1]
             item.replace_all_uses_with(results[place])
             module.graph.erase_node(item)
         module.graph.erase_node(node)

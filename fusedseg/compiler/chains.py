@@ -11,6 +11,8 @@ from torch import fx
 
 from .. import rules
 from ..activation import TABLE, Activation
+from ..ops.low_bit.op import unpack_op
+from ..ops.norm import sample_norm
 from ..ops.norm.spec import Spec
 from .joint import is_alike, is_op, is_tensor, items_of, name_of, value_of
 from .norm_calls import is_served
@@ -50,7 +52,7 @@ def activation_of(node: fx.Node) -> Activation | None:
 
 NORMS = {
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-    "native_batch_norm", "native_group_norm",
+    "native_batch_norm", "native_group_norm", "sample_norm",
 }  # fmt: skip
 
 
@@ -83,6 +85,10 @@ def norm_of(node: Any) -> Norm | None:
         return Norm(
             node, x, weight, bias, None, None, Spec("input", IDENTITY, given["eps"], 0.0, True, "group", given["group"])
         )
+    if name_of(node) == "sample_norm":
+        known = given["mean"], given["rstd"]
+        spec = sample_norm.spec_of(value_of(x).shape[1], given["group"], given["eps"])
+        return Norm(node, x, weight, bias, *known, spec, rebuilt=known[0] is not None)
     spec = Spec("input", IDENTITY, given["eps"], given["momentum"] or 0.0, given.get("training", False))
     if spec.own or not isinstance(var, fx.Node) or name_of(var) != "full_like":
         return Norm(node, x, weight, bias, mean, var, spec)
@@ -94,14 +100,15 @@ def norm_of(node: Any) -> Norm | None:
 
 
 def _before_cast(node: Any) -> Any:
-    return node.args[0] if name_of(node) == "_to_copy" else node
+    return node.args[0] if name_of(node) in ("_to_copy", "convert_element_type") else node
 
 
 def content_of(value: Any) -> Any:
-    """What a node computes: equal for two views, or two repetitions, of one tensor."""
+    """What a node computes: equal for two views, or two repetitions, of one tensor, or if both unpack the same."""
     if isinstance(value, (list, tuple)):
         return tuple(map(content_of, value))
-    return (value.target, *map(content_of, value.args)) if name_of(value) in (*VIEWS, "repeat") else value
+    again = name_of(value) in (*VIEWS, "repeat") or (is_op(value) and value.target is unpack_op._opoverload)
+    return (value.target, *map(content_of, value.args)) if again else value
 
 
 class Chain(NamedTuple):
@@ -137,6 +144,7 @@ def chain_of(y: Any) -> Chain | None:
 GRADIENTS = {
     "native_batch_norm_backward": ("grad_out", "save_mean", "save_invstd"),
     "native_group_norm_backward": ("grad_out", "mean", "rstd"),
+    "sample_norm_backward": ("grad_out", "mean", "rstd"),
 }
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import fx
 
 from .._sizes import text_of
-from ..ops.recompute.cheap import size_of
+from ..ops.cheap import size_of
 from . import keep, reinplace, rounded
 from .cut import Cut
 from .joint import Goal, Joint, flops_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..ops.recompute.cheap import has_flops
+from ..ops.cheap import has_flops
 from . import forms, keep
 from .joint import Joint
 from .keep import call_node, is_free, is_view

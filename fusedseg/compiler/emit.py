@@ -15,7 +15,8 @@ from torch import fx
 from .. import _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
-from . import joined, reinplace, triton_ops
+from ..ops.norm import sample_norm
+from . import in_turn, joined, order, reinplace, triton_ops
 from .joint import is_gradient, is_op, is_tensor
 
 aten = torch.ops.aten
@@ -48,9 +49,15 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: torch.detach,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
+    torch.ops.fusedseg.sample_norm.default: sample_norm.forward,
+    torch.ops.fusedseg.sample_norm_backward.default: sample_norm.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.functional_backward,
 }
+
+
+# The list with the only reference to an input.
+INPUTS = "_of_inputs"
 
 
 class Source:
@@ -91,6 +98,8 @@ class Source:
         if node.target is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         given = [self.text(arg) for arg in node.args]
+        if node.target is in_turn.convolution_backward:
+            given[0] = INPUTS
         given += [f"{name}={self.text(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
         if target in self._direct:
@@ -130,9 +139,13 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
             out.lines.append(f"    return {out.text(_as_list(node.args[0]))}")
         elif node.op == "get_attr":
             out.lines.append(f"    {node.name} = {out.name(_attribute(module, node.target), 'constant')}")
-        elif node.op == "call_function":
-            out.lines.append(f"    {node.name} = {out.call(node)}")
         gone = [one.name for one in ends.get(node, ()) if node.op == "call_function"]
+        if node.target is in_turn.convolution_backward:
+            (x,), *_ = node.args
+            out.lines += [f"    {INPUTS} = [{out.text(x)}]", f"    del {out.text(x)}"]
+            gone.remove(out.text(x))
+        if node.op == "call_function":
+            out.lines.append(f"    {node.name} = {out.call(node)}")
         if gone:
             out.lines.append(f"    del {', '.join(gone)}")
     return out
@@ -163,9 +176,15 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     reinplace.statistics(module.graph)
-    triton_ops.rewrite(module.graph)
+    if triton_ops.rewrite(module.graph):
+        # Values are those of eager mode up to rounding from here on.
+        if gradients:
+            order.again(module)
+        else:
+            joined.sums(module.graph)
     joined.rewrite(module.graph)
     reinplace.results(module.graph)
+    in_turn.rewrite(module.graph)
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

@@ -53,7 +53,7 @@ def _pointwise(dims: int) -> tuple[Any, ...]:
 def _convolve(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock convolution ``stock`` of a tensor that ``F.interpolate`` has made, with the short way of backward."""
 
-    def convolve(made: Any, input: Tensor, weight: Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def convolve(made: Any, input: Tensor, weight: Tensor, bias: Any = None, *args: Any, **kwargs: object) -> Any:  # noqa: A002
         call = interpolate.parse(*made[0], **made[1])
         named = dict(zip(NAMES, args, strict=False)) | kwargs
         if call is None or not _is_shorter(call.x, input, weight, named):

@@ -26,6 +26,7 @@ from torch import fx
 from .. import _torch
 from ..ops.low_bit.spec import wide_dtype
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
+from ..ops.norm.sample_norm import sample_norm_op
 from .joint import call, form_in, is_tensor, items_of, name_of, value_of
 from .norm_calls import is_planes_or_rows, is_served
 
@@ -86,7 +87,7 @@ class GroupNorm(_FromStatistics):
         shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
         N, C = shape[:2]
 
-        def make(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        def make(op: object, *args: object, **kwargs: object) -> fx.Node:
             return call(graph, op, *args, before=before, **kwargs)
 
         def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
@@ -106,6 +107,27 @@ class GroupNorm(_FromStatistics):
         return make(aten.view.default, again, list(shape))
 
 
+class SampleNorm(NamedTuple):
+    """The output of a norm by samples of this package, from its statistics of shape (N, groups)."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    mean: fx.Node
+    rstd: fx.Node
+    groups: int
+    eps: float
+
+    def sources(self) -> list[fx.Node]:
+        return [source for source in self[:5] if source is not None]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        given = (*map(read, self[:5]), self.groups, self.eps)
+        again = call(graph, sample_norm_op._opoverload, *given, before=before)
+        return call(graph, operator.getitem, again, 0, before=before)
+
+
 class LayerNorm(_FromStatistics):
     """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
 
@@ -113,7 +135,7 @@ class LayerNorm(_FromStatistics):
         """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
         x, weight, bias, mean, rstd = map(read, self)
 
-        def make(op: Any, *args: Any) -> fx.Node:
+        def make(op: object, *args: object) -> fx.Node:
             return call(graph, op, *args, before=before)
 
         shape = form_in(graph, x, before)[0]
@@ -194,7 +216,9 @@ NORMS = {
 WITHOUT_RUNNING = (3, 5)
 
 
-Form = BatchNorm | GroupNorm | LayerNorm | Dropout | MaxPool
+# The norms that multiply and shift each channel.
+OF_CHANNELS = BatchNorm, GroupNorm, SampleNorm
+Form = BatchNorm | GroupNorm | SampleNorm | LayerNorm | Dropout | MaxPool
 
 
 def round_inputs(graph: fx.Graph) -> None:
@@ -213,6 +237,9 @@ def form_of(node: fx.Node) -> Form | None:
         return Dropout(made.args[0], items[1], made.args[1])
     if name == "native_group_norm":
         return _group_norm(made, items, rounded)
+    if name == "sample_norm" and {1, 2} <= set(items):
+        x, weight, bias, *_, groups, eps = made.args
+        return SampleNorm(x, weight, bias, items[1], items[2], groups, eps)
     if rounded and name == "native_layer_norm":
         return _layer_norm(made, items)
     if rounded and made.target is max_pool_op._opoverload and 1 in items:

@@ -2,18 +2,23 @@
 
 A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
 first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
+
+A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
+enlarged map is convolved in slabs of samples.  This may change last bits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..ops import interpolate
-from ..ops.conv.slabs import SLAB_BYTES
+from ..ops.conv.slabs import SLAB_BYTES, slabs
 from .joint import name_of, nbytes_of, value_of
 
 aten = torch.ops.aten
+INTERPOLATE = interpolate.interpolate_op._opoverload
 
 
 def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
@@ -30,6 +35,65 @@ def put_enlarged(whole: Tensor, x: Tensor, begin: int, *how: Any) -> Tensor:
     for k in range(0, C, step):
         put(whole, interpolate.forward(x[:, k : k + step], *how), begin + k)
     return whole
+
+
+def add_enlarged(total: Tensor, first: bool, x: Tensor, how: Sequence[Any], weight: Tensor, *given: Any) -> Tensor:
+    """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
+    for n in slabs(total.shape[0], total.nbytes):
+        part = torch.convolution(interpolate.forward(x[n], *how), weight, *given)
+        if first:
+            total[n] = part
+        else:
+            total[n] += part
+    return total
+
+
+def sums(graph: fx.Graph) -> int:
+    """Writes such sums, and returns their number."""
+    return sum(_write_sum(graph, node) for node in reversed(list(graph.nodes)) if node.target is aten.add.Tensor)
+
+
+def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
+    value, terms = value_of(node), _terms(node, node)
+    if len(terms) < 2 or any(not isinstance(n, int) for n in value.shape) or nbytes_of(node) < 2 * SLAB_BYTES:
+        return False
+    last = [_is_large_map(term.args[0], term) for term in terms]  # type: ignore[arg-type]
+    if not any(last) or not value.is_contiguous():
+        return False
+    total: Any = None
+    with graph.inserting_before(node):
+        for enlarged, term in sorted(zip(last, terms, strict=True), key=lambda row: row[0]):
+            source: Any = term.args[0]
+            if enlarged:
+                first = total is None
+                if first:
+                    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+                    total = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
+                    total.meta["val"] = value
+                given = (total, first, source.args[0], source.args[1:], *term.args[1:])
+                total = graph.call_function(add_enlarged, given)
+            else:
+                made = graph.node_copy(term)
+                total = made if total is None else graph.call_function(aten.add.Tensor, (total, made))
+            total.meta["val"] = value
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+    for old in reversed(list(graph.nodes)):
+        if old in terms or (not old.users and old.target in (aten.add.Tensor, INTERPOLATE)):
+            graph.erase_node(old)
+    return True
+
+
+def _terms(node: Any, outermost: fx.Node) -> list[fx.Node]:
+    """The convolutions of which a node is the sum; none if there is another term, or somebody else reads one."""
+    if node is not outermost and (not isinstance(node, fx.Node) or len(node.users) != 1):
+        return []
+    if name_of(node) == "convolution":
+        return [node]
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    of = [_terms(term, outermost) for term in node.args]
+    return [term for terms in of for term in terms] if all(of) else []
 
 
 def rewrite(graph: fx.Graph) -> int:
@@ -70,5 +134,5 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is_large_map(source: fx.Node, reader: fx.Node) -> bool:
-    made = source.target is interpolate.interpolate_op._opoverload
+    made = isinstance(source, fx.Node) and source.target is INTERPOLATE
     return made and set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..ops.recompute.cheap import has_flops, hint_of, size_of, tensors_of
+from ..ops.cheap import has_flops, hint_of, size_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -31,11 +31,16 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
+# The norms of this package that stand in graphs for PyTorch's.
+_NORMS = ("fusedseg::sample_norm", "fusedseg::sample_norm_backward")
+
+
 def name_of(node: fx.Node) -> str:
-    """The name of the aten op of a node, without its overload; "" for other nodes."""
-    if not is_op(node) or node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
+    """The name of the aten op of a node, or of such a norm, without its overload; "" for other nodes."""
+    if not is_op(node):
         return ""
-    return node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    return name if namespace in ("aten", "prims") or f"{namespace}::{name}" in _NORMS else ""
 
 
 def value_of(node: Any) -> Any:

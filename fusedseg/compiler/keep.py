@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..ops.recompute.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
-from ..ops.recompute.packed import FEWEST_VALUES
-from ..ops.recompute.registry import LARGER, MAX_STEPS, SMALL
+from ..ops.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
+from ..ops.low_bit.spec import FEWEST_VALUES
+from ..ops.observer import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
 from .joint import Goal, Joint, copied, is_op, is_random, nbytes_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ops.recompute.cheap import numel_of, tensors_of
+from ..ops.cheap import numel_of, tensors_of
 from . import forms, keep, order, reinplace
 from .joint import Joint, name_of, value_of, writes
 
@@ -89,7 +89,7 @@ class Planned(order.Backward):
         return node.made
 
     def over(self, node: Any) -> order.Over:
-        sources = [(self._made.get(x), nbytes_of(x)) for x in reinplace.may_overwrite(node.node)]
+        sources = [(self._made.get(x), nbytes_of(x)) for x in order.gives_memory(node.node)]
         inputs = node.all_input_nodes
         return [(inputs.index(one), nbytes) for one, nbytes in sources if one in inputs]
 

@@ -1,7 +1,8 @@
 """Norm, residual and activation as calls of the Triton ops of this package, for the codegen "aten".
 
     Forward     act(norm(x) [+ residual])                   which writes over x where nobody else reads x
-    Rebuild     the same in backward                        from the mean and the rstd that are kept
+    Statistics  the mean and the rstd of x alone            for an x that is packed before z is written over it
+    Rebuild     the same as Forward                         from the mean and the rstd: in backward, or after Statistics
     Backward    norm_backward(act_backward(dz, ...), x)     which writes over dz where nobody else reads dz
 
 They are the functions of nodes that ``triton_ops.py`` writes.
@@ -54,7 +55,7 @@ class Forward:
         passed = Passed(source, weight, bias, laid, None, *running)
         out = source if self.in_place else None
         z, mean, second, *_ = passes.forward(passed, self.spec, self.spec.layout(source, layout), None, out)
-        if self.spec.kind == "group" and mean is not None:
+        if self.spec.kind != "batch" and mean is not None:
             mean, second = (v.view(x.shape[0], -1) for v in (mean, second))
         return z, mean, second, *running
 
@@ -67,13 +68,31 @@ def _saved(x: Tensor, weight: Any, bias: Any, residual: Tensor | None, mean: Ten
 
 @dataclass(frozen=True)
 class Rebuild:
-    """z again, from x and its statistics."""
+    """z from x and its statistics."""
 
     spec: Spec
+    in_place: bool = False
     __name__ = "norm_act_rebuild"
 
     def __call__(self, x: Tensor, *tensors: Any) -> Tensor:
-        return passes.rebuild(_saved(x, *tensors), self.spec)
+        saved = _saved(x, *tensors)
+        return passes.rebuild(saved, self.spec, saved.source if self.in_place else None)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The results of ``Forward`` but z, of a batch norm."""
+
+    spec: Spec
+    writes_running: bool
+    __name__ = "norm_statistics"
+
+    def __call__(self, x: Tensor, *running: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not self.writes_running:
+            running = tuple(None if v is None else v.clone() for v in running)
+        source, layout = dense(x)
+        mean, rstd = passes.statistics(source, self.spec, layout, *running)
+        return None, mean, rstd, *running
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from math import inf
 import torch
 from torch import fx
 
-from ..ops.recompute.cheap import numel_of, tensors_of
-from . import reinplace
+from ..ops.cheap import numel_of, tensors_of
+from . import in_turn, reinplace
 from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of
+from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
@@ -133,7 +134,7 @@ class Backward:
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
-        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in reinplace.may_overwrite(node)]
+        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node)]
 
     def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Step]:
         """The steps of nodes in this order."""
@@ -300,6 +301,12 @@ class Alive:
         return 0
 
 
+def gives_memory(node: fx.Node) -> list[fx.Node]:
+    """The inputs in whose place a result may be, if nobody reads them later."""
+    x = in_turn.input_of(node)
+    return reinplace.may_overwrite(node) if x is None else [x]
+
+
 def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
     """The steps whose memory a step reads."""
     return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
@@ -319,6 +326,13 @@ def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = Fals
     module.recompile()
 
 
+def again(module: fx.GraphModule) -> None:
+    """The same for a graph of backward that calls Triton ops by now: their peak is elsewhere.  No product is added."""
+    backward = Backward(module.graph)
+    steps = backward.in_turn()
+    module.graph = _written(backward._parted_often(steps, backward.flops(steps), -inf))
+
+
 def _written(steps: list[Step]) -> fx.Graph:
     graph = fx.Graph()
     made: dict[Step, fx.Node] = {}
@@ -330,6 +344,6 @@ def _written(steps: list[Step]) -> fx.Graph:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or isinstance(node.target, Rebuild):
         return True
     return is_op(node) and not node.target._schema.is_mutable and not is_random(node)  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .. import _torch, rules
 from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
-from .norm_calls import Backward, Forward
+from .norm_calls import Backward, Forward, Rebuild
 
 aten = torch.ops.aten
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
@@ -120,7 +120,7 @@ def _is_whole(root: Any, x: Any) -> bool:
 
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
-    if isinstance(node.target, Backward):
+    if isinstance(node.target, (Backward, Rebuild)):
         return replace(node.target, in_place=True)
     if isinstance(node.target, Forward):
         # An op that writes over its input keeps no mean.

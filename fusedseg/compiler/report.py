@@ -19,14 +19,12 @@ from torch import Tensor, fx, nn
 from .. import _torch
 from .._sizes import text_of
 from ..memory.buffers import results
-from ..memory.compiled import peak_if_fused, twin_of
+from ..memory.compiled import peak_if_fused
 from ..memory.fake import fake_mode
-from ..memory.meter import key_of, mean_of, measure
+from ..memory.meter import key_of, measure
 from . import keep, order
 from .joint import flops_of, is_gradient, name_of, outputs_of, value_of
-from .settings import OP, Settings
 
-INDUCTOR = Settings("inductor")
 # A row shows at most this many ops that are computed again.
 NAMES = 6
 
@@ -211,7 +209,7 @@ def report(compiled: Any) -> Report:
             f"fusedseg.compiler.report: the backend has compiled no graph of {name}; call what "
             f'torch.compile(..., backend="fusedseg") returned once before'
         )
-    return _counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
+    return counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
 
 
 def _kind(module: nn.Module) -> Any:
@@ -219,7 +217,7 @@ def _kind(module: nn.Module) -> Any:
     return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
-def _counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
+def counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
     for graph, captured in found:
         if graph.ours is not None and graph.eager is None:
             graph.eager = captured.bytes()
@@ -312,58 +310,3 @@ def _storages(nodes: Sequence[Any]) -> dict[int, int]:
 def _roots(node: fx.Node) -> list[fx.Node]:
     """The inputs of the graph among the sources of a view."""
     return [source for source in node.all_input_nodes if source.op == "placeholder"]
-
-
-def counted(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    autocast: torch.dtype | None = None,
-    settings: Settings = INDUCTOR,
-) -> Report:
-    """A report on a model that is compiled and not run, with the bytes of the compiler's own partitioner.
-
-    The compiler's caches are emptied before and after.
-
-    Args:
-        model: a module; it may be fake, inside its fake mode.
-        inputs: its arguments.
-        autocast: the dtype of autocast around forward.
-        settings: the options of the backend.
-    """
-    from .partition import prepare
-
-    parts = _torch.partitioner()
-    found: list[tuple[Graph, Captured]] = []
-
-    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        outputs = options["num_fwd_outputs"]
-        graph, _ = found[-1]
-        with parts.config.patch(activation_memory_budget=1.0):
-            stock = parts.min_cut(twin_of(joint), joint_inputs, compiler="inductor", **options)
-            graph.stock = Bytes(kept_of(stock[0], outputs), peak_of(stock, fused=True))
-            plan = prepare(joint, outputs, settings)
-            made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
-        note_after(plan, made, outputs, fused=True)
-        return made
-
-    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
-        return parts.make_boxed_func(graph.forward)
-
-    compiler = parts.aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=parts.decompositions
-    )
-
-    def counting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with noting(module, example_inputs) as row:
-            found.append(row)
-            return compiler(module, example_inputs)
-
-    torch.compiler.reset()
-    try:
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            mean_of(torch.compile(model, backend=counting, dynamic=False)(*inputs))
-    finally:
-        torch.compiler.reset()
-    if not found:
-        raise RuntimeError(f"{OP}: the compiler finds no graph in {type(model).__name__}")
-    return _counted_in_eager_mode(type(model).__name__, found)

@@ -15,12 +15,11 @@ from typing import Any
 from torch import fx
 
 from .. import _torch, rules
+from ..ops.cheap import hint_of, size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
-from ..ops.low_bit.spec import lines_of
-from ..ops.recompute.cheap import hint_of, size_of, tensors_of
-from ..ops.recompute.packed import DTYPES, FEWEST_VALUES, SMOOTH_BITS
-from ..ops.recompute.registry import SMALL
+from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
+from ..ops.observer import SMALL
 from . import forms
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
 from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
@@ -49,7 +48,7 @@ class Rounded:
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm] = field(default_factory=dict)
+    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm | forms.SampleNorm] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     asking: set[fx.Node] = field(default_factory=set)
 
@@ -220,7 +219,7 @@ class _Choice:
             # An instance norm is a batch norm of another shape.
             source = _bent(source.args[0])
         norm = forms.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, (forms.BatchNorm, forms.GroupNorm)) or norm.mean is None or norm.rstd is None:
+        if not isinstance(norm, forms.OF_CHANNELS) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
@@ -228,7 +227,7 @@ class _Choice:
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, kinks = value_of(x), value_of(norm.mean).numel()
-        if isinstance(norm, forms.GroupNorm):
+        if not isinstance(norm, forms.BatchNorm):
             kinks = value.shape[0] * value.shape[1]
         if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
             return False

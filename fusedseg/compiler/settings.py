@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from .wanted import Wanted, parse_wanted
 
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
+MEMORY_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
 @functools.cache
@@ -29,6 +32,8 @@ class Settings:
         extra_flops: the arithmetic of products that may run twice for it, as a share of the forward's.
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
+        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which the images of a graph lie; None
+            leaves every tensor as it is.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
@@ -37,6 +42,7 @@ class Settings:
     extra_flops: float | None = None
     bits: int | None = None
     seed: int = 0
+    memory_format: torch.memory_format | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,6 +52,11 @@ class Settings:
             raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
+        if self.memory_format not in (None, *MEMORY_FORMATS):
+            raise ValueError(
+                f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d or None, got "
+                f"{self.memory_format!r}"
+            )
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":

@@ -6,7 +6,6 @@ the same sizes does nothing either, but it may have other strides along a dimens
 """
 
 import operator
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -27,7 +26,7 @@ def rewrite(graph: fx.Graph) -> int:
     count, roots, end = 0, roots_of(graph), next(iter(reversed(graph.nodes)))
     returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
-        source: Any = None
+        source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
         elif name_of(node) in ("clone", *NOTHING):
@@ -47,7 +46,7 @@ def rewrite(graph: fx.Graph) -> int:
     return count
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: object, new: object) -> bool:
     """Whether two tensors have the same form, and their elements lie in memory without gaps."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False

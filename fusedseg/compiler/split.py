@@ -40,12 +40,12 @@ def rewrite(graph: fx.Graph) -> int:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a convolution is neither transposed nor in groups, and gives both gradients."""
-    given: Any = node.args
+    given: tuple = node.args
     transposed, groups, mask = given[7], given[9], given[10]
     return not transposed and groups == 1 and all(mask[:2])
 
 
-def _call(node: Any) -> Any:
+def _call(node: fx.Node) -> Any:
     """The call of which a node picks the first result."""
     first = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == 0
     return node.args[0] if first else None
@@ -53,7 +53,7 @@ def _call(node: Any) -> Any:
 
 def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
     """Adds slices, if slices alone are read of a sum."""
-    terms: Any = node.args
+    terms: tuple[object, ...] = node.args
     if node.kwargs or not all(map(is_tensor, terms)) or not all(map(_is_slice, node.users)):
         return
     if value_of(terms[0]).shape != value_of(terms[1]).shape:
@@ -67,7 +67,7 @@ def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
 
 def _is_slice(node: fx.Node) -> bool:
     """Whether a node is a slice of the channels."""
-    given: Any = node.args
+    given: tuple[object, ...] = node.args
     return name_of(node) == "slice" and given[1] == 1 and len(given) == 4
 
 
@@ -99,7 +99,7 @@ class Source(NamedTuple):
         return [(k, min(k + step, self.width)) for k in range(0, self.width, step)] if count > 1 else []
 
 
-def _sources(x: Any, dx: fx.Node | None) -> list[Source]:
+def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
     """The sources of a convolution of ``x`` whose gradient is ``dx``."""
     if name_of(x) != "cat":
         return [Source(x, 0, dx, True)]
@@ -109,7 +109,7 @@ def _sources(x: Any, dx: fx.Node | None) -> list[Source]:
         return []
     slices: dict[tuple[int, int], list[fx.Node]] = {}
     for user in dx.users if dx is not None else ():
-        given: Any = user.args
+        given: tuple = user.args
         if name_of(user) == "slice" and given[1] == 1 and len(given) <= 4:
             slices.setdefault((given[2], min(given[3], value_of(x).shape[1])), []).append(user)
     owns, begin = [], 0
@@ -134,7 +134,7 @@ class Part(NamedTuple):
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> bool:
-    given: Any = node.args
+    given: tuple = node.args
     dy, x, weight, *geometry = given
     mask, items = geometry[7], items_of(node)
     sources = _sources(x, items.get(0))

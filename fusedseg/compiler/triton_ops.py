@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from .. import _torch
+from ..ops.low_bit.graph import round_op
 from .chains import (
     GRADIENTS,
     OF_FORWARD,
+    VIEWS,
     Chain,
     Gradient,
     Norm,
@@ -26,7 +28,7 @@ from .chains import (
     statistics_of,
 )
 from .joint import is_op, items_of, name_of, value_of
-from .norm_calls import Backward, Forward, Rebuild
+from .norm_calls import Backward, Forward, Rebuild, Statistics
 
 aten = torch.ops.aten
 
@@ -51,11 +53,12 @@ def _write_gradient(graph: fx.Graph, found: Gradient) -> None:
     """The gradients of a norm and of the activation after it become one call."""
     node, view, slope, chain = found[:4]
     given, norm = arguments_of(node), chain.norm
-    run = Backward(norm.spec._replace(act=found.act, momentum=0.0), any(given["output_mask"][1:]))
+    affine = given["affine"] if "affine" in given else any(given["output_mask"][1:])
+    run = Backward(norm.spec._replace(act=found.act, momentum=0.0), affine)
     with graph.inserting_before(slope):
         dz, residual = (_viewed(graph, t, chain) for t in (arguments_of(slope)["grad_output"], chain.residual))
         made = graph.call_function(run, (dz, norm.x, norm.weight, norm.bias, residual, found.mean, found.second))
-        made.meta["val"] = (*value_of(node), value_of(norm.x))
+        made.meta["val"] = (*value_of(node), None if residual is None else value_of(norm.x))
         results = [graph.call_function(operator.getitem, (made, i)) for i in range(4)]
         for result, value in zip(results, made.meta["val"], strict=True):
             result.meta["val"] = value
@@ -90,12 +93,15 @@ def _forward(graph: fx.Graph, node: fx.Node, statistics: dict[Any, Any], place: 
     if act is None or chain is None or any(len(inner.users) != 1 for inner in chain.inner):
         return False
     norm = _with_statistics(chain.norm, statistics, place)
+    parted = _is_packed(norm)
+    if parted:
+        norm = _parted(graph, norm)
     others = [item for i, item in items_of(norm.node).items() if i > 0]
     # The statistics of the norm may be read before the activation, whose residual is known by then or not.
     early = chain.residual is None or place[chain.residual] < place[norm.node]
     if not early and any(user.op != "output" for item in others for user in item.users):
         return False
-    first, spec = norm.node if early else node, norm.spec._replace(act=act)
+    first, spec = norm.node if early and not parted else node, norm.spec._replace(act=act)
     with graph.inserting_before(first):
         residual = _viewed(graph, chain.residual, chain)
         moves = norm.node.target is not _torch.functional_batch_norm
@@ -117,6 +123,26 @@ def _forward(graph: fx.Graph, node: fx.Node, statistics: dict[Any, Any], place: 
     for old in dict.fromkeys((node, *chain.inner, *others, norm.node)):
         graph.erase_node(old)
     return True
+
+
+def _is_packed(norm: Norm) -> bool:
+    """Whether the input of a batch norm is packed, so that the output may be written over it only then."""
+    x = norm.x.args[0] if name_of(norm.x) in VIEWS else norm.x
+    packs = any(user.target is round_op._opoverload for user in x.users)  # type: ignore[union-attr]
+    own = norm.spec.own and norm.spec.kind == "batch" and not norm.rebuilt
+    return packs and own and {1, 2} <= set(items_of(norm.node))
+
+
+def _parted(graph: fx.Graph, norm: Norm) -> Norm:
+    """The norm with its statistics computed by themselves, since the rounding of its input reads them."""
+    moves = norm.node.target is not _torch.functional_batch_norm
+    items = items_of(norm.node)
+    with graph.inserting_before(norm.node):
+        made = graph.call_function(Statistics(norm.spec, moves), (norm.x, norm.mean, norm.second))
+        made.meta["val"] = value_of(norm.node)
+    for i in set(items) - {0}:
+        items[i].args = (made, i)
+    return norm._replace(mean=items[1], second=items[2], rebuilt=True)
 
 
 def _with_statistics(norm: Norm, statistics: dict[Any, Any], place: dict[fx.Node, int]) -> Norm:

@@ -10,8 +10,8 @@ import math
 
 from torch import fx
 
-from ..ops.recompute.cheap import hint_of, size_of
-from ..ops.recompute.registry import LARGER
+from ..ops.cheap import hint_of, size_of
+from ..ops.observer import LARGER
 from .joint import Joint, name_of, nbytes_of, value_of
 
 # The share of forward's multiplications that may run again.

@@ -35,7 +35,7 @@ class _DoneByNorm(nn.Module):
     # The attributes that must have a certain value, as in the activation's row of the table.
     _fixed: tuple[tuple[str, Any], ...]
     # The value of the parameter that the norm applies, and the path at which the activation was found.
-    _fusedseg_value: Any
+    _fusedseg_value: object
     _fusedseg_path: str
     # Shared with the norms that do the work.
     _fusedseg_aside: Aside

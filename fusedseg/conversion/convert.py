@@ -9,10 +9,11 @@ from torch import nn
 
 from .._moved import refuse
 from ..activation import parse_invertible
-from ..memory import Footprint, measure
+from ..memory import Footprint
+from ..memory.meter import measure
 from ..nn.stock_norm import Aside
 from ..ops.low_bit.spec import Bits
-from ..ops.recompute.packed import Rounding
+from ..scope.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share

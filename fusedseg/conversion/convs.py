@@ -3,7 +3,7 @@
 They keep their paths and parameters, and differ from the stock class in three cases.
 
 * The input is a concatenation.  The convolution then keeps the sources of the concatenation
-  (``ops/recompute/joins.py``).  The scope alone would keep the same bytes, but backward then forms neither the
+  (``scope/joins.py``).  The scope alone would keep the same bytes, but backward then forms neither the
   concatenation nor a gradient of its size.
 * A 1x1 convolution reads an enlarged tensor.  It then keeps the small tensor, and backward computes all gradients at
   the small size (``ops/conv/apart.py``).
@@ -27,7 +27,7 @@ from ..nn.leaf import as_leaf
 from ..ops.conv import join_conv
 from ..ops.conv.convolution import looped
 from ..ops.conv.sources import Convolution, Source, is_pointwise, is_tensor, padded, tensors_of
-from ..ops.recompute.joins import saving_sources, sources_of
+from ..scope.joins import saving_sources, sources_of
 from .norms import MARK, NORM_OF_CONV
 
 OP = "fusedseg.convert"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ class Planner:
     def _calls(self, module: nn.Module) -> list[tuple[Flow, Call]]:
         return [(flow, call) for flow in self._flows for call in flow.of(module)]
 
-    def _fusion(self, norm: Any) -> Fusion:
+    def _fusion(self, norm: nn.Module) -> Fusion:
         calls = self._calls(norm)
         if not calls:
             raise Refused("it is not called")
@@ -183,7 +183,7 @@ class Planner:
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
         return self._marks_anything and direct
 
-    def _pool(self, pool: Any) -> nn.Module:
+    def _pool(self, pool: nn.Module) -> nn.Module:
         if not self._calls(pool):
             raise Refused("it is not called")
         if pool.return_indices:

@@ -74,7 +74,7 @@ class _ScopedGraph(Scoped):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         # GraphModule.recompile() replaces __call__ and forward of type(self), so this calls the methods below them.
-        call: Any = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
+        call: Callable[..., object] = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
         if self._fusedseg_wiring is None:
             return call(self, *args, **kwargs)
         self._check_wiring()
@@ -125,7 +125,7 @@ def _as_stock(root: Any) -> Any:
     return view
 
 
-def _made_again(make: Callable[..., Any], args: Any, has_scope: bool) -> Any:
+def _made_again(make: Callable[..., Any], args: tuple[object, ...], has_scope: bool) -> Any:
     """Makes a root while it is unpickled or copied; pickle or copy sets its attributes afterwards."""
     made = make(*args)
     if has_scope:

@@ -33,7 +33,7 @@ class _Tracer(fx.Tracer):
         # Each module that was called, with each value that it got or returned.
         self.seen: list[tuple[nn.Module, fx.Node]] = []
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         out = super().call_module(m, forward, args, kwargs)
         self.seen += [(m, leaf.node) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, fx.Proxy)]
         return out

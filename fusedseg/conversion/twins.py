@@ -5,7 +5,7 @@ parameters, buffers, hooks and mode, and all references to it from elsewhere sta
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -74,7 +74,7 @@ def check_forward(module: nn.Module) -> None:
         raise Refused(f"the forward of its {type(module).__name__} was replaced")
 
 
-def twin_of(norm: Any, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
+def twin_of(norm: nn.Module, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
     """A fused module with the settings of ``norm``, without parameters and buffers.
 
     ``of_conv`` says that the convolution before the norm may do the norm's work.

@@ -14,8 +14,8 @@ from torch import nn
 
 from .._module_hooks import has_global_hooks
 from ..nn.stock_norm import Aside
-from ..ops.recompute.packed import Rounding
-from ..ops.recompute.scope import recompute
+from ..scope.packed import Rounding
+from ..scope.scope import recompute
 from .applied import Applied
 from .aside import is_watched_now
 from .flow import CONVS

@@ -25,3 +25,7 @@ __all__ = [
     "segmentation_sums",
     "tp_fp_fn",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -43,7 +43,7 @@ def of_this_process(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def converted_once(
-    model: nn.Module, example_inputs: Any, options: dict[str, Any]
+    model: nn.Module, example_inputs: object, options: dict[str, Any]
 ) -> tuple[ConversionReport | None, str]:
     """Converts a model unless it, or a part of it, is converted already; returns the report and a message about it.
 
@@ -86,7 +86,7 @@ def compile_in_place(op: str, network: nn.Module, options: dict[str, Any]) -> No
     network.compile(backend=backend, options=options)
 
 
-def kept_by_backend(network: Any) -> tuple[Report | None, str]:
+def kept_by_backend(network: object) -> tuple[Report | None, str]:
     """The report of the backend on a network that has run, and a text for the log."""
     try:
         found = report(network)

@@ -112,7 +112,7 @@ class ABN(_InPlaceABN):
         if self.KEEP == "output":
             super().refresh_kept()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: object) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if local_metadata.get("version") != self._version and isinstance(weight, Tensor) and bool((weight < 0).any()):
             _warn_of_negative_weights()
@@ -146,7 +146,7 @@ class InPlaceABNSync(Synchronised, ABN):
     OP = f"{OP}.InPlaceABNSync"
     _in_place = True
 
-    def __init__(self, *args: Any, group: Any = None, **options: Any) -> None:
+    def __init__(self, *args: Any, group: object = None, **options: Any) -> None:
         if len(args) > 7:
             args, group = args[:-1], args[-1]
         super().__init__(*args, **options)
@@ -156,7 +156,7 @@ class InPlaceABNSync(Synchronised, ABN):
     def group(self) -> Any:
         return self.process_group
 
-    def set_group(self, group: Any) -> None:
+    def set_group(self, group: object) -> None:
         self.process_group = group
 
 
@@ -196,7 +196,7 @@ def inplace_abn_sync(
     eps: float = 1e-5,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
-    group: Any = None,
+    group: object = None,
 ) -> Tensor:
     """The function of ``InPlaceABNSync``: ``inplace_abn`` with the statistics of all processes of ``group``."""
     given = Passed(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compiler import Report
 from ..conversion import ConversionReport
-from ..memory import LiveBytes
+from ..memory.meter import LiveBytes
 from ..nn import convert_sync
 from .common import compile_in_place, converted_once, kept_by_backend, needed
 
@@ -71,7 +71,7 @@ class Convert(_pl.Callback):
     """
 
     def __init__(
-        self, module: str | None = None, *, example_inputs: Any = None, sync: bool = False, **options: Any
+        self, module: str | None = None, *, example_inputs: object = None, sync: bool = False, **options: object
     ) -> None:
         super().__init__()
         self.module, self.example_inputs, self.sync, self.options = module, example_inputs, sync, options
@@ -89,10 +89,10 @@ class Convert(_pl.Callback):
         if not later and any(True for _ in pl_module.parameters()):
             self._convert(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: object, pl_module: object) -> None:
         self._convert(trainer, pl_module)
 
-    def _convert(self, trainer: Any, pl_module: Any) -> None:
+    def _convert(self, trainer: object, pl_module: Any) -> None:
         if self._done:
             return
         network = _network(f"{OP}.Convert", pl_module, self.module)
@@ -151,18 +151,18 @@ class Compile(_pl.Callback):
         ValueError: as in ``Convert`` for ``module``; an option is wrong; or the network is a class of ``torch.nn``.
     """
 
-    def __init__(self, module: str | None = None, **options: Any) -> None:
+    def __init__(self, module: str | None = None, **options: object) -> None:
         super().__init__()
         self.module, self.options = module, options
         self.report: Report | None = None
         self._said = False
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: object, pl_module: object) -> None:
         self._said = False
         op = f"{OP}.Compile"
         compile_in_place(op, _network(op, pl_module, self.module), self.options)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
+    def on_train_batch_end(self, trainer: object, pl_module: object, *outputs: object) -> None:
         if not self._said:
             self._said = True
             self.report, text = kept_by_backend(_network(f"{OP}.Compile", pl_module, self.module))
@@ -172,8 +172,8 @@ class Compile(_pl.Callback):
 class MemoryReport(_pl.Callback):
     """Counts the bytes of one training step, and logs them: those alive before backward, and the most at once.
 
-    On a GPU the caching allocator counts.  Elsewhere ``fusedseg.memory.LiveBytes`` does, which sees no compiled code.
-    Both count beyond the bytes that are alive when the step begins, such as parameters and the states of optimizers.
+    On a GPU the caching allocator counts.  Elsewhere ``LiveBytes`` does, which sees no compiled code.  Both count
+    beyond the bytes that are alive when the step begins, such as parameters and the states of optimizers.
 
     Args:
         batch: the training batch to count, beginning with 0.  In the first one, many optimizers make their states.
@@ -195,7 +195,7 @@ class MemoryReport(_pl.Callback):
         self._before = 0
         self._open = ExitStack()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+    def on_train_batch_start(self, trainer: object, pl_module: Any, *batch: object) -> None:
         if self._seen == self.batch:
             if pl_module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -204,12 +204,12 @@ class MemoryReport(_pl.Callback):
                 self._live = self._open.enter_context(LiveBytes())
         self._seen += 1
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+    def on_before_backward(self, trainer: object, pl_module: Any, loss: object) -> None:
         if self._seen == self.batch + 1 and self.held is None:
             live = torch.cuda.memory_allocated(pl_module.device) if self._live is None else self._live.current
             self.held = live - self._before
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
+    def on_train_batch_end(self, trainer: object, pl_module: Any, *outputs: object) -> None:
         if self._seen != self.batch + 1 or self.peak is not None:
             return
         self._open.close()
@@ -218,9 +218,9 @@ class MemoryReport(_pl.Callback):
         held = "" if self.held is None else f"{self.held / 2**20:.1f} MiB alive before backward, "
         _say(trainer, f"fusedseg: training batch {self.batch}: {held}{self.peak / 2**20:.1f} MiB at the peak")
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         self._open.close()
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: object, pl_module: object) -> None:
         if self.peak is None:
             _say(trainer, f"fusedseg: training ended after {self._seen} batches, so batch {self.batch} was not counted")

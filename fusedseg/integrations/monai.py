@@ -72,7 +72,7 @@ def _made(
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
     inplace: bool = False,
-    **options: Any,
+    **options: object,
 ) -> nn.Module:
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}, {name}: inplace must be True or False, got {inplace!r}")
@@ -91,7 +91,7 @@ def _with_meta(norm: nn.Module, args: tuple[Any, ...], out: Tensor) -> Any:
     return _like(out, args[0]) if isinstance(args[0], _MetaTensor) else None
 
 
-def converted(model: nn.Module, **options: Any) -> nn.Module:
+def converted(model: nn.Module, **options: object) -> nn.Module:
     """``fusedseg.convert`` that returns the model, for ``_target_`` in the configuration of a bundle.
 
     The model computes with plain tensors, and returns a ``MetaTensor`` if its first one among the inputs is one, as
@@ -117,7 +117,7 @@ def converted(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def _to_plain(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _to_plain(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     if not any(isinstance(value, _MetaTensor) for value in (*args, *kwargs.values())):
         return None
     return tree_map_only(_MetaTensor, _plain, (args, kwargs))
@@ -129,7 +129,7 @@ def _plain(tensor: Any) -> Tensor:
     return plain
 
 
-def _to_meta(model: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+def _to_meta(model: nn.Module, args: object, kwargs: object, out: object) -> Any:
     if torch.compiler.is_compiling():
         return out
     sources = [leaf.__dict__[SOURCE] for leaf in tree_leaves((args, kwargs)) if SOURCE in getattr(leaf, "__dict__", ())]
@@ -180,7 +180,7 @@ class SlidingWindowLabels(_Inferer):
         except TypeError as error:
             raise TypeError(f"{OP}.SlidingWindowLabels: {error}") from None
 
-    def __call__(self, inputs: Any, network: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, network: Callable[..., Tensor], *args: object, **kwargs: object) -> Any:
         plain = inputs.as_tensor() if isinstance(inputs, _MetaTensor) else inputs
         model = functools.partial(_called, network, args, kwargs)
         labels = sliding_window_labels(model, plain, self.roi_size, self.overlap, **self.options)
@@ -189,5 +189,7 @@ class SlidingWindowLabels(_Inferer):
         return _like(labels, inputs) if isinstance(inputs, _MetaTensor) else labels
 
 
-def _called(network: Callable[..., Tensor], args: Any, kwargs: Any, windows: Tensor) -> Tensor:
+def _called(
+    network: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object], windows: Tensor
+) -> Tensor:
     return network(windows, *args, **kwargs)

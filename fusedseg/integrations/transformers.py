@@ -39,16 +39,16 @@ class Convert(_transformers.TrainerCallback):
     The message is logged with level WARNING, because Python shows no other level unless it is asked to.
     """
 
-    def __init__(self, *, example_inputs: Any = None, sync: bool = False, **options: Any) -> None:
+    def __init__(self, *, example_inputs: object = None, sync: bool = False, **options: object) -> None:
         self.example_inputs, self.sync, self.options = example_inputs, sync, options
         self.report: ConversionReport | None = None
         self._done = False
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_init_end(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
         if model is not None:
             self._convert(model, state)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
         if not self._done:
             self._convert(model, state)
 
@@ -82,16 +82,16 @@ class Compile(_transformers.TrainerCallback):
     The message is logged with level WARNING, as that of ``Convert``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.options = options
         self.report: Report | None = None
         self._said = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
         self._said = False
         compile_in_place(f"{OP}.Compile", model, self.options)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_step_end(self, args: object, state: Any, control: object, model: object = None, **others: object) -> None:
         if not self._said:
             self._said = True
             self.report, text = kept_by_backend(model)

@@ -27,3 +27,7 @@ __all__ = [
     "TopKLoss",
     "TverskyLoss",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,7 +9,6 @@ reads.  What a function allocates inside itself is not counted.
 
 from collections.abc import Callable, Collection
 from operator import getitem
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -106,7 +105,7 @@ def _name(node: fx.Node) -> str:
 
 def results(node: fx.Node) -> list[Tensor]:
     """The results of a node, which are tensors without values."""
-    value: Any = node.meta.get("val")
+    value: object = node.meta.get("val")
     return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
 

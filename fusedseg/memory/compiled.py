@@ -7,6 +7,7 @@ backward computes again.  It works on shapes alone, so a model without values is
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .._torch import partitioner
 from .buffers import Buffers, results
 from .meter import key_of, mean_of
 
-OP = "fusedseg.compiler.partitions"
+OP = "fusedseg.memory.partitions"
 
 
 class Partition(NamedTuple):
@@ -40,6 +41,19 @@ class Partition(NamedTuple):
 Way = Callable[[fx.GraphModule, Any, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
 
 
+def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
+    """Compiles a model, and partitions its graph for each ``activation_memory_budget`` of the compiler.
+
+    Args:
+        model, inputs: as in ``divided``.
+        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
+
+    Raises:
+        RuntimeError: as in ``divided``.
+    """
+    return dict(zip(budgets, divided(model, inputs, [partial(_by_budget, budget) for budget in budgets]), strict=True))
+
+
 def divided(
     model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way], autocast: torch.dtype | None = None
 ) -> list[Partition]:
@@ -61,7 +75,7 @@ def divided(
     found: list[Partition] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
-    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
         total = _flops(joint)
         for way in ways:
             with warnings.catch_warnings():
@@ -77,7 +91,7 @@ def divided(
                     first,
                 )
             )
-        return by_budget(1.0, joint, joint_inputs, options)
+        return _by_budget(1.0, joint, joint_inputs, options)
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
@@ -103,7 +117,7 @@ def divided(
     return found
 
 
-def by_budget(budget: float, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+def _by_budget(budget: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
     """Divides a graph as the compiler itself does with this ``activation_memory_budget``; 1 is its default."""
     parts = partitioner()
     with parts.config.patch(activation_memory_budget=budget):

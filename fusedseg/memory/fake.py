@@ -1,4 +1,4 @@
-"""``estimate`` reports on a training step with tensors without values, of any size, on any machine."""
+"""``profile``: the report of a training step, on real tensors or on tensors without values of any size."""
 
 import copy
 import logging
@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from .._backend import EstimateMode
 from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException, tree_map
 from .report import MemoryReport
-from .step import OptimizerFactory, profile
+from .step import OptimizerFactory, step
 
-OP = "fusedseg.memory.estimate"
+OP = "fusedseg.memory.profile"
 Model = nn.Module | Callable[[], nn.Module]
 
 
@@ -49,66 +49,93 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(no_failed_op)
 
 
-def estimate(
+def profile(
     model: Model,
-    input_shapes: Sequence[Any],
-    dtype: torch.dtype = torch.float32,
-    *,
-    optimizer: OptimizerFactory | None = None,
+    *inputs: object,
+    dtype: torch.dtype | None = None,
     loss: Callable[..., Tensor] | None = None,
     targets: object = None,
+    optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
-    """Runs ``profile`` on tensors without values.
+    """Runs one training step, and reports where its bytes go.
 
-    It finds true sizes within seconds, without a GPU and almost without memory.  The sizes are those of a step on a
-    GPU; on a CPU some convolutions need a copy of their input in backward, which ``profile`` counts.  It cannot know
-    the workspaces of an op (above all of a convolution; that of an ``nn.LSTM`` is the one of a CPU), the allocator's
-    rounding and fragmentation, and the memory of the CUDA context.  Autocast follows the rules of a CPU.
+    The step is forward, loss, backward and, if given, the optimizer's step.  On real tensors it runs on their device,
+    CPU or CUDA.  Afterwards the model is as it was, even if it raises: ``.grad`` of parameters and inputs, buffers such
+    as running statistics, parameters, and the states of the random number generators are restored, and all hooks are
+    removed.  Changes that the model makes to plain Python attributes stay.
+
+    **Shapes as inputs** stand for tensors without values::
+
+        profile(UNet(3, 4), (8, 3, 512, 512), dtype=torch.float16)
+
+    Then true sizes are found within seconds, without a GPU and almost without memory.  The sizes are those of a step on
+    a GPU; on a CPU some convolutions need a copy of their input in backward, which a step on real tensors counts.
+    Autocast follows the rules of a CPU.  A module is copied without its values, hooks included.
+
+    Each storage that an op returns is counted until it is freed.  Not seen are workspaces inside an op (above all of a
+    convolution; that of an ``nn.LSTM`` without values is the one of a CPU), the allocator's rounding and fragmentation,
+    and the memory of the CUDA context; on CUDA the rows hold the allocator's own figures.  Compiled modules run
+    uncompiled here.
 
     Args:
-        model: a function that builds the model, or a module.  The function is called on tensors without values, so that
-            the model may be far larger than this machine.  A module is copied without its values, hooks included.
-        input_shapes: the shape of the input, or a sequence of shapes, one for each input.  A tensor in place of a shape
-            stands for an input of its shape and dtype.
-        dtype: the dtype of parameters, buffers and inputs that are floating-point.
-        optimizer, loss, autocast, label: as in ``profile``.
-        targets: as in ``profile``; only shapes and dtypes count.
+        model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.
+            With shapes it may be a function that builds the model, which is called on tensors without values, so that
+            the model may be far larger than this machine.
+        inputs: the arguments of the model: real tensors, in any nesting; or a shape for each, or a tensor on the device
+            "meta", such as ``torch.empty(2, 128, dtype=torch.int64, device="meta")``.
+        dtype: with shapes, the dtype of parameters, buffers and inputs that are floating-point; float32 by default.
+        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  The
+            default is the mean of all outputs.
+        targets: the second argument of ``loss``; with shapes only their own shapes and dtypes count.
+        optimizer: a function that is called with the parameters and returns an optimizer, such as
+            ``torch.optim.AdamW``.  Its state counts as present before the step, as in all steps but the first.
+        autocast: the dtype of ``torch.autocast`` around forward and loss; None keeps the caller's setting.
+        label: the report's name, which appears in its column ``exp`` and in comparisons; by default the class of the
+            model.
 
     Returns:
-        A ``MemoryReport``, whose ``device`` is "fake".
+        A ``MemoryReport``, whose ``device`` is "fake" on tensors without values.
 
     Raises:
-        TypeError: model or input_shapes have the wrong type.
-        RuntimeError: the model asks for the value of a tensor.
-        ``profile`` lists further errors.
+        TypeError: the model is no module, and builds none; the optimizer is an instance; the loss returns no tensor.
+        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices;
+            there is an optimizer, and no parameter requires a gradient; ``dtype`` is given without shapes.
+        RuntimeError: on tensors without values, the model asks for a value.
+        Errors of the model pass through.
     """
+    options = {"loss": loss, "optimizer": optimizer, "autocast": autocast, "label": label}
+    if not inputs or not all(map(_is_without_values, inputs)):
+        if dtype is not None:
+            raise ValueError(f"{OP}: dtype belongs to shapes as inputs; real tensors have their own")
+        return step(model, *inputs, targets=targets, **options)  # type: ignore[arg-type]
+    dtype = dtype or torch.float32
     with fake_mode() as mode:
-        inputs = fake_inputs(input_shapes, dtype)
+        given = fake_inputs(inputs, dtype)
         return profile_fake(
-            fake_model(model, mode, dtype),
-            inputs,
-            optimizer=optimizer,
-            loss=loss,
-            targets=tree_map(_without_values, targets),
-            autocast=autocast,
-            label=label,
+            fake_model(model, mode, dtype), given, targets=tree_map(_without_values, targets), **options
         )
+
+
+def _is_without_values(given: object) -> bool:
+    if isinstance(given, Tensor):
+        return given.is_meta
+    return isinstance(given, Sequence) and bool(given) and all(isinstance(size, int) for size in given)
 
 
 def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> MemoryReport:
     try:
-        return profile(model, *inputs, **options)
+        return step(model, *inputs, **options)
     except DataDependentOutputException as error:
         raise RuntimeError(
-            f"{OP}: {type(model).__name__} asks for the value of a tensor ({error}), and there are none here; use "
-            "fusedseg.memory.profile on real tensors"
+            f"{OP}: {type(model).__name__} asks for the value of a tensor ({error}), and there are none here; pass "
+            "real tensors in place of shapes"
         ) from error
 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-    """The inputs for ``estimate``, without values; must be called inside the fake mode."""
+    """Inputs without values for shapes, or for one shape; must be called inside the fake mode."""
     if isinstance(input_shapes, Tensor):
         raise TypeError(
             f"{OP}: input_shapes must be a shape or a sequence of shapes, got a tensor of shape "

@@ -22,6 +22,8 @@ def parse_budget(budget: int | str) -> int:
 
 
 def gib(nbytes: float) -> str:
+    if nbytes < MEBIBYTE / 10:
+        return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / MEBIBYTE:.1f} MiB"
 
 
@@ -159,8 +161,7 @@ class Plan:
             reasons.setdefault(reason, []).append(label)
         note = (
             "One training step, estimated on tensors without values. Peak: with parameters, optimizer state and "
-            "inputs. Kept: the part of it that forward keeps for backward. Repeated: the arithmetic that backward runs "
-            "again, as a share of the forward's. What is kept back is for workspaces and fragmentation."
+            "inputs. Repeated: the arithmetic that backward runs again, as a share of the forward's."
         )
         if any(option.strategy.compiled for option in self.options):
             note += " The bytes of compiled models are counted on the graphs that the compiler captures."

@@ -87,7 +87,7 @@ def plan(
     fits, and for the largest batch with the shares ``BUDGETS``.  The bytes of compiled models are counted on their
     graphs, to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
 
-    Sizes are those of ``estimate``, so that no GPU is needed.  A model without a block to checkpoint (see
+    Sizes are those of ``profile`` without values, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
 
     Args:
@@ -117,7 +117,7 @@ def plan(
     Raises:
         ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
             [0, 1).
-        ``estimate`` lists further errors.
+        ``profile`` lists further errors.
     """
     nbytes = parse_budget(budget)
     if not 0.0 <= reserve < 1.0:
@@ -136,9 +136,11 @@ def plan(
     options = tuple(search.options)
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
+        back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {search.name} with batch {batch or least.smallest} needs {gib(least.total)} at least "
-            f"({least.label}), and {gib(usable)} of the budget of {gib(nbytes)} may be used"
+            f"{OP}: {search.name} with batch {batch or least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
+            "take a smaller batch or input"
         )
     return Plan(search.name, options, nbytes, usable, batch, search.left_out)
 

@@ -1,4 +1,4 @@
-"""``profile`` runs one training step under ``Trace``, and leaves the model as it was."""
+"""Runs one training step under ``Trace``, and leaves the model as it was."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +17,7 @@ OP = "fusedseg.memory.profile"
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def profile(
+def step(
     model: nn.Module,
     *inputs: object,
     loss: Callable[..., Tensor] | None = None,
@@ -26,37 +26,7 @@ def profile(
     autocast: torch.dtype | None = None,
     label: str = "",
 ) -> MemoryReport:
-    """Runs one training step, and reports where its bytes go.
-
-    The step is forward, loss, backward and, if given, the optimizer's step, on the device of the model and the inputs:
-    CPU, CUDA, or fake tensors (see ``estimate``).  Afterwards the model is as it was, even if it raises: ``.grad`` of
-    parameters and inputs, buffers such as running statistics, parameters, and the states of the random number
-    generators are restored, and all hooks are removed.  Changes that the model makes to plain Python attributes stay.
-
-    Each storage that an op returns is counted until it is freed.  Workspaces inside an op and the allocator's rounding
-    are not seen; on CUDA the rows hold the allocator's own figures.  Compiled modules run uncompiled here.
-
-    Args:
-        model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.
-        inputs: the arguments of the model, in any nesting.
-        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  The
-            default is the mean of all outputs.
-        targets: the second argument of ``loss``.
-        optimizer: a function that is called with the parameters and returns an optimizer, such as
-            ``torch.optim.AdamW``.  Its state counts as present before the step, as in all steps but the first.
-        autocast: the dtype of ``torch.autocast`` around forward and loss; None keeps the caller's setting.
-        label: the report's name, which appears in its column ``exp`` and in comparisons; by default the class of the
-            model.
-
-    Returns:
-        A ``MemoryReport``.
-
-    Raises:
-        TypeError: the model is no module; the optimizer is an instance; the loss returns no tensor.
-        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices;
-            there is an optimizer, and no parameter requires a gradient.
-        Errors of the model pass through.
-    """
+    """Runs one training step on real tensors, or on fake ones inside their mode; ``profile`` describes the rest."""
     _check(model, loss, targets, optimizer)
     # Backward may reach all of these, inputs included.
     given = [*model.parameters(), *model.buffers(), *tensors_of((inputs, targets))]

@@ -1,5 +1,6 @@
 """Writes tables of text for terminals."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 
@@ -9,7 +10,8 @@ from .trace import Row
 from .units import MEBIBYTE, group, mib
 
 BAR = 24
-WIDTH = 110
+# The widest and the narrowest text.
+WIDTH, NARROWEST = 110, 40
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -23,9 +25,11 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def wrapped(text: str) -> str:
-    """Breaks long lines, and indents the lines of a list item."""
+    """Breaks lines that are longer than ``WIDTH`` or wider than the terminal, and indents the lines of a list item."""
+    # A file or a pipe has no width.
+    width = min(WIDTH, max(shutil.get_terminal_size((WIDTH, 24)).columns - 1, NARROWEST))
     return "\n".join(
-        textwrap.fill(line, WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip(" •"))))
+        textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip(" •"))))
         for line in text.splitlines()
     )
 

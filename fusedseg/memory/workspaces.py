@@ -32,7 +32,7 @@ def as_with_values(func: object, args: tuple, out: Any) -> Any:
     return out
 
 
-def _with_workspace(args: Any, out: Any) -> Any:
+def _with_workspace(args: tuple, out: Any) -> Any:
     T, N, *_ = args[0].shape
     given = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in args[:7])
     options = tuple(tuple(a) if isinstance(a, list) else a for a in args[7:])

@@ -37,3 +37,7 @@ __all__ = [
     "MaxPool3d",
     "convert_sync",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

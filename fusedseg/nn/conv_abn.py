@@ -47,7 +47,7 @@ class _ConvABN(Unscriptable, nn.Module):
     # nn.Conv2d or nn.Conv3d; typed Any, because their signatures differ in the lengths of tuples.
     conv_class: Any
     # JoinConv2d or JoinConv3d, which may take the place of conv_class.
-    join_class: Any
+    join_class: type[nn.Module]
     dims: int
     conv: nn.Conv2d | nn.Conv3d
     norm: InPlaceABN

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.conv.cat import cat
-from ..ops.recompute import recipes
+from ..ops.observer import active
 
 
 class Handed(list):
@@ -20,7 +20,7 @@ class Handed(list):
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         super().__init__(tensors)
-        self._scope = recipes.active()
+        self._scope = active()
 
     def take_off(self) -> None:
         """Empties the list if its tensors may be freed.
@@ -28,13 +28,13 @@ class Handed(list):
         They may not inside a checkpoint, which calls the module again with the same list, even if a scope lies inside
         that checkpoint.
         """
-        if self._scope is not None and recipes.active() is self._scope:
+        if self._scope is not None and active() is self._scope:
             self.clear()
 
 
 def handing() -> bool:
     """Whether a recompute scope keeps what this thread computes."""
-    return recipes.active() is not None
+    return active() is not None
 
 
 def cat_of(x: Handed) -> Tensor:

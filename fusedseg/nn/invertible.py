@@ -18,7 +18,7 @@ class Invertible(Refreshed, StockNorm):
     # The module that errors recommend if an activation cannot be inverted.
     EXACT: str
 
-    def __init__(self, *stock: Any, activation: str, activation_param: float, **options: Any) -> None:
+    def __init__(self, *stock: object, activation: str, activation_param: float, **options: Any) -> None:
         act = parse_invertible(self.OP, activation, activation_param, self.EXACT)
         super().__init__(*stock, **options)
         self.activation = act.name

@@ -22,7 +22,7 @@ class _NormAct(StockNorm):
 
     def __init__(
         self,
-        *stock: Any,
+        *stock: object,
         activation: str,
         activation_param: float | str | None,
         num_slopes: int,

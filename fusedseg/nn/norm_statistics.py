@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..ops.recompute.saved import recomputing
+from ..ops.observer import recomputing
 
 
 class Using(NamedTuple):

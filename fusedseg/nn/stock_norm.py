@@ -11,13 +11,13 @@ from torch.fx import Proxy
 from .. import _torch
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
-from ..ops import unfused
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise_eagerly
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
+from ..ops.norm.unfused import norm_act
 from .leaf import Unscriptable, as_leaf
 from .norm_statistics import COUNTED, LookUp, Using, attributes, looked_up
 
@@ -112,7 +112,7 @@ class StockNorm(Unscriptable, nn.Module):
             return normalise(passed, spec)
         if passed.batches is not None:
             passed.batches.add_(1)
-        return unfused.norm_act(passed, spec)
+        return norm_act(passed, spec)
 
     def _in_program(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``forward`` while the call is compiled, exported or traced."""

@@ -32,7 +32,7 @@ class Synchronised:
 
     training: bool
     running_mean: Any
-    process_group: Any = None
+    process_group: object = None
 
     def _others(self) -> str | None:
         """The name of the group if the call uses its statistics and it has other members, otherwise None."""

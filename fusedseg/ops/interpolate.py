@@ -96,7 +96,7 @@ class Call(NamedTuple):
     """The arguments of the op."""
 
     x: Tensor
-    size: Any
+    size: object
     factors: list[float] | None
     mode: str
     corners: bool | None

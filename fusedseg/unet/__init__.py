@@ -15,3 +15,7 @@ __all__ = [
     "unet3d_large",
     "unet3d_small",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

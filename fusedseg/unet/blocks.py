@@ -148,7 +148,7 @@ class DoubleConv(nn.Sequential):
         )
 
     def forward(self, input: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:  # noqa: A002
-        given: Any = input
+        given: object = input
         for module in self:
             input = module(input)  # noqa: A001
             # The first block has read the sources.

@@ -114,7 +114,7 @@ class MultiEncoderUNet(nn.Module):
         levels = [[inc(x) for inc, x in zip(self.incs, images, strict=True)]]
         for downs in zip(*self.downs, strict=True):
             levels.append([down(x) for down, x in zip(downs, levels[-1], strict=True)])
-        x: Any = levels.pop()
+        x: object = levels.pop()
         for up in self.ups:
             if handing():
                 # The caller of ``up`` must hold neither x nor the skips.

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import supported
+from tests.tools.threads import threads
 
 ROWS = json.loads(supported.FILE.read_text())
 QUICK = ("3D small", "ResNet-18", "two encoders")
@@ -24,6 +25,16 @@ def test_exact(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name):
     check(name, supported.WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_losses(name):
+    """With more threads than one, eager mode itself may add in another order from run to run."""
+    if not supported.MODELS[name].is_here():
+        pytest.skip(f"{supported.MODELS[name].package} is not installed")
+    with threads(1):
+        assert supported.difference(name) == pytest.approx(ROWS[name]["losses"], abs=1e-6)
 
 
 def check(name, ways):

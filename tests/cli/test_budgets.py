@@ -1,8 +1,12 @@
-"""What trades arithmetic or noise for bytes on the command line: ``plan``, ``profile --compare``."""
+"""What trades arithmetic or noise for bytes on the command line: ``plan``, its ``--curve``, ``profile --compare``."""
 
 import json
+import sys
+
+import pytest
 
 from fusedseg.__main__ import main
+from fusedseg.memory import curve
 from tests.nnunet import PlainConvUNet
 
 NETWORK, TINY = "tests.cli.test_budgets:small", "tests.cli.test_budgets:tiny"
@@ -18,9 +22,9 @@ def tiny():
     return PlainConvUNet(widths=(8,))
 
 
-def test_convert_with_bits(capsys):
-    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_convert_with_bits(tmp_path):
+    assert main(["convert", NETWORK, *VOLUME, "--bits", "4", "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
     assert report["after"]["saved"] <= 0.12 * report["before"]["saved"]
 
 
@@ -51,7 +55,7 @@ def test_profile_of_the_backend_with_bits(capsys):
 def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
     """Where eager mode does not fit, and the compiled stock model does without repeated arithmetic."""
     figures = tmp_path / "plan.json"
-    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--gpu"]
+    argv = ["plan", TINY, *VOLUME, "--optimizer", "none", "--reserve", "0", "--budget"]
     assert main([*argv, "1GiB", "--json", str(figures)]) == 0
     options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
     compiled, eager = options["fusedseg-compile"], options["eager"]
@@ -64,3 +68,27 @@ def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
     assert "fusedseg-compile+amp" in out
     assert compiled["code"] == 'model = torch.compile(model, backend="fusedseg")'
     assert out.splitlines()[-1].strip() == compiled["code"]
+
+
+def test_a_curve_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plan", NETWORK, *VOLUME, "--curve", str(tmp_path / "curve.png")]) == 2
+    assert '--curve needs matplotlib: pip install "fusedseg[plot]"' in capsys.readouterr().err
+
+
+def test_plan_draws_a_curve(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    # Compiling takes seconds; tests/memory/test_curve.py has a curve of compiled models.
+    monkeypatch.setattr("fusedseg.cli.plan.curve", lambda *args, **options: curve(*args, **options, compiled=False))
+    picture, figures = tmp_path / "curve.png", tmp_path / "curve.json"
+    argv = ["plan", NETWORK, *VOLUME, "--curve", str(picture), "--json", str(figures)]
+    assert main(argv) == 0
+    assert "bytes kept against arithmetic repeated" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+    ways = json.loads(figures.read_text())["curve"]["ways"]
+    assert list(ways) == ["eager", "checkpoint", "fusedseg"]
+    assert main(argv) == 2
+    assert "exists: choose another path, or pass --overwrite" in capsys.readouterr().err
+    assert main([*argv[:-4], "--curve", str(tmp_path / "curve.txt")]) == 2
+    assert "--curve: curve writes " in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
-from fusedseg.ops.recompute.packed import packed_bytes
+from fusedseg.ops.low_bit.spec import packed_bytes
 from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.networks import Attention, compiled, kept, make
@@ -73,6 +73,8 @@ def test_a_norm_of_a_concatenation_that_another_convolution_reads(norm, act):
         assert found.bias < MOST, batch
 
 
+# The most error, relative to a gradient in float64, that an order of sums explains.
+LAST_BITS = 1e-14
 # Functions that backward cannot follow in fewer bits read exact values.
 EXACT = ("glu",)
 
@@ -155,15 +157,18 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("act", "norm", "batch", "around"), ALL)
 def test_every_activation_after_every_norm(act, norm, batch, around):
-    """The two tests above have some of these cases.  The noise of 24 roundings is about .02, so more decide then."""
+    """The two tests above have some of these cases.  The noise of 24 roundings is about .02, so more decide then.
+
+    Where nothing is rounded, last bits may differ, because gradients are added source by source.
+    """
     torch.manual_seed(0)
     net = around(NORMS[norm](), EVERY[act]())
     x = torch.randn(batch, 3, 32, 32)
     found = error_of(net, [x], 4, 24)
-    if found.bias >= MOST:
+    if found.bias >= MOST and found.size > LAST_BITS:
         torch._dynamo.reset()
         found = error_of(net, [x], 4, 256)
-    assert found.bias < MOST or not found.size
+    assert found.bias < MOST or found.size <= LAST_BITS
 
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU], ids=["ReLU", "LeakyReLU"])

@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedseg.memory import measure
+from fusedseg.compiler import chains, forms, norm_calls
+from fusedseg.compiler.joint import is_tensor, value_of
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
+from fusedseg.ops.norm import passes
+from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
+from tests.ops.test_low_bit_networks import CASES as OF_SCOPE
 from tests.ops.test_low_bit_networks import IMAGES, VOLUME
 from tests.ops.test_recompute_networks import UNET2D, UNET3D
 
@@ -59,3 +64,51 @@ def test_bytes(name):
     print(f"\n{name}: {found}, stock {stock}")
     assert found.kept <= KEPT * stock.saved
     assert max(found.forward, found.backward) <= most * stock.peak
+
+
+def _statistics(x, spec, *_):
+    return torch.empty(2, statistics_count(x, spec), dtype=stats_dtype(x)).unbind()
+
+
+def _forward(passed, spec, layout, kept, out):
+    return Normalised(torch.empty_like(passed.x) if out is None else out, *_statistics(passed.x, spec))
+
+
+def _rebuild(saved, spec, out=None):
+    return torch.empty_like(saved.source) if out is None else out
+
+
+def _backward(dz, saved, spec, layout, kept, wanted):
+    dx = torch.empty_like(dz) if wanted.into is None else wanted.into
+    vectors = [torch.empty(dz.shape[1], dtype=dz.dtype) for _ in range(2)]
+    return Gradients(dx, *vectors, None if saved.residual is None else torch.empty_like(dz))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
+
+    def is_served(x):
+        return is_tensor(x) and value_of(x).is_floating_point() and norm_calls.is_planes_or_rows(value_of(x))
+
+    for module in (chains, forms, norm_calls):
+        monkeypatch.setattr(module, "is_served", is_served)
+    for of in (_statistics, _forward, _rebuild, _backward):
+        monkeypatch.setattr(passes, of.__name__[1:], of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", [name for name in OF_SCOPE if "fused" in name])
+def test_fused_blocks_peak_no_higher_than_in_the_scope(name, bits, on_gpu):
+    """They peaked at up to 1.19 of it."""
+    torch.set_default_dtype(torch.float16)
+    try:
+        with fake_mode():
+            found = fake_step(OF_SCOPE[name].make(), [torch.empty(s) for s in OF_SCOPE[name].shapes], bits=bits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    print(f"\n{name}, {bits} bits: {found}")
+    kept, peak = OF_SCOPE[name].most[bits]
+    assert found.kept <= kept * 2**20
+    assert max(found.forward, found.backward) <= 1.02 * peak * 2**20

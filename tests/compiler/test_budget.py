@@ -14,7 +14,8 @@ from fusedseg.compiler import choose, forms, keep, partitions
 from fusedseg.compiler import emit as partition_emit
 from fusedseg.compiler.live import Live, nbytes_of
 from fusedseg.compiler.settings import parse
-from fusedseg.memory import LiveBytes, allocator_peak
+from fusedseg.memory import allocator_peak
+from fusedseg.memory.meter import LiveBytes
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
 from tests.ops.test_low_bit_bias import MOST

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.conversion import scope, twins
-from fusedseg.ops.recompute.recipes import innermost
+from fusedseg.ops.observer import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, reasons, replaced, results
 

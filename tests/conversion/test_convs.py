@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.conversion import convs
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.ops.conv import sources
-from fusedseg.ops.recompute import joins
+from fusedseg.scope import joins
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, replaced
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.conversion.verify import Difference, Verification, _largest
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from tests.conversion import networks
 
 
@@ -227,9 +227,15 @@ def test_command(capsys, arguments):
     assert ("largest relative difference" in out) == ("--verify" in arguments)
 
 
-def test_command_prints_json(capsys):
-    assert main(["convert", "tests.conversion.networks:UNet", "--input", "2,3,8,8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "UNet"
+def test_command_writes_json(capsys, tmp_path):
+    """``--json`` printed JSON here, and named a file in every other command."""
+    path = tmp_path / "report.json"
+    argv = ["convert", "tests.conversion.networks:UNet", "--input", "2,3,8,8", "--json", str(path)]
+    assert main(argv) == 0
+    assert json.loads(path.read_text())["model"] == "UNet"
+    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+    assert main(argv) == 2
+    assert "report.json exists: choose another path, or pass --overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import fusedseg
 from fusedseg.conversion.scope import Scoped
-from fusedseg.ops.recompute.recipes import innermost
+from fusedseg.ops.observer import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same
 

@@ -19,7 +19,7 @@ from fusedseg.compiler import backend, captured, split
 from fusedseg.compiler import rounded as compiled_bits
 from fusedseg.conversion import convs
 from fusedseg.ops.conv import sources
-from fusedseg.ops.recompute import packed
+from fusedseg.scope import packed
 
 
 class eager(contextlib.ContextDecorator):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedseg.memory import Footprint, measure
+from fusedseg.memory import Footprint
+from fusedseg.memory.meter import measure
 from tests.conversion.packages import _library
 
 MIB = 2**20

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from tests.conversion import networks
 
 pytestmark = pytest.mark.usefixtures("uncounted")

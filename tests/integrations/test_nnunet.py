@@ -19,13 +19,13 @@ import fusedseg.compiler
 from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import UnknownLoss, fused_loss, plan
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from tests.integrations import nnunet_ddp
 from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
 from tests.integrations.real import framework, without_fusedseg
 from tests.nnunet import PlainConvUNet
 
-TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "Leaky", "Budget", "Bits8", "Bits4"))
+TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "Leaky", "ChannelsLast", "Budget", "Bits8", "Bits4"))
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -369,7 +369,7 @@ def test_training_in_fewer_bits_follows_the_exact_one(bits, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "Leaky", "Budget", "Bits8", "Bits4"])
+@pytest.mark.parametrize("end", ["", "Leaky", "ChannelsLast", "Budget", "Bits8", "Bits4"])
 def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     """Twenty steps of nnU-Net's own ``train_step`` in float64 through the backend, and a validation; ``aten``."""
     framework("nnunetv2")

@@ -1,5 +1,10 @@
 """``FusedPredictor`` beside nnU-Net's own predictor, with plans of nnU-Net's own planner and random weights."""
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +18,7 @@ from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor  # noqa: E4
 
 from fusedseg.integrations.nnunet import resampling  # noqa: E402
 from fusedseg.integrations.nnunet.predictor import FusedPredictor  # noqa: E402
-from tests.integrations.nnunet_plans import dataset_json, image, planned, predictor  # noqa: E402
+from tests.integrations.nnunet_plans import NAME, dataset_json, image, planned, predictor  # noqa: E402
 
 FIVE = dataset_json(5)
 REGIONS = dataset_json({"background": 0, "whole": [1, 2, 3], "core": [2, 3], "inner": 3}, regions_class_order=[1, 2, 3])
@@ -113,3 +118,39 @@ def test_files_have_the_labels_of_arrays(tmp_path, monkeypatch):
     made.predict_from_files_sequential([[str(tmp_path / "case_0000.nii.gz")]], str(tmp_path / "out"))
     found = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(tmp_path / "out" / "case.nii.gz"))
     assert (found == made.predict_single_npy_array(values, properties)).all()
+
+
+def test_command_and_processes(tmp_path, monkeypatch):
+    """Two cases, preprocessed by another process, from the command line and from Python."""
+    plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
+    model = tmp_path / "results" / NAME / f"nnUNetTrainer__{plans['plans_name']}__3d_fullres"
+    (model / "fold_0").mkdir(parents=True)
+    (model / "plans.json").write_text(json.dumps(plans))
+    (model / "dataset.json").write_text(json.dumps(FIVE))
+    made = predictor(FusedPredictor, plans, FIVE, "3d_fullres")
+    saved = {"network_weights": made.network.state_dict(), "trainer_name": "nnUNetTrainer"}
+    saved |= {"init_args": {"configuration": "3d_fullres"}, "inference_allowed_mirroring_axes": None}
+    torch.save(saved, model / "fold_0" / "checkpoint_final.pth")
+    values, _ = image((31, 33, 37), (1.3, 1.3, 1.3))
+    (tmp_path / "images").mkdir()
+    for case in ("a", "b"):
+        pixels = SimpleITK.GetImageFromArray(values[0] * (1 if case == "a" else -1))
+        pixels.SetSpacing((1.3, 1.3, 1.3))
+        SimpleITK.WriteImage(pixels, tmp_path / "images" / f"{case}_0000.nii.gz")
+    made.predict_from_files(
+        str(tmp_path / "images"),
+        str(tmp_path / "python"),
+        num_processes_preprocessing=2,
+        num_processes_segmentation_export=2,
+    )
+    folders = {f"nnUNet_{kind}": str(tmp_path / kind) for kind in ("raw", "preprocessed", "results")}
+    call = [sys.executable, "-m", "fusedseg.integrations.nnunet.predictor", "-d", NAME, "-c", "3d_fullres", "-f", "0"]
+    call += ["-i", tmp_path / "images", "-o", tmp_path / "command", "-device", "cpu", "-npp", "1", "-nps", "1"]
+    subprocess.run(call, env={**os.environ, **folders}, check=True, timeout=300)
+    for case in ("a", "b"):
+        found, same = (
+            SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(tmp_path / way / f"{case}.nii.gz"))
+            for way in ("python", "command")
+        )
+        assert len(np.unique(found)) > 2
+        assert (found == same).all()

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from fusedseg.ops.low_bit import aten
-from fusedseg.ops.norm.kink import kink_of
+from fusedseg.ops.low_bit.kink import kink_of
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
 

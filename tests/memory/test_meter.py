@@ -8,7 +8,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import fusedseg
-from fusedseg.memory import SavedBytes, allocator_peak, measure
+from fusedseg.memory import SavedBytes, allocator_peak
+from fusedseg.memory.meter import measure
 
 CHANNELS = 8
 SHAPE = (2, CHANNELS, 16, 16)

@@ -217,7 +217,8 @@ def test_the_cheapest_way_to_a_batch():
     assert tight.cheapest.label in ("amp", "fusedseg")
     assert {o.label: o.fits for o in tight.options}["checkpoint"]
     least = min(needs.values())
-    with pytest.raises(ValueError, match=r"Sequential with batch 8 needs .* at least \(.*amp\+checkpoint\), and"):
+    message = r"with batch 8 does not fit in .*: the leanest way, .*amp\+checkpoint, needs .*, and 1 B are missing"
+    with pytest.raises(ValueError, match=message):
         step_alone(PLAIN, SHAPE, least - 1, batch=8, convert=convert, reserve=0.0)
 
 
@@ -237,7 +238,10 @@ def test_budgets_buy_larger_batches(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "1KiB"}, r"Sequential with batch 1 needs .* may be used"),
+        (
+            {"budget": "1KiB"},
+            "Sequential with batch 1 does not fit in 1.0 KiB, of which 10% are kept back: .* are missing",
+        ),
         ({"reserve": 1.0}, "reserve must be at least 0 and below 1, got 1.0"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
     ],

@@ -7,7 +7,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from fusedseg.memory import estimate, measure, profile
+from fusedseg.memory import profile
+from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
@@ -29,7 +30,7 @@ def rows_of(report, name, hook_type="fwd"):
 
 def test_resnet18_rows_are_those_known():
     """The rows have the MiB of docs/design.md, at full size on tensors without values."""
-    report = estimate(ResNet18, (128, 3, 224, 224))
+    report = profile(ResNet18, (128, 3, 224, 224))
     forward = [row for row in report.rows if row.hook_type == "fwd" and row.layer_type not in ("Sequential",)]
     found = [(row.layer_type, round(row.mem_all_diff / MEBIBYTE, 1)) for row in forward]
     stem = [("Conv2d", 392.0), ("BatchNorm2d", 392.0), ("ReLU", 0.0), ("MaxPool2d", 294.0)]
@@ -293,7 +294,7 @@ def test_compiled_modules_are_said_to_run_uncompiled():
             TypeError,
             "as torch.optim.SGD or a function is",
         ),
-        (lambda x: profile(block(), x.to("meta")), ValueError, "must be on one device, got cpu, meta"),
+        (lambda x: profile(block().to("meta"), x), ValueError, "must be on one device, got cpu, meta"),
     ],
     ids=["model", "targets", "loss type", "loss shape", "optimizer", "devices"],
 )

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import ConvABN2d, ConvABN3d
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from tests.nn.test_conv_abn import assert_same, assert_same_state, data, pair, step
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedseg import InPlaceABN
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from fusedseg.nn import ConvBank2d, ConvBank3d
 
 BANKS = {2: ConvBank2d, 3: ConvBank3d}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusedseg import InPlaceABN, InPlaceABNSync, InPlaceGroupNormAct, InPlaceInstanceNormAct, InstanceNormAct
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from tests.tools.compiling import check_compiled_follows
 from tests.tools.tensors import channels_last
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import JoinConv2d, JoinConv3d
+from fusedseg.nn import JoinConv2d, JoinConv3d
 
 OPTIONS = {
     "plain": {},

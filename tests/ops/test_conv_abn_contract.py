@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.functional import conv_abn
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from fusedseg.ops.conv.apart import convolve_sources
 from fusedseg.ops.conv.convolution import Geometry
 from fusedseg.ops.layout import dense

@@ -8,7 +8,7 @@ from torch import nn
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from fusedseg.ops.norm import op
 from fusedseg.ops.norm.spec import Spec
 from tests.reference import stock_activation

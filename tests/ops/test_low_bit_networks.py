@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fusedseg import recompute
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.unet import lidar_optical_unet, unet3d_large, unet3d_small
 from tests.ops.test_recompute_networks import UNET2D, UNET3D
 from tests.resnet import ResNet50

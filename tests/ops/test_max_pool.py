@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.functional import max_pool
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
 from fusedseg.ops.max_pool import op, parts
-from fusedseg.ops.recompute.watch import Watch
+from fusedseg.scope.watch import Watch
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 

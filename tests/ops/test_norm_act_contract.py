@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from fusedseg import BatchNormAct, recompute
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
-from fusedseg.memory import LiveBytes, SavedBytes, measure
+from fusedseg.memory import SavedBytes
+from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.norm import aten_input, op
 from fusedseg.ops.norm.spec import Spec
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, inputs, slope_of

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.recompute import plain, recipes
-from fusedseg.ops.recompute.parts import Chain, turns_of
-from fusedseg.ops.recompute.registry import Registry
-from fusedseg.ops.recompute.saved import Recipe
+from fusedseg.ops import observer
+from fusedseg.scope import plain
+from fusedseg.scope.parts import Chain
+from fusedseg.scope.registry import Registry
+from fusedseg.scope.saved import Recipe
+from fusedseg.scope.turns import turns_of
 
 SHAPE = (2, 4, 8, 8)
 BYTES = 2 * 4 * 8 * 8 * 4
@@ -41,10 +43,23 @@ def rebuild(x, weight):
     return F.silu(x * weight.view(-1, 1, 1))
 
 
-def scaled(x, weight):
-    z = Scaled.apply(x, weight)
-    recipes.offer(z, rebuild, x, weight)
-    return z
+class ScaledCall(observer.OpCall):
+    def __init__(self, x, weight, again):
+        self.x, self.weight, self.again = x, weight, again
+
+    @property
+    def inputs(self):
+        return self.x, self.weight
+
+    def run(self):
+        return Scaled.apply(self.x, self.weight)
+
+    def rebuild(self):
+        return self.again
+
+
+def scaled(x, weight, again=rebuild):
+    return observer.observed(ScaledCall(x, weight, again))
 
 
 @pytest.fixture
@@ -97,7 +112,7 @@ def test_a_scope_that_ended_and_none_at_all(made):
     conv, weight, x = made
     with recompute():
         z = scaled(conv(x), weight)
-    assert recipes.active() is None
+    assert observer.active() is None
     with SavedBytes([*conv.parameters(), weight]) as saved:
         out = conv(z)
     assert saved.nbytes == BYTES
@@ -215,8 +230,7 @@ def test_rebuilt_once_for_neighbours(made):
         return rebuild(x, weight)
 
     def fn(conv, w, x):
-        z = Scaled.apply(conv(x), w)
-        recipes.offer(z, counted, z.grad_fn.saved_tensors[0], w)
+        z = scaled(conv(x), w, counted)
         return conv(z) + conv(z)
 
     out = recompute()(fn)(*made)
@@ -329,10 +343,10 @@ def test_hooks_see_tensors_again_after_a_norm_has_raised_an_error(made):
         z = conv(x)
         with pytest.raises(RuntimeError):
             F.batch_norm(z, None, None, torch.ones(3), None, training=True)
-        assert recipes.innermost() is not None
+        assert observer.innermost() is not None
         F.batch_norm(z, torch.zeros(4), torch.ones(4), training=True)
-        assert recipes.innermost() is not None
-    assert recipes.innermost() is None
+        assert observer.innermost() is not None
+    assert observer.innermost() is None
 
 
 class Clears(torch.autograd.Function):

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import recompute
-from fusedseg.memory import SavedBytes, measure
-from fusedseg.ops.recompute import recipes
+from fusedseg.memory import SavedBytes
+from fusedseg.memory.meter import measure
+from fusedseg.scope import recipes
 from tests.ops.scope_cases import assert_equal
 
 SHAPE = (2, 3, 16, 16)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from fusedseg.ops.recompute.memory import Memory
-from fusedseg.ops.recompute.plain import Place, plain
-from fusedseg.ops.recompute.saved import Data
+from fusedseg.scope.memory import Memory
+from fusedseg.scope.plain import Place, plain
+from fusedseg.scope.saved import Data
 
 
 class Doubled(torch.Tensor):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fusedseg import recompute
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.resnet import ResNet18, ResNet50
 

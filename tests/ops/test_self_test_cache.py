@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -62,8 +60,6 @@ def test_a_user_without_a_home_has_no_files(monkeypatch, of):
     assert path is None
     assert verdicts.read(path, of) is None
     assert not verdicts.write(path, of, FAILED)
-    with verdicts.alone(path):
-        pass
 
 
 DAMAGED = {
@@ -119,10 +115,8 @@ def test_a_folder_that_cannot_be_written_is_no_error(path, of, obstacle, tmp_pat
         monkeypatch.setattr(os, "replace", full)
     assert not verdicts.write(path, of, FAILED)
     assert verdicts.read(path, of) is None
-    with verdicts.alone(path):
-        pass
     # No half of a file is left.
-    assert not path.parent.is_dir() or not [file for file in path.parent.iterdir() if file.suffix != ".lock"]
+    assert not path.parent.is_dir() or not [*path.parent.iterdir()]
 
 
 def many_writes(path, of, count, number):
@@ -143,51 +137,3 @@ def test_two_processes_may_write_at_once(path, of):
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen
     assert all(verdict is not None and len(set(verdict.text.split())) == 1 for verdict in seen)
-
-
-def decide_once(path, of, folder, seconds, number):
-    with verdicts.alone(path):
-        if verdicts.read(path, of) is None:
-            (folder / f"tested by {number}").touch()
-            time.sleep(seconds)
-            verdicts.write(path, of, Verdict())
-
-
-def test_processes_of_a_node_test_once(path, of, tmp_path):
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=decide_once, args=(path, of, tmp_path, 0.3, number)) for number in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * 3
-    assert len(list(tmp_path.glob("tested by *"))) == 1
-
-
-def test_a_killed_process_leaves_no_lock(path, of, tmp_path):
-    context = multiprocessing.get_context("fork")
-    first = context.Process(target=decide_once, args=(path, of, tmp_path, 60, 1))
-    first.start()
-    while not (tmp_path / "tested by 1").exists():
-        time.sleep(0.01)
-    os.kill(first.pid, signal.SIGKILL)
-    first.join()
-    start = time.monotonic()
-    decide_once(path, of, tmp_path, 0, 2)
-    assert time.monotonic() - start < 5
-    assert (tmp_path / "tested by 2").exists()
-
-
-def test_a_process_waits_for_another_only_so_long(path, of, tmp_path):
-    """A process that hangs in its test must not hang the others."""
-    context = multiprocessing.get_context("fork")
-    first = context.Process(target=decide_once, args=(path, of, tmp_path, 60, 1))
-    first.start()
-    while not (tmp_path / "tested by 1").exists():
-        time.sleep(0.01)
-    start = time.monotonic()
-    with verdicts.alone(path, patience=0.2):
-        waited = time.monotonic() - start
-    first.kill()
-    first.join()
-    assert 0.2 <= waited < 5

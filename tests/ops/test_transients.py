@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import fusedseg
 from fusedseg.activation import TABLE
 from fusedseg.functional import Interpolated
-from fusedseg.memory import LiveBytes, measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops import reuse
 from fusedseg.ops.norm import aten_chunks, aten_input
 

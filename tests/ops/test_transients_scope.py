@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.ops import reuse
 from fusedseg.ops.conv import cat, slabs, sources
 from fusedseg.ops.conv.sources import Interpolated
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.recompute import packed, parts
+from fusedseg.scope import packed, saved
 from fusedseg.unet import UNet
 from tests.ops.test_low_bit_scope import gradient as low_bit_gradient
 from tests.ops.test_low_bit_scope import network
@@ -29,7 +29,7 @@ NETWORKS = ("U-Net, transposed", "two encoders", "3D small", "ResNet-18")
 def every_size(monkeypatch):
     """Small tensors are treated as large ones."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
-    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+    monkeypatch.setattr(saved, "LEAST_BYTES", 1)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
 
 
@@ -175,7 +175,7 @@ def test_a_tensor_that_is_unpacked_for_each_reader_gives_the_same(act, monkeypat
 def peak_of(least, monkeypatch):
     """The peak of a U-Net of one level below the full size, in tensors of the largest size."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
-    monkeypatch.setattr(parts, "LEAST_BYTES", least)
+    monkeypatch.setattr(saved, "LEAST_BYTES", least)
     with fake_mode():
         net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=norm_and_relu)
         x = torch.empty(2, 1, 256, 256)

@@ -128,7 +128,7 @@ def reuse() -> None:
 def estimate() -> None:
     import fusedseg
 
-    fusedseg.memory.estimate(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (1, 3, 8, 8))
+    fusedseg.memory.profile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (1, 3, 8, 8))
 
 
 def main() -> None:

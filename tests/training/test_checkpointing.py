@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedseg
-from fusedseg.memory import measure
+from fusedseg.memory.meter import measure
 
 
 class Checkpointed(nn.Module):

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from fusedseg.memory import estimate, measure
+from fusedseg.memory import profile
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
@@ -64,8 +65,8 @@ def test_footprint(name, record_property):
 )
 def test_under_autocast_they_keep_a_fifth_of_fp32(make, shapes):
     """No convolution runs twice, and autocast's copies of the weights are not kept."""
-    eager = estimate(partial(make, plain=True), shapes)
-    ours = estimate(make, shapes, autocast=torch.float16)
+    eager = profile(partial(make, plain=True), *shapes)
+    ours = profile(make, *shapes, autocast=torch.float16)
     print(f"\n{eager.saved / ours.saved:.2f} times less")
     assert eager.saved >= 5 * ours.saved
     assert ours.convolutions["recomputed"] == 0

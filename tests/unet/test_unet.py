@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fusedseg import InPlaceABN
-from fusedseg.memory import measure
 from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import measure
 from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
 

@@ -19,7 +19,7 @@ class UnknownLoss(ValueError):
     """Raised if this package has no equal of a loss."""
 
 
-def fused_loss(loss: Any) -> nn.Module:
+def fused_loss(loss: object) -> nn.Module:
     """Returns the loss of this package that equals a loss of nnU-Net, in value and gradient.
 
     Args:
@@ -39,7 +39,7 @@ def _deep_supervision(loss: Any) -> nn.Module:
     return DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
 
 
-def _top_k(loss: Any) -> nn.Module:
+def _top_k(loss: object) -> nn.Module:
     return TopKLoss(**_options(loss, OF_TOP_K))
 
 
@@ -81,21 +81,21 @@ EQUALS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def _name_of(module: Any) -> str:
+def _name_of(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _options(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _options(module: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-def _part(module: Any, expected: str) -> Any:
+def _part(module: object, expected: str) -> Any:
     if _name_of(module) != expected:
         raise UnknownLoss(f"a part of class {type(module).__name__}")
     return module
 
 
-def _dice(dice: Any, activation: str) -> tuple[dict[str, Any], type]:
+def _dice(dice: nn.Module, activation: str) -> tuple[dict[str, Any], type]:
     """The options of a soft Dice loss, and its class."""
     dice = getattr(dice, "_orig_mod", dice) if _torch.is_optimized_module(dice) else dice
     if _name_of(dice) not in (f"{LOSSES}.dice.SoftDiceLoss", f"{LOSSES}.dice.MemoryEfficientSoftDiceLoss"):

@@ -177,7 +177,7 @@ class FusedPredictor(nnUNetPredictor):
         item = next(PreprocessAdapterFromNpy(*lists, *managers, num_threads_in_multithreaded=1, verbose=self.verbose))
         return self._written(item["data"], item["data_properties"], output_file_truncated)
 
-    def predict_from_files_sequential(self, *args: Any, **kwargs: Any) -> list[np.ndarray | None] | None:
+    def predict_from_files_sequential(self, *args: object, **kwargs: object) -> list[np.ndarray | None] | None:
         """As in nnU-Net: everything runs in this process."""
         return self.predict_from_files(*args, **kwargs, num_processes_preprocessing=0)
 

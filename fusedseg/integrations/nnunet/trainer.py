@@ -14,6 +14,7 @@ from ...compiler.settings import parse
 from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
+from ...ops.layout import FORMATS
 from ..common import compile_in_place, kept_by_backend, of_this_process
 from .loss import UnknownLoss, fused_loss
 
@@ -37,7 +38,7 @@ def _compiled_by_backend(trainer: Any, options: dict[str, Any]) -> Iterator[None
     """Lets nnU-Net's call of ``torch.compile`` on its network use the backend of this package."""
     stock = torch.compile
 
-    def compiled(model: Any, *args: Any, **given: Any) -> Any:
+    def compiled(model: nn.Module, *args: object, **given: Any) -> Any:
         ours: dict[str, Any] = {"backend": backend, "options": options} if model is trainer.network else {}
         return stock(model, *args, **given, **ours)
 
@@ -73,16 +74,21 @@ class Fused(_Trainer):
     Attributes:
         convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.
         compile_options: the options of the backend, such as ``{"budget": "peak 22GiB"}``.
+        channels_last: whether the network and its images lie in channels_last; the backend compiles it then.
     """
 
     convert_options: ClassVar[dict[str, Any]] = {}
     compile_options: ClassVar[dict[str, Any]] = {}
-    build_network_architecture: Any
+    channels_last: ClassVar[bool] = False
+    build_network_architecture: object
     # Whether the log still lacks what the backend keeps.
     _unreported = False
 
     def initialize(self) -> None:
         options, by_nnunet = self.compile_options, self._do_i_compile()
+        if self.channels_last:
+            memory_format = FORMATS[2 + len(self.configuration_manager.patch_size)]
+            options = {"memory_format": memory_format, **options}
         by_backend = self._unreported = by_nnunet or bool(options)
         if not by_nnunet:
             options = {"codegen": "aten", **options}
@@ -94,8 +100,10 @@ class Fused(_Trainer):
 
         # nnU-Net reads the signature of this method to find out how to call it.
         @functools.wraps(build)
-        def converted(*args: Any, **kwargs: Any) -> nn.Module:
+        def converted(*args: object, **kwargs: object) -> nn.Module:
             network = build(*args, **kwargs)
+            if self.channels_last:
+                network.to(memory_format=memory_format)
             if by_backend:
                 call = f'torch.compile(backend="fusedseg", options={options})'
                 self.print_to_log_file(f"fusedseg: the network stays stock, for {call}")

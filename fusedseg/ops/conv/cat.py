@@ -6,16 +6,13 @@ of ``torch.nn.functional.interpolate`` and ``torch.cat``.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import _torch
-from ..recompute import recipes
-from ..recompute.joins import note_sources
-from ..recompute.parts import JoinedSources
-from ..recompute.plain import plain
+from ..observer import OPEN, OpCall, observed, rounding
 from .slabs import slabs
 from .sources import (
     Enlarge,
@@ -64,22 +61,32 @@ class _Concatenation(torch.autograd.Function):
         return None, *grads
 
 
+class _CatCall(NamedTuple):
+    sources: tuple[Source, ...]
+
+
+class CatCall(_CatCall, OpCall):
+    """One call of ``cat`` that enlarges its sources in slabs."""
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensors_of(self.sources))
+
+    def run(self) -> Tensor:
+        return _Concatenation.apply(enlarges_of(self.sources), *self.inputs)
+
+
 def cat(sources: Sequence[Source]) -> Tensor:
     """The concatenation of the sources along the channels.
 
     The stock functions form it outside of a scope with ``bits``, if it is small, in channels_last, under autocast, and
     in forward-mode differentiation.
     """
-    registry = recipes.packing() if recipes.PACKING else None
-    if registry is None or not _fits(sources):
+    if not OPEN or not rounding() or not _fits(sources):
         return concatenated(sources)
-    enlarges, tensors = enlarges_of(sources), tensors_of(sources)
-    with _torch.DisableTorchFunction(), registry.linear():
-        out = _Concatenation.apply(enlarges, *tensors)
-        recipes.offer(out, JoinedSources(enlarges), *tensors, registry=registry)
-        if registry.joins:
-            note_sources(out, tuple(sources))
-    return out
+    return observed(CatCall(tuple(sources)))
 
 
 def _fits(sources: Sequence[Source]) -> bool:
@@ -90,6 +97,6 @@ def _fits(sources: Sequence[Source]) -> bool:
         and shape_of(sources).numel() * tensors[0].element_size() >= LEAST_BYTES
         and not (_torch.is_any_autocast_enabled() or _torch.in_forward_ad())
         # A tensor with dimensions of size 1 may be channels_last as well.
-        and all(plain(t) and t.is_contiguous() and t.dtype == tensors[0].dtype for t in tensors)
+        and all(t.is_contiguous() and t.dtype == tensors[0].dtype for t in tensors)
         and all(min(t.shape[1:]) > 1 for t in tensors)
     )

@@ -26,10 +26,11 @@ from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
-from ..recompute import recipes
+from ..norm.unfused import norm_act
+from ..observer import OPEN, rounding
 from . import choice, join_conv
 from .apart import convolve_sources
-from .convolution import output_format
+from .convolution import output_format, stock_convolution
 from .sources import (
     Convolution,
     concatenated,
@@ -138,7 +139,7 @@ def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> Non
 
 def _writes_codes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> bool:
     """Whether the norm in training runs apart from the convolution, so that its kernel writes the codes of z."""
-    if not spec.own or recipes.packing() is None or not coded.may_write(tensors_of(call.sources)[0], spec):
+    if not spec.own or not rounding() or not coded.may_write(tensors_of(call.sources)[0], spec):
         return False
     return _chosen(call, norm, spec, kept, conv_backend) == "aten"
 
@@ -162,14 +163,14 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
     sources, w, conv_bias, geometry = call
     step = call, norm, spec, kept, conv_backend
     if unfused.wanted():
-        y = unfused.convolution(concatenated(sources), w, conv_bias, geometry)
-        return unfused.norm_act(norm._replace(x=y), spec)
+        y = stock_convolution(concatenated(sources), w, conv_bias, geometry)
+        return norm_act(norm._replace(x=y), spec)
     if torch.compiler.is_compiling():
         # The compiler traces these stock functions, and decides itself how much of a concatenation to form.
         return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
     if not torch.is_grad_enabled():
         return _step(*step).z
-    if recipes.PACKING and _writes_codes(*step):
+    if OPEN and _writes_codes(*step):
         return _in_two_nodes(call, norm, spec, kept)
     # rstd and xhat of the kept channels, which the second node keeps beside z.
     done: list[Tensor | None] = []

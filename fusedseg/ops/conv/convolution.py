@@ -1,10 +1,11 @@
 """Parses and checks the geometry of a convolution, and calls the vendor's convolution."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import _backend, _torch
 from ..check import check_dtype, check_positive, check_transforms
@@ -30,6 +31,12 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(x[2:], w[2:], self.stride, self.padding, self.dilation, strict=True)
         ]
         return torch.Size([x[0], w[0], *size])
+
+
+def stock_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The stock function, for programs that run without this package."""
+    convolve: Callable[..., Tensor] = F.conv2d if x.dim() == 4 else F.conv3d
+    return convolve(x, w, bias, *geometry)
 
 
 class RawGeometry(NamedTuple):

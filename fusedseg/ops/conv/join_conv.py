@@ -1,8 +1,8 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from .. import unfused
 from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once, is_batch
-from ..recompute import recipes
+from ..observer import OPEN, OpCall, observed
 from .apart import convolve_sources, convolve_sources_backward
-from .convolution import RawGeometry, check_convolution
+from .convolution import RawGeometry, check_convolution, stock_convolution
 from .sources import (
     Convolution,
     Source,
@@ -69,11 +69,27 @@ class ConvolutionFunction(torch.autograd.Function):
         return *(None,) * 4, dw, dbias, *dtensors
 
 
+class _ConvCall(NamedTuple):
+    args: tuple[Any, ...]
+
+
+class ConvCall(_ConvCall, OpCall):
+    """One call of ``ConvolutionFunction`` with ``args``."""
+
+    __slots__ = ()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.args[4]
+
+    def run(self) -> Tensor:
+        return ConvolutionFunction.apply(*self.args)
+
+
 def recorded(op: str, call: Convolution, convolve: Callable[[], Tensor], centred: bool, w: Tensor, *tensors) -> Tensor:
     """The node of the convolution.  A scope with ``bits`` packs the sources, not a computed weight."""
-    registry = recipes.packing() if recipes.PACKING else None
-    with nullcontext() if registry is None else registry.linear(spared=w):
-        return ConvolutionFunction.apply(op, call, convolve, centred, w, *tensors)
+    node = ConvCall((op, call, convolve, centred, w, *tensors))
+    return observed(node) if OPEN else node.run()
 
 
 def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
@@ -127,7 +143,7 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     """The op on checked arguments.  ``formed`` is the concatenation of the sources if the caller has formed it."""
     sources, w, bias, geometry = call
     if unfused.wanted():
-        return unfused.convolution(concatenated(sources), w, bias, geometry)
+        return stock_convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         return convolve_sources(sources, w, bias, geometry)

@@ -2,7 +2,7 @@
 
     key = rounding_key(seed)                              a number that differs from step to step; a tensor on the CPU
     codes, lowest, highest = low_bit_round(t, bits, key, place, kink, stride)
-    kink = norm_kink(x, mean, rstd, weight, bias)         of ``norm/kink.py``, for a norm whose sign must be exact
+    kink = norm_kink(x, mean, rstd, weight, bias)         of ``low_bit/kink.py``, for a norm whose sign must be exact
     t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)      of ``op.py``
     packed = bits_pack(t, bits, stride)                   the lowest bits of masks, and of small integers of one byte
     t = bits_unpack(packed, bits, dtype, size, stride)
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..norm.kink import kink_of, of_channels
+from .kink import kink_of, of_channels
 from .op import _pack, pack_op
 from .signs import pack_signs, parts_with_signs
 from .spec import mixed, rank, wide_dtype

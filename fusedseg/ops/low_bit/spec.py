@@ -15,6 +15,10 @@ OP = "fusedseg.low_bit"
 BITS = (2, 4, 8)
 # The bits that users may ask for.
 Bits = Literal[8, 4]
+# Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
+SMOOTH_BITS = 8
+FEWEST_VALUES = 4096  # smaller tensors are kept as they are
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GROUP = 256
 # A channel of a sample with fewer positions is no group of its own, unless it has a kink of its own: the two numbers of
 # each group would take as much memory as the codes.
@@ -97,6 +101,14 @@ def lines_of(t: Tensor, kinks: int) -> Lines:
         if kinks or lines.S >= FEWEST:
             return lines
     return Lines(1, t.numel(), 1)
+
+
+def packed_bytes(t: Tensor, bits: int) -> int:
+    """The bytes that are kept of ``t`` where it may be packed."""
+    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
+        return t.untyped_storage().nbytes()
+    lines = lines_of(t, 0)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -7,10 +7,11 @@ under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import _backend
 from ..._torch import FakeTensor
@@ -19,8 +20,8 @@ from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
 from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense
-from ..recompute import recipes
-from . import aten, squeezed
+from ..observer import OPEN, OpCall, observed, unwatched
+from . import aten
 from .windows import Pool
 
 OP = "fusedseg.max_pool"
@@ -47,7 +48,7 @@ def _has_no_values(t: Tensor) -> bool:
     return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
 
 
-@recipes.unwatched
+@unwatched
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     """z and, if ``coded``, the codes, both in the memory format of ``x``."""
     x, _ = dense(x)
@@ -119,6 +120,28 @@ class MaxPoolFunction(torch.autograd.Function):
             # Backward itself is differentiated, and the op has a gradient.
             return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
         return backward(dz, codes, ctx.size, ctx.rows, ctx.pool), None
+
+
+class _PoolCall(NamedTuple):
+    x: Tensor
+    pool: Pool
+
+
+class PoolCall(_PoolCall, OpCall):
+    """One call of the op."""
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def run(self) -> Tensor:
+        return MaxPoolFunction.apply(self.x, self.pool)
+
+    def rebuild(self) -> Callable[..., Tensor]:
+        pool = self.pool
+        return lambda x: forward(x, pool, False)[0]
 
 
 # The fields of a ``Pool`` in the schemas of the ops.
@@ -249,18 +272,15 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
         # Autocast does the same for the stock function on a CPU.
         x = x.float()
     if unfused.wanted():
-        return unfused.max_pool(x, *pool)
+        stock: Any = F.max_pool2d if x.dim() == 4 else F.max_pool3d
+        return stock(x, *pool)
     coded = torch.is_grad_enabled() and x.requires_grad
     if torch.compiler.is_compiling():
         return max_pool_op(x, *pool, coded)[0]
     if not coded:
         return forward(x, pool, False)[0]
-    registry = recipes.packing() if recipes.PACKING else None
-    if registry is not None:
-        return squeezed.recorded(registry, lambda: MaxPoolFunction.apply(x, pool), pick, x, pool)
-    z = MaxPoolFunction.apply(x, pool)
-    recipes.offer(z, lambda x: forward(x, pool, False)[0], x)
-    return z
+    call = PoolCall(x, pool)
+    return observed(call) if OPEN else call.run()
 
 
 def pooled(op: str, x: Tensor, pool: Pool) -> Tensor:

@@ -37,7 +37,7 @@ class Aten:
         found = by.backward(dz, saved, spec, layout, kept, wanted, dresidual)
         return like_parameters(found if dresidual is None else found._replace(dresidual=dresidual), saved)
 
-    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
         return aten_input.rebuild(saved, spec)
 
     def reads_output(self, x: Tensor, act: Activation) -> bool:

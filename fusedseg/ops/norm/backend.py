@@ -37,8 +37,8 @@ class Backend(Protocol):
         """The gradients.  ``dz`` and the residual have the strides of ``saved.source``, and are not changed."""
         ...
 
-    def rebuild(self, saved: Saved, spec: Spec) -> Tensor:
-        """z of an op that keeps its input, with the same bits as in the forward pass."""
+    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
+        """z of an op that keeps its input, with the same bits as in the forward pass, in ``out`` or in new memory."""
         ...
 
     def reads_output(self, x: Tensor, act: Activation) -> bool:

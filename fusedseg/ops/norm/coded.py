@@ -5,6 +5,7 @@ does not exist; for rows (channels_last), the tensor is unpacked and passed to `
 of the storage op (``ops/low_bit``) to the bit, which packs where these kernels do not fit.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ def rebuild(packed: Packed, spec: Spec) -> Callable[[Saved], Tensor] | None:
 
     def again(saved: Saved) -> Tensor:
         residual = None if saved.residual is None else like(saved.residual, z)
-        return TRITON.rebuild(saved._replace(source=z, residual=residual), spec, codes)
+        return TRITON.rebuild(saved._replace(source=z, residual=residual), spec, codes=codes)
 
     return None if codes is None else again
 
@@ -107,3 +108,39 @@ def backward(
         dz = torch.empty_strided(packed.size, packed.stride, dtype=dz.dtype, device=dz.device).copy_(dz)
     residual = None if saved.residual is None else like(saved.residual, dz)
     return TRITON.backward(dz, saved._replace(source=dz, residual=residual), spec, layout, kept, wanted, codes)
+
+
+class FromCodes:
+    """The base class of a function of a recipe that may read the codes of its first input."""
+
+    def from_codes(self, packed: Packed) -> Callable[..., Tensor] | None:
+        """The same function of the other inputs; None if the first input must be unpacked."""
+        raise NotImplementedError
+
+
+class _Thread(threading.local):
+    """The codes that ``with_codes`` has found so far in this thread; None outside of it."""
+
+    found: list[Packed] | None = None
+
+
+_thread = _Thread()
+
+
+def found_codes() -> list[Packed] | None:
+    """The list to which a saved tensor adds its codes, inside ``with_codes``; then it returns a meta tensor."""
+    return _thread.found
+
+
+def with_codes(ctx: Any) -> tuple[list[Tensor], Packed | None]:
+    """The saved tensors of a node, and the codes of the one that is saved in fewer bits, which is a meta tensor.
+
+    Without such a tensor there are no codes.
+    """
+    found: list[Packed] = []
+    _thread.found = found
+    try:
+        tensors = list(ctx.saved_tensors)
+    finally:
+        _thread.found = None
+    return tensors, found[0] if found else None

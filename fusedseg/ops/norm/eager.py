@@ -1,41 +1,88 @@
-"""The norm op in eager mode: the autograd function, and what the recompute scope is told about its tensors."""
+"""The norm op in eager mode: the autograd function, and how a call describes itself to the recompute scopes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import _torch
 from ...activation import TABLE
 from .. import reuse
 from ..double_backward import differentiated_once, is_batch
 from ..layout import Layout, dense, laid_out, like
-from ..recompute import recipes
-from ..recompute.codes import with_codes
-from . import coded, packed
+from ..observer import OPEN, OpCall, observed
+from . import coded
+from .backend import Backend, backend_of
 from .kept import Kept
-from .passes import backward, directly, fits, forward, offer_output
-from .spec import Gradients, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
+from .passes import Again, backward, directly, fits, forward
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
+
+
+class _NormCall(NamedTuple):
+    passed: Passed
+    layout: Layout | None
+    spec: Spec
+    kept: Kept | None
+    done: Sequence[Tensor | None] | None
+    saved: list[Saved] | None
+    copy: coded.Copy | None
+
+
+class NormCall(_NormCall, OpCall):
+    """One call of the norm op.
+
+    layout: that of x, which is dense then; or None.
+    done: rstd, and xhat of the kept channels, if x is the output already, which a convolution has computed; or None.
+    saved: None, or a list to which the call appends a ``Saved``, from which z can be rebuilt.
+    copy: None, or the ``Copy`` that forward writes if it can.
+    """
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        x, residual = self.passed.x, self.passed.residual
+        if self.spec.keep == "output":
+            return ()
+        return (x,) if residual is None else (x, residual)
+
+    @property
+    def overwritten(self) -> Tensor | None:
+        return self.passed.x if self.spec.keep == "output" and self.done is None else None
+
+    @property
+    def saves_one(self) -> bool:
+        return self.spec.keep == "input" and self.passed.residual is None and self.passed.slope is None
+
+    def run(self) -> Tensor:
+        x, weight, bias, residual, slope, _, _, _ = self.passed
+        # The work of autograd grows with the number of arguments.
+        if residual is None and slope is None:
+            return _apply(self, x, weight, bias)
+        return _apply(self, x, weight, bias, residual, slope)
+
+    def rebuild(self) -> Callable[..., Tensor]:
+        assert self.saved
+        return Again(self.saved[0], self.spec)
+
+    def reader(self, z: Tensor) -> Any:
+        # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
+        node, (x, *_), act = z.grad_fn, self.passed, self.spec.act
+        return node if node is not None and backend_of(x, act).reads_output(x, act) else None
 
 
 class NormFunction(torch.autograd.Function):
     """The autograd function of the norm op.  It keeps the tensors of ``Saved``.
 
-    ``call`` holds ``Passed``, the layout of x or None, ``Spec``, the kept channels, ``done``, ``saved`` and ``copy``.
-    A layout says that x is dense.  If a convolution has computed the output already, x is that output, and ``done``
-    holds rstd and xhat of the kept channels; otherwise ``done`` is None.  ``saved`` is None, or a list to which the
-    call appends a ``Saved``, from which other code may rebuild z.  ``copy`` is None, or the ``Copy`` (``coded.py``)
-    that forward writes if it can.
-    ``tensors`` are x, weight and bias, followed by residual and slope unless both are None.  They are passed once more
-    because autograd sees only tensors that are arguments themselves.
+    ``call`` is a ``NormCall``.  ``tensors`` are x, weight and bias, followed by residual and slope unless both are
+    None.  They are passed once more because autograd sees only tensors that are arguments themselves.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
         passed, layout, spec, kept, done, for_others, copy = call
-        x, weight, bias, residual, slope, _, _, batches = passed
+        x, weight, bias, residual, slope, _, _, _ = passed
         in_place = spec.keep == "output"
         source, layout = dense(x) if layout is None else (x, layout)
         if spec.kind != "batch":
@@ -43,20 +90,11 @@ class NormFunction(torch.autograd.Function):
         laid = None if residual is None else like(residual, source)
         if source is not x or laid is not residual:
             passed = passed._replace(x=source, residual=laid)
-        mean = share = by = None
-        if done is not None:
-            z, (second, xhat) = source, done
-        else:
+        if done is None:
             by = directly(passed, spec)
-            given = passed, spec, layout, kept, source if in_place else None
-            written = None if copy is None else coded.forward(*given, copy)
-            found = (forward if by is None else by.forward)(*given) if written is None else written
-            z, mean, second, xhat, total, share, counted = found
-            if total is not None:
-                move_running(passed, spec, found, 0)
-                second = torch.rsqrt(second + spec.eps) if in_place else second
-            if batches is not None and not counted:
-                batches.add_(1)
+            z, mean, second, xhat, share = _computed(passed, spec, layout, kept, by, copy)
+        else:
+            z, mean, (second, xhat), share, by = source, None, done, None, None
         passed_on = residual is not None and TABLE[spec.act.name].identity
         if in_place:
             residual, mean = laid, None
@@ -70,7 +108,7 @@ class NormFunction(torch.autograd.Function):
         ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted(), is_coded
         saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
-        # ``offer_output`` sets it.
+        # A scope sets it (``NormCall.reader``).
         ctx.reader = None
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
@@ -90,7 +128,7 @@ class NormFunction(torch.autograd.Function):
         spec, layout, stride, by, kept, passed_on, reused, is_coded = ctx.call
         # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
         recorded = torch.is_grad_enabled() or is_batch(dz)
-        tensors, codes = with_codes(ctx) if is_coded and not recorded else (list(ctx.saved_tensors), None)
+        tensors, codes = coded.with_codes(ctx) if is_coded and not recorded else (list(ctx.saved_tensors), None)
         if tensors[0].stride() != stride:
             # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.
             tensors[0] = laid_out(tensors[0], stride)
@@ -121,6 +159,27 @@ class NormFunction(torch.autograd.Function):
         return None, *of_inputs(grads, dz if passed_on else None, needs)
 
 
+def _computed(
+    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, by: Backend | None, copy: coded.Copy | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """z, mean, the second statistic to keep, xhat of the kept channels and ``Normalised.share``, on a dense x.
+
+    It moves the running statistics, and writes ``copy`` if the kernels can.
+    """
+    in_place = spec.keep == "output"
+    given = passed, spec, layout, kept, passed.x if in_place else None
+    found: Normalised | None = None if copy is None else coded.forward(*given, copy)
+    if found is None:
+        found = (forward if by is None else by.forward)(*given)
+    z, mean, second, xhat, total, share, counted = found
+    if total is not None:
+        move_running(passed, spec, found, 0)
+        second = torch.rsqrt(second + spec.eps) if in_place else second
+    if passed.batches is not None and not counted:
+        passed.batches.add_(1)
+    return z, mean, second, xhat, share
+
+
 def _gradients(spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dz: Tensor, *saved: Any) -> Gradients:
     """``backward`` with its tensors last."""
     return backward(dz, Saved(*saved), spec, layout, kept, wanted)
@@ -130,42 +189,18 @@ def _gradients(spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dz
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def _packing(call, x: Tensor, *others: Tensor | None) -> Tensor:
-    """``_apply`` where a scope with ``bits`` may pack what the op saves."""
-    registry = recipes.packing()
-    if registry is None:
-        return _apply(call, x, *others)
-    return packed.recorded(registry, lambda copy: _apply((*call[:-1], copy), x, *others), x, call)
-
-
 def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     """``normalise`` for a call that is neither compiled, nor exported, nor traced."""
-    x, weight, bias, residual, slope, _, _, _ = passed
+    x, residual, layout = passed.x, passed.residual, None
     if residual is not None and residual.dtype != x.dtype:
-        residual = residual.to(x.dtype)
-        passed = passed._replace(residual=residual)
-    spec = spec if spec.own else spec.of_given()
-    saved: list[Saved] | None = None
-    registry = layout = None
-    if spec.keep == "output":
-        if _torch.len_torch_function_stack():
-            recipes.changing(x)
-    else:
-        x, layout = dense(x)
-        passed = passed if x is passed.x else passed._replace(x=x)
-        registry = recipes.active()
-        saved = None if registry is None else []
-    call = passed, layout, spec, kept, None, saved, None
-    # The work of autograd grows with the number of arguments.
-    more = () if residual is None and slope is None else (residual, slope)
-    bare = None if registry is None or more else registry.bares(x)
-    if registry is not None and bare is not None:
-        z, _ = registry.call_bare(bare, _apply, (call, x, weight, bias))
-    else:
-        z = (_packing if recipes.PACKING else _apply)(call, x, weight, bias, *more)
-    if saved:
-        offer_output(z, saved[0], residual, spec, registry)
-    return z
+        passed = passed._replace(residual=residual.to(x.dtype))
+    if not spec.own:
+        spec = spec.of_given()
+    if spec.keep == "input":
+        dense_x, layout = dense(x)
+        passed = passed if dense_x is x else passed._replace(x=dense_x)
+    call = NormCall(passed, layout, spec, kept, None, [] if OPEN and layout is not None else None, None)
+    return observed(call) if OPEN else call.run()
 
 
 def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Sequence[Tensor | None]) -> Tensor:
@@ -173,5 +208,5 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    record = _packing if recipes.PACKING else _apply
-    return record((passed, None, spec, kept, done, None, None), passed.x, passed.weight, passed.bias)
+    call = NormCall(passed, None, spec, kept, done, None, None)
+    return observed(call) if OPEN else call.run()

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._torch import FakeTensor, unset_fake_temporarily
 from ...activation import TABLE, Activation
-from ..recompute.saved import recomputing
+from ..observer import recomputing
 
 # A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
 # 2**-18 and 2**-41.

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ... import _torch
 from ...activation import TABLE, Activation
-from .. import double_backward, unfused
+from .. import double_backward, labels, unfused
 from ..layout import dense, like
-from ..recompute import compiled
 from . import stock
 from .eager import normalise_eagerly
 from .kept import Kept
@@ -42,6 +41,7 @@ from .spec import (
     statistics_count,
     stats_dtype,
 )
+from .unfused import norm_act
 
 # The fields of a ``Spec`` in the schemas of both ops, in the order of ``flat``.
 _SPEC = (
@@ -145,7 +145,7 @@ def _register() -> None:
 @unfused.assume_constant_result
 def _decompose() -> bool:
     """Lets AOTAutograd trace the functions of ``stock.py`` in place of both ops.  It runs while the compiler traces."""
-    if compiled.norms_are_stock():
+    if labels.norms_are_stock():
         _register()
     return True
 
@@ -155,7 +155,7 @@ def _traced_forward(mode, op, types, args, kwargs):
     if not stock.serves(passed.x, spec, slots):
         return mode.__torch_dispatch__(op, types, args, kwargs)
     with mode:
-        z, stats = compiled.keeping(mode, passed.x, lambda: stock.forward(passed, spec))
+        z, stats = labels.keeping(mode, passed.x, lambda: stock.forward(passed, spec))
         return z, stats, passed.x.new_empty(0)
 
 
@@ -225,11 +225,11 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     if residual is not None and residual.dtype != x.dtype:
         passed = passed.with_residual(residual.to(x.dtype))
     if exported:
-        z = unfused.norm_act(passed, spec)
-    elif (spec.keep == "input" or kept is not None) and spec.process_group is None and compiled.norms_are_stock():
-        compiled.norm_begins()
-        z = unfused.norm_act(passed, spec)
-        compiled.norm_ends()
+        z = norm_act(passed, spec)
+    elif (spec.keep == "input" or kept is not None) and spec.process_group is None and labels.norms_are_stock():
+        labels.norm_begins()
+        z = norm_act(passed, spec)
+        labels.norm_ends()
     else:
         _decompose()
         z = _functional(passed, spec.of_given(), kept)

@@ -10,9 +10,6 @@ from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, like
 from ..low_bit.spec import Packed
-from ..recompute import recipes
-from ..recompute.packed import FromCodes
-from ..recompute.registry import Registry
 from . import coded, sync
 from .backend import Backend, backend_of
 from .kept import Kept
@@ -24,6 +21,7 @@ from .spec import (
     Spec,
     Wanted,
     adjacent,
+    move_running,
     on_adjacent,
     statistics_count,
     stats_dtype,
@@ -61,14 +59,26 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
 
 
-def rebuild(saved: Saved, spec: Spec) -> Tensor:
-    """z of an op that keeps its input, with the same bits as in the forward pass."""
+def statistics(
+    x: Tensor, spec: Spec, layout: Layout, running_mean: Tensor | None, running_var: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The mean and 1 / sqrt(var + eps) of a batch norm of a dense x; it moves the running statistics."""
+    count, mean, m2 = sync.merge(sync.local_moments(x, layout))
+    rstd = (m2 / count.clamp(min=1) + spec.eps).rsqrt()
+    passed = Passed(x, None, None, None, None, running_mean, running_var)
+    move_running(passed, spec, Normalised(x, mean, rstd), x.numel() // x.shape[1])
+    return mean, rstd
+
+
+def rebuild(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
+    """z of an op that keeps its input, with the same bits as in the forward pass; it may be written over the input."""
     x = saved.source
     if x.numel() == 0:
         return torch.empty_like(x)
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
-    return backend_of(x, spec.act).rebuild(saved if adjacent(saved.weight, saved.bias) else _adjacent(saved), spec)
+    saved = saved if adjacent(saved.weight, saved.bias) else _adjacent(saved)
+    return backend_of(x, spec.act).rebuild(saved, spec, out)
 
 
 def _adjacent(saved: Saved) -> Saved:
@@ -106,7 +116,7 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     return alike and not TABLE[spec.act.name].identity
 
 
-class Again(FromCodes):
+class Again(coded.FromCodes):
     """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
 
     def __init__(self, saved: Saved, spec: Spec) -> None:
@@ -127,14 +137,3 @@ class Again(FromCodes):
         """A function of the residual that rebuilds z if kernels read x from codes, otherwise None."""
         again = coded.rebuild(packed, self.spec)
         return None if again is None else lambda residual=None: again(self._saved(None, residual))
-
-
-def offer_output(z: Tensor, saved: Saved, residual: Tensor | None, spec: Spec, registry: Registry | None) -> None:
-    """Offers a recipe for z: code that would save z can save x and the residual instead, and rebuild z from them."""
-    reader = None
-    # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
-    node: Any = z.grad_fn
-    if node is not None and backend_of(saved.source, spec.act).reads_output(saved.source, spec.act):
-        node.reader = reader = recipes.Reader()
-    inputs = (saved.source,) if residual is None else (saved.source, residual)
-    recipes.offer(z, Again(saved, spec), *inputs, reader=reader, registry=registry)

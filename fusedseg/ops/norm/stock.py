@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ..._torch import suggest_memory_format
 from ...activation import TABLE
-from .. import unfused
 from .spec import Gradients, Passed, Saved, Spec, cast, stats_dtype
+from .unfused import activate
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def forward(passed: Passed, spec: Spec) -> tuple[Tensor, Tensor]:
         y = y.view(x.shape)
     else:
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, spec.eps)
-    z = unfused.activate(y if residual is None else y + residual, spec.act)
+    z = activate(y if residual is None else y + residual, spec.act)
     return z.contiguous(memory_format=suggest_memory_format(x)), torch.stack(
         [mean.flatten().to(acc), rstd.flatten().to(acc)]
     )

@@ -92,12 +92,13 @@ class Triton:
             )  # fmt: skip
         return Gradients(dx, dweight, dbias, dresidual)
 
-    def rebuild(self, saved: Saved, spec: Spec, codes: object = None) -> Tensor:
+    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None, codes: object = None) -> Tensor:
         """``codes`` is None or the ``Codes`` of x; then z is written over ``saved.source``."""
         norm_act, _ = _kernels()
         x = saved.source
         layout = spec.layout(*dense(x))
         z = torch.empty_like(x) if codes is None else x
+        z = z if out is None else out
         with launching(x):
             if spec.keeps_variance and codes is None:
                 norm_act.norm_act_fwd(

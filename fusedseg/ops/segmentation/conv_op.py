@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import double_backward
 from ..double_backward import differentiated_once
 from ..layout import dense
-from ..recompute import recipes
+from ..observer import unwatched
 from . import conv_aten
 from .conv_aten import Call
 from .conv_logits import Conv, ConvLogits, Form
@@ -32,7 +32,7 @@ def no_autocast(t: Tensor) -> Any:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-@recipes.unwatched
+@unwatched
 def forward(call: Call) -> Tensor:
     """The sums, (ROWS, N, K)."""
     with no_autocast(call.target):
@@ -125,7 +125,7 @@ def _(features, weight, bias, *form):
     return _empty_labels(Conv(features, weight, bias), _form(*of_form), dtype)
 
 
-@recipes.unwatched
+@unwatched
 def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
     labels = _empty_labels(conv, form, dtype)
     if labels.numel():

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import _backend
 from .. import double_backward, reuse
 from ..double_backward import differentiated_once, is_batch
-from ..recompute import recipes
+from ..observer import unwatched
 from . import aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits
@@ -40,7 +40,7 @@ def dense(given: Given) -> tuple[Given, Sizes]:
     return given, sizes
 
 
-@recipes.unwatched
+@unwatched
 def forward(given: Given, spec: Spec) -> Tensor:
     """The sums, (ROWS, N, K)."""
     given, sizes = dense(given)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..recompute import recipes
+from ..observer import unwatched
 from . import aten, conv_aten
 from .checks import check
 from .conv_logits import ConvLogits, Logits
@@ -33,7 +33,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
     return _cross_entropy(given, options)
 
 
-@recipes.unwatched
+@unwatched
 def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
     logits = given.logits
     if not logits.numel():

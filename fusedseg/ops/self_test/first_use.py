@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -100,21 +99,18 @@ def can_test(device: torch.device) -> bool:
 
 
 def first_use(family: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why a family of kernels must not run on a device, "" if it may, or None if it cannot be tested now.
-
-    The processes of a node test once: one of them tests, and the others read its verdict.
-    """
+    """The reason why a family of kernels must not run on a device, "" if it may, or None if it cannot be tested now."""
     of = verdicts.environment(device)
     key = (family, dtype, of)
     with _deciding:
-        verdict, path = _known.get(key), verdicts.path_of(family, dtype, of)
+        verdict = _known.get(key)
         known = verdict is not None
         if verdict is None:
-            verdict = verdicts.read(path, of)
+            verdict = verdicts.read(verdicts.path_of(family, dtype, of), of)
         if verdict is None:
             if not can_test(device):
                 return None
-            verdict = _tested(family, dtype, device, lambda: verdicts.read(path, of))
+            verdict = _tested(family, dtype, device)
         _known[key] = verdict
     if not verdict.kind:
         return ""
@@ -135,20 +131,14 @@ def record(family: str, dtype: torch.dtype, device: torch.device, verdict: Verdi
     return verdicts.write(verdicts.path_of(family, dtype, of), of, verdict)
 
 
-def _tested(family: str, dtype: torch.dtype, device: torch.device, others: Callable[[], Verdict | None]) -> Verdict:
-    """The verdict of this process, or that of a process that has tested meanwhile."""
+def _tested(family: str, dtype: torch.dtype, device: torch.device) -> Verdict:
     of = verdicts.environment(device)
-    path = verdicts.path_of(family, dtype, of)
-    with verdicts.alone(path):
-        verdict = others()
-        if verdict is not None:
-            return verdict
-        try:
-            verdict, _ = test_now(family, dtype, device)
-        except torch.OutOfMemoryError:
-            # The kernels run untested in this process, and the next process tests them.
-            return Verdict()
-        verdicts.write(path, of, verdict)
+    try:
+        verdict, _ = test_now(family, dtype, device)
+    except torch.OutOfMemoryError:
+        # The kernels run untested in this process, and the next process tests them.
+        return Verdict()
+    verdicts.write(verdicts.path_of(family, dtype, of), of, verdict)
     if verdict.kind and not answers(device):
         raise RuntimeError(
             f"{message(family, dtype, of, verdict)} The failure has left {device} unusable for this process: start "

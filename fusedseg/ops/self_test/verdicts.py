@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +18,6 @@ import torch
 
 from ... import _backend
 
-# A process that waits for the verdict of another waits at most this long, and then tests for itself.
-PATIENCE, POLL = 120.0, 0.05
 DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 
 
@@ -110,35 +106,5 @@ def write(path: Path | None, of: Environment, verdict: Verdict) -> bool:
         if made is not None:
             with contextlib.suppress(OSError):
                 os.unlink(made)
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def alone(path: Path | None, patience: float = PATIENCE) -> Iterator[None]:
-    """A context in which this is the only process of the node that tests for a file.
-
-    The system takes the lock from a process that ends, however it ends.  A process that waits longer than ``patience``
-    goes on without the lock, and so does a process that cannot lock.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            # Windows has no such module.
-            import fcntl
-
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(path.with_suffix(".lock").open("w"))
-                end = time.monotonic() + patience
-                while not _locked(fcntl, file) and time.monotonic() < end:
-                    time.sleep(POLL)
-        yield
-
-
-def _locked(fcntl, file) -> bool:
-    """Whether the lock was free; it is this process's now, until the file is closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
         return False
     return True

@@ -7,7 +7,7 @@ import torch
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
 from fusedseg.integrations.nnunet import Fused
-from fusedseg.memory import LiveBytes
+from fusedseg.memory.meter import LiveBytes
 
 
 class nnUNetTrainerShort(nnUNetTrainer):

@@ -18,6 +18,12 @@ class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
     """Builds the network with LeakyReLU where the plans name ReLU, so that norms are in place."""
 
 
+class nnUNetTrainerFusedsegChannelsLast(nnUNetTrainerFusedseg):
+    """Trains in channels_last_3d (2D: channels_last), without copies from one memory format to another."""
+
+    channels_last: ClassVar[bool] = True
+
+
 class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
     """Keeps at most 0.3 of the stock network's bytes: convolutions with large outputs run a second time in backward."""
 

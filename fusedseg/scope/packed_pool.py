@@ -4,7 +4,6 @@ The output is rebuilt by these codes from the rounded input.  The maximum of rou
 average, and might lie elsewhere.
 """
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..low_bit.spec import is_dense
-from ..recompute import recipes
-from ..recompute.plain import Place
-from ..recompute.saved import OFF, Handle, Recipe
-from .windows import Pool
+from .. import _torch
+from ..ops.low_bit.spec import is_dense
+from ..ops.max_pool.op import PoolCall, pick
+from . import recipes
+from .packed import PackingRegistry
+from .plain import Place
+from .saved import OFF, Handle, Recipe
 
 
 def squeeze(codes: Tensor, bits: int) -> Tensor:
@@ -42,8 +42,9 @@ def stretch(squeezed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], bi
     return of_byte.as_strided(size, stride)
 
 
-def recorded(registry: Any, run: Callable[[], Tensor], pick: Callable[..., Tensor], x: Tensor, pool: Pool) -> Tensor:
-    """Runs the pool, ``run()``, and offers its output as that of ``pick(x, codes, rows, pool)``."""
+def max_pool(registry: PackingRegistry, call: PoolCall) -> Tensor:
+    """Makes a call of the pool, and offers its output as that of ``pick`` with the codes."""
+    x, pool = call
     positions = prod(pool.kernel)
     bits = next(bits for bits in (2, 4, 8) if positions <= 1 << bits)
     saved: list[Any] = []
@@ -61,7 +62,7 @@ def recorded(registry: Any, run: Callable[[], Tensor], pick: Callable[..., Tenso
         return Handle(saved[0], at)
 
     with recipes.claimed(registry, codes):
-        z = run()
+        z = call.run()
     if saved:
         rows = z.grad_fn.rows  # type: ignore[union-attr]
         with _torch.DisableTorchFunction():

@@ -8,42 +8,51 @@ On Triton, the kernels of the norm write the codes and read them (``coded.py``);
 saved.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ...activation import TABLE
-from ..recompute.codes import CodesHandle
-from ..recompute.packed import SMOOTH_BITS, UNKNOWN, PackedData, PackingRegistry, Reading
-from ..recompute.packing import after_norm
-from ..recompute.recipes import claimed
-from ..recompute.saved import EXACT
-from . import coded
-from .kink import kink_of, of_channels
-from .spec import Passed, Saved, Spec
+from .. import _torch
+from ..activation import TABLE
+from ..ops.low_bit.kink import kink_of, of_channels
+from ..ops.low_bit.spec import SMOOTH_BITS
+from ..ops.norm import coded
+from ..ops.norm.eager import NormCall
+from ..ops.norm.spec import Passed, Saved, Spec
+from .codes import CodesHandle
+from .packed import UNKNOWN, PackedData, PackingRegistry, Reading
+from .packing import after_norm
+from .recipes import claimed
+from .saved import EXACT
 
 # Activations that are linear on each side of 0; SMOOTH ones are smooth everywhere, CURVED ones on each side of 0.
 PIECEWISE_LINEAR = ("leaky_relu", "relu", "prelu", "identity")
 SMOOTH, CURVED = ("silu", "gelu", "gelu_tanh", "mish", "softplus"), ("elu", "selu")
 
 
-def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tensor], x: Tensor, call: Any) -> Tensor:
-    """Runs the op, ``run(copy)``, on ``x``; ``call`` is that of ``NormFunction``."""
+def norm(registry: PackingRegistry, call: NormCall) -> Tensor:
+    """Makes a call of the norm op, and offers its output."""
+    z = _recorded(registry, call)
+    if call.inputs:
+        registry.offer_of(call, z, call.inputs)
+    return z
+
+
+def _recorded(registry: PackingRegistry, call: NormCall) -> Tensor:
     passed, _, spec, _, done, for_others, _ = call
+    x = passed.x
     bits, name = registry.rounding.bits, spec.act.name
     bends, linear, of_input = not TABLE[name].identity, name in PIECEWISE_LINEAR, spec.keep == "input"
     registry.settle()
     # The sign of a sum of two rounded tensors is not exact.
     if of_input and passed.residual is not None and bends and name not in SMOOTH:
-        return _as_it_is(registry, run)
+        return _as_it_is(registry, call)
     if not linear:
         # Where ELU is flat, its inverse enlarges the rounding.
         if not of_input or name not in (*SMOOTH, *CURVED):
-            return _as_it_is(registry, run)
+            return _as_it_is(registry, call)
         bits = max(bits, SMOOTH_BITS)
     defers = of_input and passed.residual is None
     needs = EXACT if defers and bends else 0 if linear else SMOOTH_BITS
@@ -55,7 +64,7 @@ def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tenso
                 if registry.packs_anew(x, overwritten=spec.keep == "output"):
                     copy = coded.Copy(bits, registry.next_key, defers)
         with nullcontext() if copy is None else claimed(registry, _Claim(registry, copy)):
-            z = run(copy)
+            z = call._replace(copy=copy).run()
     if not registry.pending:
         return z
     found: Saved | None = for_others[0] if for_others else None
@@ -74,9 +83,9 @@ def recorded(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tenso
     return z
 
 
-def _as_it_is(registry: PackingRegistry, run: Callable[[coded.Copy | None], Tensor]) -> Tensor:
+def _as_it_is(registry: PackingRegistry, call: NormCall) -> Tensor:
     with registry.allowing(UNKNOWN):
-        return run(None)
+        return call.run()
 
 
 class _Claim:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _torch
-from ..layout import FORMATS
+from .. import _torch
+from ..ops.layout import FORMATS
 from .calls import replay
 from .plain import Place, plain
 from .registry import Registry

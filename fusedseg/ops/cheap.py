@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ... import _torch
-from ...rules import CHEAP
+from .. import _torch
+from ..rules import CHEAP
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
@@ -79,4 +79,5 @@ OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "norm": lambda given: given["keep"] == "input" and given.get("process_group") is None,
     "max_pool": lambda given: True,
     "interpolate": lambda given: True,
+    "sample_norm": lambda given: True,
 }

@@ -6,20 +6,19 @@ from contextlib import ContextDecorator, ExitStack
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ... import _moved, _torch
-from .. import unfused
-from ..low_bit.spec import Bits
+from .. import _moved, _torch
+from ..ops import unfused
+from ..ops.low_bit.spec import Bits
+from ..ops.observer import OPEN, innermost
 from . import compiled
 from .compiled import warn_of_torch
 from .packed import PackingRegistry, Rounding
+from .packed_ops import OPS
 from .packing import PACKING_RULES
-from .recipes import PACKING, REGISTRIES, innermost
 from .registry import Registry
 from .saved import unpack
 from .stock import RULES
 from .watch import Watch
-
-REGISTRIES.add(PackingRegistry)
 
 
 class recompute(ContextDecorator):
@@ -119,19 +118,19 @@ class recompute(ContextDecorator):
             warn_of_torch(_torch.scope_problem())
         # Inside another scope there is nothing left to do.
         elif (around := innermost()) is not None:
+            assert isinstance(around, Registry)
             around.joins |= self._joins
         else:
             outer, rules = _torch.top_saved_tensors_default_hooks(True), RULES
             registry: Registry
             if self._rounding is not None:
-                registry, rules = PackingRegistry(outer, self._rounding), PACKING_RULES
+                registry, rules = PackingRegistry(outer, self._rounding, OPS), PACKING_RULES
             else:
                 registry = Registry(outer)
-            if isinstance(registry, PackingRegistry):
-                PACKING.append(registry)
-                stack.callback(PACKING.remove, registry)
-                if registry.rounding.unrounded:
-                    stack.enter_context(registry.watching())
+            OPEN.append(registry)
+            stack.callback(OPEN.remove, registry)
+            if isinstance(registry, PackingRegistry) and registry.rounding.unrounded:
+                stack.enter_context(registry.watching())
             registry.joins = self._joins
             stack.callback(registry.close)
             pack = registry.pack

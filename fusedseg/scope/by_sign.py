@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _torch
-from ..low_bit.signs import pack_signs, parts_with_signs
-from ..low_bit.spec import is_dense
+from .. import _torch
+from ..ops.low_bit.signs import pack_signs, parts_with_signs
+from ..ops.low_bit.spec import is_dense
+from ..ops.observer import MAX_STEPS
 from . import recipes
 from .packed import PackingRegistry, Reading
 from .plain import Place, plain
-from .registry import MAX_STEPS
 from .saved import OFF, Handle, Recipe
 
 Function = Callable[..., Any]
@@ -68,7 +68,8 @@ def run(registry: PackingRegistry, func: Function, args: Any, kwargs: Any) -> An
         if in_place:
             return recipes.overwritten(registry, call, args, kwargs, (x, signs), again, overwrite)
         out = call(*args, **kwargs)
-        recipes.offer(out, again, x, signs, overwrite=overwrite, registry=registry)
+        with _torch.DisableTorchFunction():
+            registry.offer(out, again, (x, signs), overwrite)
         return out
 
 

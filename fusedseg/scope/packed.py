@@ -11,17 +11,19 @@ may read and how it may save a tensor; ``packing.py`` sets it for each call.  Ou
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._module_hooks import looking_on
-from ..low_bit.op import pack, unpack
-from ..low_bit.spec import Bits, Packed, lines_of, mixed, rank
+from .. import _torch
+from .._module_hooks import looking_on
+from ..ops.low_bit.op import pack, unpack
+from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, Bits, Packed, mixed, rank
+from ..ops.norm.coded import FromCodes
+from ..ops.observer import OpCall
 from .memory import Memory
 from .offers import Offer
 from .plain import Place, plain
@@ -29,11 +31,7 @@ from .registry import Registry
 from .saved import EXACT, AsItIs, Data, Handle, Hooks, Recipe, modified
 
 CHOICES = get_args(Bits)
-# Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
-SMOOTH_BITS = 8
-FEWEST_VALUES = 4096  # smaller tensors are kept as they are
 HELD_BYTES = 2**24  # unpacked tensors of up to this many bytes are held for the next reader
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _unseeded = itertools.count()  # steps of all scopes without a seed
 
@@ -171,14 +169,6 @@ class PackedData(Recipe):
             return unpack(self.packed())
 
 
-class FromCodes:
-    """The base class of a function of a recipe that may read the codes of its first input."""
-
-    def from_codes(self, packed: Packed) -> Callable[..., Tensor] | None:
-        """The same function of the other inputs; None if the first input must be unpacked."""
-        raise NotImplementedError
-
-
 class RecipeOfCodes(Recipe):
     """A recipe whose function may be a ``FromCodes``."""
 
@@ -192,12 +182,8 @@ class RecipeOfCodes(Recipe):
         return super()._rebuilt(order, for_call)
 
 
-def packed_bytes(t: Tensor, bits: int) -> int:
-    """The bytes that are kept of ``t`` where it may be packed."""
-    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
-        return t.untyped_storage().nbytes()
-    lines = lines_of(t, 0)
-    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
+# A function that makes the call of an op under a registry.
+OpRule = Callable[["PackingRegistry", Any], Tensor]
 
 
 class PackingRegistry(Registry):
@@ -205,8 +191,10 @@ class PackingRegistry(Registry):
 
     rounds, chains, recipe = True, False, RecipeOfCodes
 
-    def __init__(self, outer: Hooks | None, rounding: Rounding) -> None:
+    def __init__(self, outer: Hooks | None, rounding: Rounding, ops: Mapping[type[OpCall], OpRule]) -> None:
         super().__init__(outer)
+        # The rules of this package's ops (``packed_ops.py``).
+        self.ops = ops
         self.rounding, self._step, self._places = rounding, rounding.key(), itertools.count()
         self.reading = UNKNOWN
         # The number of modules of ``Rounding.unrounded`` that run now.
@@ -214,6 +202,10 @@ class PackingRegistry(Registry):
         self.largest = [0]
         # The tensors that are packed before the next call, when it is known what reads the output of their norm.
         self.pending: list[PackedData] = []
+
+    def observe(self, call: OpCall) -> Tensor:
+        rule = self.ops.get(type(call))
+        return super().observe(call) if rule is None else rule(self, call)
 
     @property
     def needs(self) -> int:  # type: ignore[override]

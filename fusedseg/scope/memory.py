@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ... import _torch
+from .. import _torch
 from .offers import Offer
 from .plain import Place, plain
 from .saved import Data

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ...rules import FLAG, ROWS
-from ..cast import is_cast
-from ..layout import layout_of, suggests_channels_last
-from ..max_pool import op as max_pool
+from .. import _torch
+from ..ops.cast import is_cast
+from ..ops.layout import layout_of, suggests_channels_last
+from ..ops.max_pool import op as max_pool
+from ..rules import FLAG, ROWS
 from . import recipes
 from .calls import replay
 from .joins import note_cat, note_interpolated, noted

@@ -1,54 +1,38 @@
-"""The recompute scope under ``torch.compile``: labels for the compiler's partition of a graph.
+"""Labels for the compiler's partition of a graph: which values of it backward computes again, and which are kept.
 
-The compiler decides for each value of a graph whether to keep it for backward or to compute it again.  The scope says
-what it wants by labels on the nodes of the graph, the same labels that ``torch.utils.checkpoint`` sets in a graph.
+The compiler decides for each value of a graph whether to keep it for backward or to compute it again.  The labels are
+those that ``torch.utils.checkpoint`` sets in a graph, too.
 
 ``begin``, ``end``, ``called`` and the two calls of a norm are calls that the compiler takes into its graph.  They run
 while AOTAutograd traces this graph once more, into a graph of aten ops, and leave no node in it.  They only look at the
 nodes that the trace has made: nothing stays open if the trace fails, and no configuration of PyTorch changes.
 
-* ``with fusedseg.recompute():`` inside the compiled function calls ``begin`` and ``end``.
 * A norm of this package runs stock functions in compiled code, between ``norm_begins`` and ``norm_ends``.  Outside of
   scopes these label what the norm computes, so that backward computes it again from the norm's input.
-* A scope around the call of a compiled function has a function mode (``watch.py``).  The compiler traces the mode too,
-  and ``called`` follows each call of a function.  The compiler itself checks at each call whether the modes are those
-  of the trace, so one function compiled once serves calls inside and outside of scopes with one graph for each.
+* A recompute scope calls ``begin`` and ``end``, or ``called`` (``fusedseg/scope/compiled.py``).
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from itertools import takewhile
 from operator import getitem
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ... import _torch
-from ..unfused import assume_constant_result
+from .. import _torch
 from .cheap import call_of, is_cheap, is_product, size_of, tensors_of
-from .registry import LARGER, MAX_STEPS, SMALL
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from .observer import LARGER, MAX_STEPS, SMALL
+from .unfused import assume_constant_result
 
 # The key of a label in ``Node.meta``, and the labels: backward computes the value again, or it is kept.
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 # The calls that compute a value again which is kept.
 KEPT: frozenset[str] = frozenset()
-
-
-def as_python(function: Function) -> Function:
-    """Keeps the compiler from compiling ``function``, and what it calls, where plain Python calls it.
-
-    After a break of the graph, the compiler looks at each function that Python calls.  The scope of eager mode must
-    run as it is.  The compiler still follows ``function`` where a compiled function calls it.
-    """
-    _torch.run_as_python(function.__code__)
-    return function
 
 
 def _traced() -> fx.Graph | None:
@@ -117,41 +101,6 @@ def norms_are_stock() -> bool:
     for function in (norm_begins, norm_ends):
         torch.compiler.allow_in_graph(function)
     return True
-
-
-@assume_constant_result
-def prepare() -> bool:
-    """Lets the compiler take the functions above into its graph.  It runs while the compiler traces.
-
-    Returns False, and warns once, if the scope cannot do its work with this version of PyTorch.
-    """
-    problem = _torch.compiled_problem()
-    if problem:
-        warn_of_torch(problem)
-        return False
-    for function in (begin, end, called):
-        torch.compiler.allow_in_graph(function)
-    return True
-
-
-@assume_constant_result
-def warn_of_bits() -> bool:
-    """Warns that ``bits`` has no effect in compiled code.  It runs while the compiler traces."""
-    warnings.warn(
-        "fusedseg.recompute: bits has no effect in compiled code, where what is kept is kept as it is",
-        stacklevel=2,
-    )
-    return True
-
-
-@functools.cache
-def warn_of_torch(problem: str) -> None:
-    """Warns once that the scope does nothing."""
-    warnings.warn(
-        f"fusedseg.recompute does nothing, so that autograd keeps what it keeps without a scope: {problem}.  Gradients "
-        "are right; `python -m fusedseg doctor` names the versions of PyTorch that are tested",
-        stacklevel=4,
-    )
 
 
 def _warn_of_backend() -> None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
+from .. import _torch
+from ..ops.conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
 from .plain import plain
 from .recipes import active
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import _torch
+from .. import _torch
+from ..ops.observer import Watching, changing, watching
 from . import compiled, recipes
 from .calls import replay
 from .plain import plain
@@ -111,12 +112,13 @@ def _watch_scripted() -> None:
     for cls in _torch.script_classes:
 
         def call(self: Any, *args: Any, _run: Function = cls.__call__, **kwargs: Any) -> Any:
-            for registry in recipes.watching():
-                registry.seen = None
+            for registry in watching():
+                if isinstance(registry, Registry):
+                    registry.seen = None
             tensors = replay(_run, args, kwargs)[1] if _torch.len_torch_function_stack() else []
             if any(map(recipes.is_source, tensors)) and _changes(self.inlined_graph):
                 for t in tensors:
-                    recipes.changing(t)
+                    changing(t)
             return _run(self, *args, **kwargs)
 
         cls.__call__ = functools.wraps(cls.__call__)(call)
@@ -158,11 +160,12 @@ def _any_requires_grad(module: nn.Module, args: Any, kwargs: Any) -> bool:
         )
 
 
-class Watch(recipes.Watching):
+class Watch(Watching):
     """The function mode that sees the calls of stock functions; ``pack`` is the hook of the registry's scope."""
 
     def __init__(self, registry: Registry, pack: Function, rules: dict[Function, Any] = RULES) -> None:
         super().__init__(registry)
+        self.registry = registry
         self.pack, self.rules = pack, rules
         _watch_scripted()
         _keep_fast_paths()
@@ -182,7 +185,7 @@ class Watch(recipes.Watching):
             if not kwargs and not _may_change(func):
                 return func(*args)
         elif "out" not in kwargs:
-            # As ``recipes.innermost``, in less time.
+            # As ``observer.innermost``, in less time.
             hooks = _hooks(True)
             if hooks is not None and hooks[0] is self.pack and _transforms() is None:
                 if _is_grad_enabled():

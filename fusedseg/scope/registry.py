@@ -1,7 +1,7 @@
 """The knowledge of one scope about live tensors: which tensors are kept, and how other tensors can be rebuilt.
 
-A tensor's memory is identified by its storage, which is held weakly; an address is never trusted.  ``recipes.py`` has
-the contract with the ops.
+A tensor's memory is identified by its storage, which is held weakly; an address is never trusted.
+``ops/observer.py`` has the contract with the ops.
 """
 
 import weakref
@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ... import _torch
+from .. import _torch
+from ..ops.observer import LARGER, MAX_STEPS, SMALL, Observer, OpCall
 from .memory import Memories, Memory, Seen
-from .offers import Held, Input, Linked, Offer
+from .offers import Held, Input, Linked, Offer, Reader
 from .plain import Place, is_trained_leaf, plain, unwrapped
 from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
-# The largest number of calls that may rebuild one tensor, including its inputs.  This is about five residual blocks of
-# norm, add and activation.
-MAX_STEPS = 16
-# Keep the output if rebuilding it needs a recomputed input at least this many times its size.
-LARGER = 4
-# An input is copied if the output has at least this many times its elements.
-SMALL = 16
 _hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
 _autocasts = _torch.is_any_autocast_enabled
 NOTHING: Mapping[str, Any] = {}
@@ -32,7 +26,7 @@ NOTHING: Mapping[str, Any] = {}
 VECTOR = 2**12
 
 
-class Registry(Memories):
+class Registry(Memories, Observer):
     """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
     # The fewest bits of a recipe that the present call may save; whether tensors are rounded, and by which recipes.
@@ -146,6 +140,26 @@ class Registry(Memories):
         # The newest one is found first: with ``bits``, an older one may be rounded.
         memory.kept = (weakref.ref(kept), *others)
         return kept
+
+    def observe(self, call: OpCall) -> Tensor:
+        """Makes the call of an op of this package, and records how to rebuild its output."""
+        inputs = call.inputs
+        if not inputs:
+            return call.run()
+        bare = self.bares(inputs[0]) if call.saves_one else None
+        z = call.run() if bare is None else self.call_bare(bare, call.run, ())[0]
+        self.offer_of(call, z, inputs)
+        return z
+
+    def offer_of(self, call: OpCall, z: Tensor, inputs: Sequence[Tensor | Data | Recipe]) -> None:
+        """Offers ``z``, the result of a call of an op, as what ``call.rebuild()`` computes from ``inputs``."""
+        reader, node = None, call.reader(z)
+        if node is not None:
+            node.reader = reader = Reader()
+        with _torch.DisableTorchFunction():
+            offer = self.offer(z, call.rebuild(), inputs)
+            if offer is not None:
+                offer.reader = reader
 
     def offer(
         self,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _torch
-from .. import reuse
-from ..conv.convolution import shape_only
-from ..double_backward import is_batch
+from .. import _torch
+from ..ops import reuse
+from ..ops.conv.convolution import shape_only
+from ..ops.double_backward import is_batch
 from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 

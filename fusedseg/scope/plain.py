@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _torch
+from .. import _torch
 
 _KINDS = (torch.nn.Parameter, torch.nn.Buffer)
 # For each set of dispatch keys that was met so far: whether tensors with this set are plain.

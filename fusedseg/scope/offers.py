@@ -2,17 +2,30 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .parts import Chain, in_parts
+from .parts import Chain
 from .plain import Place
-from .saved import EXACT, Autocast, Data, Recipe, latest
+from .saved import EXACT, Autocast, Data, Recipe, is_in_parts, latest
 
-if TYPE_CHECKING:
-    from .registry import Registry
+
+class Keeper(Protocol):
+    """What an offer asks of a registry (``registry.py``)."""
+
+    # The class of its recipes.
+    recipe: type[Recipe]
+
+    @property
+    def needs(self) -> int:
+        """The fewest bits of a recipe that the present call may save."""
+        ...
+
+    def is_exposed(self, t: Tensor) -> bool: ...
+
+    def keep(self, t: Tensor, computed: bool | None = None) -> Any: ...
 
 
 class Held:
@@ -30,7 +43,7 @@ class Held:
         self.bits = 0 if extra else EXACT
         self._kept: Callable[[], Data | None] = lambda: None
 
-    def source(self, registry: "Registry") -> Data | None:
+    def source(self, registry: Keeper) -> Data | None:
         if self.tensor._version != self.version or registry.is_exposed(self.tensor):
             return None
         kept = self._kept()
@@ -52,7 +65,7 @@ class Linked:
         self._source = weakref.ref(source)
         self.steps, self.bits = source.steps, source.bits
 
-    def source(self, registry: "Registry") -> Data | Recipe | None:
+    def source(self, registry: Keeper) -> Data | Recipe | None:
         source = self._source()
         return None if isinstance(source, Data) and (source.changed() or source.exposed) else source
 
@@ -128,7 +141,7 @@ class Offer:
         """Whether a call that overwrites the tensor at ``at`` may become one recipe with this one."""
         free = self.reader is None and (self._recipe is None or self._recipe() is None)
         same = (self.at is at or self.at == at) and self.autocast == autocast
-        return free and same and not in_parts(self.rebuild, at)
+        return free and same and not is_in_parts(self.rebuild, at)
 
     def followed(self, then: Callable[..., Tensor], others: "list[tuple[Input, Place]]") -> "Offer":
         """The offer of what a call writes over the tensor: ``then``, with the tensor and ``others``.
@@ -144,7 +157,7 @@ class Offer:
         """Returns the recipe if a saved tensor has asked for it and the recipe still lives, otherwise None."""
         return None if self._recipe is None else self._recipe()
 
-    def source(self, registry: "Registry") -> Recipe | None:
+    def source(self, registry: Keeper) -> Recipe | None:
         """Returns the recipe, the same object to every caller.
 
         The result is None if an input is gone or has changed, or has fewer bits than the present call needs.
@@ -153,7 +166,7 @@ class Offer:
         recipe = (None if made is None else made()) or self._made(registry)
         return None if recipe is None or recipe.bits < registry.needs else recipe
 
-    def _made(self, registry: "Registry") -> Recipe | None:
+    def _made(self, registry: Keeper) -> Recipe | None:
         inputs: list[tuple[Data | Recipe, Place]] = []
         bits = EXACT
         for link, at in self.inputs:

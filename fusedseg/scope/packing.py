@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _torch
-from ..norm.kink import kink_of, of_channels
+from .. import _torch
+from ..ops.low_bit.kink import kink_of, of_channels
+from ..ops.low_bit.spec import SMOOTH_BITS
 from . import by_sign
 from .offers import Linked, Offer
-from .packed import SMOOTH_BITS, UNKNOWN, PackingRegistry, Reading
+from .packed import UNKNOWN, PackingRegistry, Reading
 from .plain import plain
 from .saved import EXACT
 from .stock import CONVOLUTIONS, RULES, Function

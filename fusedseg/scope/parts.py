@@ -5,23 +5,18 @@ source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _torch
-from ..conv.slabs import slabs
-from ..conv.sources import Enlarge, Interpolated, concatenated, sources_of
+from .. import _torch
+from ..ops.conv.slabs import slabs
+from ..ops.conv.sources import Enlarge, Interpolated, concatenated, sources_of
 from .calls import Function, Replay
 from .plain import Place
-
-if TYPE_CHECKING:
-    from .saved import Recipe
-
-# A smaller concatenation is rebuilt in one call, which takes less time.
-LEAST_BYTES = 2**20
+from .saved import InParts, Recipe
 
 
 class Chain:
@@ -43,7 +38,7 @@ class Chain:
         return self.then(x, *tensors[count:])
 
 
-class Joined(Replay):
+class Joined(Replay, InParts):
     """A call of ``torch.cat`` along the dimension ``dim``."""
 
     __slots__ = ("dim",)
@@ -56,7 +51,7 @@ class Joined(Replay):
         """The way to enlarge input i before it is concatenated."""
         return None
 
-    def in_parts(self, recipe: "Recipe", order: int, for_call: bool) -> Tensor:
+    def in_parts(self, recipe: Recipe, order: int, for_call: bool) -> Tensor:
         """The result of ``recipe``, with the bits of the call.  Each part is freed before the next is made.
 
         The first part is made before the memory of the result is allocated.
@@ -91,7 +86,7 @@ class JoinedSources(Joined):
         return self.enlarges[i]
 
 
-def _parts_of(recipe: "Recipe", i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
+def _parts_of(recipe: Recipe, i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
     """The parts of an input, with their places in it.  The values of a sample depend on no other sample."""
     source: Any
     source, place = recipe.inputs[i]
@@ -119,42 +114,6 @@ def _enlarges(source: Any, place: Place, order: int) -> bool:
         return False
     casts = source.autocast.enabled or _torch.is_any_autocast_enabled()
     return not casts and source.held is None and not source.near(order)
-
-
-def in_parts(rebuild: Any, at: Place) -> bool:
-    """Whether the result of a recipe with this place is rebuilt part by part."""
-    return isinstance(rebuild, Joined) and at.size.numel() * at.dtype.itemsize >= LEAST_BYTES
-
-
-def turns(inputs: Sequence[tuple[Any, Place]], overwrites: bool) -> tuple[Sequence[int], int]:
-    """``turns_of`` the inputs of a recipe."""
-    if len(inputs) > 1:
-        # A comprehension would be one more call for each recipe.
-        needs = []
-        for source, _ in inputs:
-            needs.append(source.needs)
-        return turns_of(needs, overwrites)
-    first = inputs[0][0].needs if inputs else 0
-    return (0,), (first if first > 1 or (first and overwrites) else 1 + (first > 0))
-
-
-def turns_of(needs: Sequence[int], overwrites: bool) -> tuple[Sequence[int], int]:
-    """The order in which to rebuild the inputs of a recipe, and the most tensors that live at once then.
-
-    ``needs`` has the tensors that live at once while each input is rebuilt; 0 for data.  The input that needs most is
-    the first, because inputs that are rebuilt before another one lie beside it.
-
-    Source: Sethi and Ullman, "The Generation of Optimal Code for Arithmetic Expressions", 1970.
-    """
-    count = len(needs) - needs.count(0)
-    # The sort keeps the order of equal inputs.
-    order = sorted(range(len(needs)), key=needs.__getitem__, reverse=True)
-    most = count + (not (overwrites and count))
-    before = 0
-    for i in order:
-        most = max(most, needs[i] + before)
-        before += needs[i] > 0
-    return order, most
 
 
 def joined(again: Replay, args: Any, kwargs: dict[str, Any]) -> Joined:

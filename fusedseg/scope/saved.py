@@ -18,24 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _torch
-from .parts import in_parts, turns
+from .. import _torch
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
+from .turns import turns
 
 NEAR = 8  # a rebuilt tensor is held for handles that were made at most so many handles before the one that is loaded
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 EXACT = 64  # the bits of values that are not rounded
-
-
-def recomputing() -> bool:
-    """Whether a backward pass runs in this thread.
-
-    A forward inside a backward pass is the second forward of ``torch.utils.checkpoint``.  The first one has moved the
-    running statistics already.  Under ``torch.compile`` the answer is False, because the compiler decides there what is
-    computed twice.
-    """
-    return not torch.compiler.is_compiling() and _torch.current_graph_task_id() != -1
 
 
 def _version_of(packed: Any) -> int:
@@ -177,6 +167,25 @@ class Autocast(NamedTuple):
 OFF = Autocast(False, None)
 
 
+class InParts:
+    """The base class of a function of a recipe that can write its result part by part."""
+
+    __slots__ = ()
+
+    def in_parts(self, recipe: "Recipe", order: int, for_call: bool) -> Tensor:
+        """The result of ``recipe``, with the bits of the call."""
+        raise NotImplementedError
+
+
+# A smaller result is rebuilt in one call, which takes less time.
+LEAST_BYTES = 2**20
+
+
+def is_in_parts(rebuild: Any, at: Place) -> bool:
+    """Whether the result of a recipe with this place is rebuilt part by part."""
+    return isinstance(rebuild, InParts) and at.nbytes >= LEAST_BYTES
+
+
 class Recipe:
     """The way to rebuild a tensor from kept data and other recipes.
 
@@ -248,7 +257,7 @@ class Recipe:
         return seen_as(t, source.at, at), ours
 
     def _rebuilt(self, order: int, for_call: bool) -> Tensor:
-        if in_parts(self.rebuild, self.at):
+        if is_in_parts(self.rebuild, self.at):
             return self.rebuild.in_parts(self, order, for_call)
         inputs: list[Any] = [*self.inputs]
         ours = [False] * len(inputs)

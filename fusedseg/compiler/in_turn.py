@@ -1,0 +1,55 @@
+"""Gradients of a convolution one after the other, so that its input is gone before its gradient is allocated.
+
+    dw = convolution_backward(dy, x, w)         the last reader of x
+    dx = convolution_backward(dy, like x, w)    from the shape of x alone
+
+The kernels are those of the one call of aten, so the bits are the same.  For the codegen "aten".
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ops.conv.convolution import shape_only
+from .joint import name_of, value_of
+
+aten = torch.ops.aten
+
+
+def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: Any) -> Any:
+    """``inputs`` is a list with x, the only reference to it; x is taken off the list."""
+    x = inputs.pop()
+    *geometry, mask = given
+    instead = shape_only(dy, x, w)
+    if instead is None:
+        return aten.convolution_backward(dy, x, w, *given)
+    _, dw, dbias = aten.convolution_backward(dy, x, w, *geometry, [False, *mask[1:]])
+    del x
+    dx, _, _ = aten.convolution_backward(dy, instead, w, *geometry, [True, False, False])
+    return dx, dw, dbias
+
+
+def input_of(node: fx.Node) -> fx.Node | None:
+    """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
+    if name_of(node) != "convolution_backward":
+        return None
+    given: Any = node.args
+    dy, x, _, _, _, _, _, transposed, _, _, mask = given
+    apart = not transposed and x is not dy and mask[0] and (mask[1] or mask[2])
+    if not apart or any(not isinstance(n, int) for n in (*value_of(dy).shape, *value_of(x).shape)):
+        return None
+    # Otherwise ``shape_only`` may have no memory for it.
+    return x if value_of(dy).numel() >= value_of(x).numel() else None
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Writes such gradients where they are the last reader, and returns their number."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last |= dict.fromkeys(node.all_input_nodes, node)
+    found = [(node, x) for node in graph.nodes if (x := input_of(node)) is not None and last[x] is node]
+    for node, x in found:
+        dy, _, *rest = node.args
+        node.target, node.args = convolution_backward, ([x], dy, *rest)
+    return len(found)

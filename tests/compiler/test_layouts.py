@@ -1,0 +1,203 @@
+"""The option ``memory_format``: no copy from channels_last to contiguous planes, or back, in a training step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedseg
+from fusedseg._torch import FakeTensorMode
+from fusedseg.compiler import captured, layouts
+from fusedseg.compiler.settings import parse
+from fusedseg.ops.norm.sample_norm import sample_norm_backward_op, sample_norm_op
+from tests.compiler.fake_step import _bare, _Graphs
+from tests.compiler.networks import compiled
+from tests.nnunet import PlainConvUNet, block
+from tests.tools.traffic import traffic
+
+ROWS = torch.channels_last_3d
+
+
+class Residual(nn.Module):
+    """A block of nnU-Net's ``ResidualEncoderUNet`` that halves the size: the skip is pooled, convolved and normed."""
+
+    def __init__(self, cin, cout):
+        super().__init__()
+        self.first, self.conv = block(cin, cout, 2), nn.Conv3d(cout, cout, 3, padding=1)
+        self.skip = nn.Sequential(nn.AvgPool3d(2, 2), nn.Conv3d(cin, cout, 1, bias=False))
+        self.norms = nn.ModuleList(nn.InstanceNorm3d(cout, affine=True) for _ in range(2))
+
+    def forward(self, x):
+        return F.leaky_relu(self.norms[0](self.conv(self.first(x))) + self.norms[1](self.skip(x)), 0.01)
+
+
+class Deep(nn.Module):
+    """Residual blocks, a transposed convolution, a concatenation, and a head at each of two sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down, self.up = block(1, 8), Residual(8, 16), nn.ConvTranspose3d(16, 8, 2, 2)
+        self.last, self.heads = block(16, 8), nn.ModuleList([nn.Conv3d(16, 3, 1), nn.Conv3d(8, 3, 1)])
+
+    def forward(self, x):
+        skip = self.stem(x)
+        h = self.down(skip)
+        return self.heads[0](h), self.heads[1](self.last(torch.cat([self.up(h), skip], 1)))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of images that change the order of the dimensions in memory, also those inside of ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in ("clone", "_to_copy", "contiguous", "copy_") and is_image(out):
+            source = args[1] if name == "copy_" else args[0]
+            self.found += [(name, *out.shape)] * (order(source) != order(out))
+        # Kernels of convolutions run in the format of the weight, and copy what has another.
+        read = {"convolution": 2, "convolution_backward": 3}.get(name, 0)
+        images = [t for t in args[:read] if is_image(t)]
+        self.found += [(name, *t.shape) for t in images if order(t) != order(torch.empty_like(t, memory_format=ROWS))]
+        return out
+
+
+def is_image(t):
+    return isinstance(t, torch.Tensor) and t.dim() == 5 and t.numel() > 4096
+
+
+def order(t):
+    """The dimensions from the largest stride to the smallest."""
+    return sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=lambda d: -t.stride(d))
+
+
+def inputs_of(net):
+    torch.manual_seed(0)
+    return net().to(memory_format=ROWS), torch.randn(2, 1, 16, 16, 16)
+
+
+def narrow():
+    return PlainConvUNet(widths=(8, 16, 32))
+
+
+@pytest.fixture
+def threads():
+    """On a CPU with one thread, PyTorch convolves small volumes by another algorithm, in contiguous memory."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("net", "stock"), [(narrow, 43), (Deep, 25)])
+def test_a_step_makes_no_layout_copy(monkeypatch, threads, net, stock):
+    """Stock instance norm copies to planes and back, in forward and in backward."""
+    with FakeTensorMode(), Copies() as of_stock:
+        model = net()
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if p.dim() == 5:
+                    # A fake module's ``to`` cannot exchange its parameters.
+                    module._parameters[name] = nn.Parameter(p.detach().contiguous(memory_format=ROWS))
+        del of_stock.found[:]
+        mean_of(model(torch.randn(2, 1, 16, 16, 16))).backward()
+    assert len(of_stock.found) == stock
+
+    rewrite = captured.rewrite
+
+    def laid_out(module):
+        layouts.rewrite(module, ROWS, fuses=False)
+        return rewrite(module)
+
+    monkeypatch.setattr(captured, "rewrite", laid_out)
+    model, x = inputs_of(net)
+    graphs = _Graphs(model, (x,))
+    # With a CUDA build PyTorch says how a GPU's convolutions lay their results out.
+    for device in ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",):
+        with FakeTensorMode(), torch.no_grad(), Copies() as ours:
+            (given, forward), (read, backward) = graphs.made
+            kept = forward([_bare(node).to(device) for node in given])[graphs.outputs :]
+            backward([*kept, *(_bare(node).to(device) for node in read if "tangents" in node.name)])
+        assert ours.found == [], device
+
+
+def mean_of(outputs):
+    return sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_equal_those_of_planes(groups, affine):
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 2, 4, 3, 4, 5, dtype=torch.float64)
+    parameters = tuple(torch.randn(2, 4, dtype=torch.float64)) if affine else (None, None)
+    stock = [x.clone().requires_grad_(), *(p if p is None else p.clone().requires_grad_() for p in parameters)]
+    y = F.instance_norm(stock[0], None, None, *stock[1:]) if groups == 4 else F.group_norm(stock[0], 2, *stock[1:])
+    y.backward(g)
+    for run in (layouts._op, layouts.in_pieces):
+        given = [x.contiguous(memory_format=ROWS).requires_grad_()]
+        given += [p if p is None else p.clone().requires_grad_() for p in parameters]
+        z = run(*given, groups, 1e-5)
+        z.backward(g.contiguous(memory_format=ROWS))
+        assert z.is_contiguous(memory_format=ROWS)
+        torch.testing.assert_close(z, y)
+        for mine, own in zip(given, stock, strict=True):
+            if own is not None:
+                torch.testing.assert_close(mine.grad, own.grad)
+        assert given[0].grad.is_contiguous(memory_format=ROWS)
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"budget": 0.3}], ids=["exact", "8 bits", "budget"])
+def test_gradients_of_a_network(threads, codegen, options):
+    net, x = inputs_of(Deep)
+    exact = copy.deepcopy(net).double().to(memory_format=torch.contiguous_format)
+
+    def run_on(model, run, x):
+        outputs = run(x)
+        return [*outputs, *torch.autograd.grad(mean_of(outputs), [*model.parameters()])]
+
+    wanted = run_on(exact, exact, x.double())
+    found = run_on(net, compiled(net, codegen, memory_format=ROWS, **options), x)
+    # All gradients together, because the bias of a convolution before a norm has none but for rounding.
+    mine, own = (torch.cat([t.flatten() for t in tensors[2:]]) for tensors in (found, wanted))
+    assert (mine - own).norm() <= (0.05 if "bits" in options else 1e-5) * own.norm()
+    torch.testing.assert_close(found[:2], wanted[:2], check_dtype=False, rtol=1e-4, atol=1e-4)
+    assert all(y.is_contiguous(memory_format=ROWS) for y in found[:2])
+
+
+def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
+    """Two passes for a sample that fits on chip; gradients read x and dz twice and write dx."""
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    torch.manual_seed(0)
+    act = nn.Sequential(nn.InstanceNorm3d(4, affine=True), nn.LeakyReLU(0.01, inplace=True))
+    run = compiled(act, memory_format=ROWS)
+    x = torch.randn(2, 4, 8, 8, 8).contiguous(memory_format=ROWS).requires_grad_()
+    with traffic() as moved:
+        y = run(x)
+        forward = moved.total / x.nbytes
+        y.backward(torch.randn_like(y))
+    assert y.is_contiguous(memory_format=ROWS)
+    assert x.grad.is_contiguous(memory_format=ROWS)
+    assert forward < 2.1
+    assert moved.total / x.nbytes < 7.1
+
+
+def test_wrong_format():
+    with pytest.raises(ValueError, match=r"option memory_format must be torch.channels_last, .*, got 'rows'"):
+        parse({"memory_format": "rows"})
+
+
+def test_opcheck():
+    x, g = (t.contiguous(memory_format=ROWS) for t in torch.randn(2, 2, 4, 3, 4, 5))
+    weight, bias = torch.randn(2, 4)
+    given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    torch.library.opcheck(sample_norm_op, (*given, None, None, 2, 1e-5))
+    _, mean, rstd = sample_norm_op(*given, None, None, 2, 1e-5)
+    detached = (t.detach() for t in (g, *given, mean, rstd))
+    torch.library.opcheck(sample_norm_backward_op, (*detached, 2, 1e-5, True))
