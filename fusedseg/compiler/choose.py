@@ -134,24 +134,25 @@ class Choices:
                 if verdict is Verdict.TAKEN:
                     yield way.best
             if len(way.refused) == TRIES:
-                break
+                return
         if dear:
+            way.refused.clear()
             yield from self._filled(way, cut, dear)
 
     def _filled(self, way: "WayDown", cut: Cut, dear: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
         """Choices that use up the arithmetic: those of ``dear`` without a product, and then with one product more."""
         price = next(iter(dear.values()))
         for more in dear:
-            way.refused.clear()
             products = cut.products & {keep.call_node(node) for node in keep.plan_of(self.joint, more).again}
             for call in sorted(products, key=self.nbytes):
                 fits = self._flops_of(products - {call}) <= way.most_flops
                 verdict = way.walk(cut.with_products(products - {call}, dear[more])) if fits else Verdict.DEAR
                 if verdict is Verdict.TAKEN:
                     yield way.best
-                if verdict is Verdict.TAKEN or len(way.refused) == TRIES:
+                if len(way.refused) == TRIES:
+                    return
+                if verdict is Verdict.TAKEN:
                     break
-        way.refused.clear()
         for call in sorted(cut.products, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
             products = cut.products & {keep.call_node(node) for node in way.best.plan.again}
             if call in products or self._flops_of(products | {call}) > way.most_flops:

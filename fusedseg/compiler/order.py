@@ -22,8 +22,13 @@ from .norm_calls import Rebuild
 TRIALS = 200
 # Ops beside the elementwise ones that Inductor computes inside the kernels that read their results, and ops that read
 # such results inside their own kernel.
-INLINED = {"_to_copy", "_unsafe_index", "clone", "constant_pad_nd", "full", "index", "iota", "repeat"}
-REDUCTIONS = {"amax", "amin", "mean", "sum", "var", "var_mean"}
+INLINED = {
+    "_low_memory_max_pool_offsets_to_indices", "_to_copy", "_unsafe_index", "clone", "constant_pad_nd", "full",
+    "index", "iota", "repeat",
+}  # fmt: skip
+READING = {
+    "_unsafe_index_put", "amax", "amin", "cat", "index_put", "mean", "scatter_add", "sum", "var", "var_mean",
+}  # fmt: skip
 
 
 Over = list[tuple[int, int]]
@@ -151,7 +156,7 @@ class Backward:
         fusing = {step for step in own if is_inlined(self.node_of(step.node))}
         apart = set[Step]()
         for step in own:
-            if step not in fusing and name_of(self.node_of(step.node)) not in REDUCTIONS:
+            if step not in fusing and name_of(self.node_of(step.node)) not in READING:
                 apart |= {read.first for read in step.reads}
         inlined: dict[Step, list[Step]] = {}
         for step in own:
