@@ -143,7 +143,7 @@ def curve(
 
     Raises:
         ValueError: the model keeps nothing for backward, because no parameter requires a gradient for example.
-        ``estimate`` lists further errors.
+        ``profile`` lists further errors.
     """
     say = progress or (lambda text: None)
     shapes = batched(input_shape, batch)
