@@ -129,7 +129,7 @@ class Fused(_Trainer):
         manager = self.configuration_manager
         weight, half = next(network.parameters()), self.device.type == "cuda"
         example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=weight.dtype)
-        # nnU-Net trains under autocast on a GPU.  The network moves there later; a budget counts bytes now.
+        # nnU-Net trains under autocast on a GPU.  The network moves there later; the report counts bytes now.
         with autocast(weight.device.type, dtype=torch.float16, enabled=half):
             report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
         if self.is_ddp:
