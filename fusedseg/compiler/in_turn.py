@@ -35,8 +35,8 @@ def input_of(node: fx.Node) -> fx.Node | None:
     if name_of(node) != "convolution_backward":
         return None
     given: Any = node.args
-    dy, x, _, _, _, _, _, transposed, _, _, mask = given
-    apart = not transposed and x is not dy and mask[0] and (mask[1] or mask[2])
+    dy, x, w, _, _, _, _, transposed, _, _, mask = given
+    apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
     if not apart or any(not isinstance(n, int) for n in (*value_of(dy).shape, *value_of(x).shape)):
         return None
     # Otherwise ``shape_only`` may have no memory for it.
