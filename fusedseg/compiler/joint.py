@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..ops.cheap import has_flops, hint_of, size_of, tensors_of
+from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -58,8 +58,8 @@ def items_of(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """The bytes of the largest result of a node."""
-    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
+    """The bytes of the results of a node, as if none of them were a view."""
+    return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
 
 
 def flops_of(node: fx.Node) -> int:

@@ -13,7 +13,6 @@ from math import inf
 import torch
 from torch import fx
 
-from ..ops.cheap import numel_of, tensors_of
 from . import in_turn, reinplace
 from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of
 from .norm_calls import Rebuild
@@ -88,7 +87,7 @@ class Backward:
         """The bytes that a node allocates.  Parameters are alive anyway."""
         if node.op == "output" or self.roots[node] is not node or str(node.target).startswith("primals"):
             return 0
-        return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
+        return nbytes_of(node)
 
     def nbytes(self, node: fx.Node) -> int:
         """The bytes that later nodes read; each of several results has a node of its own."""
