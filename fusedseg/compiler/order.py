@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import in_turn, reinplace
-from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of
+from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of, writes
 from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
@@ -345,4 +345,4 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
     if node.target is operator.getitem or isinstance(node.target, Rebuild):
         return True
-    return is_op(node) and not node.target._schema.is_mutable and not is_random(node)  # type: ignore[union-attr]
+    return is_op(node) and not writes(node) and not is_random(node)
