@@ -39,7 +39,7 @@ def input_of(node: fx.Node) -> fx.Node | None:
     apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
     if not apart or has_symbols(value_of(dy), value_of(x)):
         return None
-    # Otherwise ``shape_only`` may have no memory for it.
+    # ``shape_only`` may find no memory for a larger input.
     return x if value_of(dy).numel() >= value_of(x).numel() else None
 
 

@@ -112,7 +112,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
     with graph.inserting_before(node):
         whole = _allocated(graph, value)
         begins = [sum(value_of(source).shape[1] for source in sources[:place]) for place in range(len(sources))]
-        # The maps come last, when the other sources are gone.
+        # The maps come last, because the other sources are gone by then.
         for map_of, source, begin in sorted(zip(enlarged, sources, begins, strict=True), key=lambda row: row[0]):
             given = (whole, source.args[0], begin, *source.args[1:]) if map_of else (whole, source, begin)
             whole = graph.call_function(put_enlarged if map_of else put, given)

@@ -1,4 +1,4 @@
-"""The order in which backward computes values of forward again, and how often; for the codegen "aten".
+"""The order in which backward computes values of forward again, and how often.
 
 Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
 way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
@@ -143,7 +143,7 @@ class Backward:
         return done
 
     def node_of(self, node: fx.Node) -> fx.Node:
-        """The node of a graph."""
+        """The node of a graph for a node of ``graph``; another one in ``live.Planned``."""
         return node
 
     def alive(self, steps: list[Step]) -> "Alive":
@@ -256,7 +256,7 @@ class Backward:
 
 
 class Alive:
-    """Which bytes are alive when.
+    """The bytes that are alive at each step.
 
     Attributes:
         places: the place of each step.  last: for each memory the place of its last reader.
@@ -326,7 +326,10 @@ def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = Fals
 
 
 def again(module: fx.GraphModule) -> None:
-    """The same for a graph of backward that calls Triton ops by now: their peak is elsewhere.  No product is added."""
+    """Orders a graph of backward anew that calls Triton ops by now, because its peak is elsewhere.
+
+    No product is added.
+    """
     backward = Backward(module.graph)
     steps = backward.in_turn()
     module.graph = _written(backward._parted_often(steps, backward.flops(steps), -inf))
