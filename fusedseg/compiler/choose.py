@@ -21,8 +21,8 @@ from .._sizes import text_of
 from ..ops.cheap import size_of
 from . import keep, reinplace, rounded
 from .cut import Cut
-from .joint import Goal, Joint, flops_of
-from .live import Live, nbytes_of
+from .joint import Goal, Joint, flops_of, nbytes_of
+from .live import Live
 from .settings import OP
 from .wanted import Wanted
 

@@ -16,12 +16,7 @@ from .settings import OP, Settings
 INDUCTOR = Settings("inductor")
 
 
-def counted(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    autocast: torch.dtype | None = None,
-    settings: Settings = INDUCTOR,
-) -> Report:
+def counted(model: nn.Module, inputs: Sequence[Tensor], settings: Settings = INDUCTOR) -> Report:
     """A report on a model that is compiled and not run, with the bytes of the compiler's own partitioner.
 
     The compiler's caches are emptied before and after.
@@ -29,7 +24,6 @@ def counted(
     Args:
         model: a module; it may be fake, inside its fake mode.
         inputs: its arguments.
-        autocast: the dtype of autocast around forward.
         settings: the options of the backend.
     """
     parts = _torch.partitioner()
@@ -60,8 +54,7 @@ def counted(
 
     torch.compiler.reset()
     try:
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            mean_of(torch.compile(model, backend=counting, dynamic=False)(*inputs))
+        mean_of(torch.compile(model, backend=counting, dynamic=False)(*inputs))
     finally:
         torch.compiler.reset()
     if not found:

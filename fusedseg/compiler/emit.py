@@ -17,7 +17,7 @@ from ..ops import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import sample_norm
 from . import in_turn, joined, order, reinplace, triton_ops
-from .joint import is_gradient, is_op, is_tensor
+from .joint import is_gradient, is_op, is_tensor, last_readers
 
 aten = torch.ops.aten
 # The functions that do the same as an op, with the same arguments.
@@ -110,21 +110,13 @@ class Source:
         return f"{self.name(target, hint if hint.isidentifier() else 'function')}({', '.join(given)})"
 
 
-def last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node those that it is the last to read."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last |= dict.fromkeys((node, *node.all_input_nodes), node)
-    ends: dict[fx.Node, list[fx.Node]] = {}
-    for node, reader in last.items():
-        ends.setdefault(reader, []).append(node)
-    return ends
-
-
 def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Source:
     """The code of a graph.  Its function is ``run(arguments)``, which calls ops directly where it can."""
     graph = module.graph
-    ends = last_readers(graph)
+    # For each node those that it is the last to read.
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last_readers(graph).items():
+        ends.setdefault(reader, []).append(node)
     out = Source(direct)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     out.lines.append("def run(arguments):")

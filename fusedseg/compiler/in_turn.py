@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ops.conv.convolution import shape_only
-from .joint import name_of, value_of
+from .joint import has_symbols, last_readers, name_of, value_of
 
 aten = torch.ops.aten
 
@@ -35,19 +35,17 @@ def input_of(node: fx.Node) -> fx.Node | None:
     if name_of(node) != "convolution_backward":
         return None
     given: Any = node.args
-    dy, x, _, _, _, _, _, transposed, _, _, mask = given
-    apart = not transposed and x is not dy and mask[0] and (mask[1] or mask[2])
-    if not apart or any(not isinstance(n, int) for n in (*value_of(dy).shape, *value_of(x).shape)):
+    dy, x, w, _, _, _, _, transposed, _, _, mask = given
+    apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
+    if not apart or has_symbols(value_of(dy), value_of(x)):
         return None
-    # Otherwise ``shape_only`` may have no memory for it.
+    # ``shape_only`` may find no memory for a larger input.
     return x if value_of(dy).numel() >= value_of(x).numel() else None
 
 
 def rewrite(graph: fx.Graph) -> int:
     """Writes such gradients where they are the last reader, and returns their number."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last |= dict.fromkeys(node.all_input_nodes, node)
+    last = last_readers(graph)
     found = [(node, x) for node in graph.nodes if (x := input_of(node)) is not None and last[x] is node]
     for node, x in found:
         dy, _, *rest = node.args

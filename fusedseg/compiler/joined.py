@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..ops import interpolate
 from ..ops.conv.slabs import SLAB_BYTES, slabs
-from .joint import name_of, nbytes_of, value_of
+from .joint import has_symbols, name_of, nbytes_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE = interpolate.interpolate_op._opoverload
@@ -55,7 +55,7 @@ def sums(graph: fx.Graph) -> int:
 
 def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
     value, terms = value_of(node), _terms(node, node)
-    if len(terms) < 2 or any(not isinstance(n, int) for n in value.shape) or nbytes_of(node) < 2 * SLAB_BYTES:
+    if len(terms) < 2 or has_symbols(value) or nbytes_of(node) < 2 * SLAB_BYTES:
         return False
     last = [_is_large_map(term.args[0], term) for term in terms]  # type: ignore[arg-type]
     if not any(last) or not value.is_contiguous():
@@ -67,9 +67,7 @@ def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
             if enlarged:
                 first = total is None
                 if first:
-                    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-                    total = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
-                    total.meta["val"] = value
+                    total = _allocated(graph, value)
                 given = (total, first, source.args[0], source.args[1:], *term.args[1:])
                 total = graph.call_function(add_enlarged, given)
             else:
@@ -105,22 +103,16 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
     sources: Any = node.args[0]
     value = value_of(node)
     enlarged = [_is_large_map(source, node) for source in sources]
-    symbolic = any(not isinstance(n, int) for n in value.shape)
-    if (
-        not any(enlarged)
-        or symbolic
-        or len(set(sources)) < len(sources)
-        or node.args[1:] not in ((1,), (1 - value.dim(),))
-    ):
+    if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
         return False
-    if not value.is_contiguous() or any(value_of(source).dtype != value.dtype for source in sources):
+    if len(set(sources)) < len(sources) or node.args[1:] not in ((1,), (1 - value.dim(),)):
+        return False
+    if any(value_of(source).dtype != value.dtype for source in sources):
         return False
     with graph.inserting_before(node):
-        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        whole = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
-        whole.meta["val"] = value
+        whole = _allocated(graph, value)
         begins = [sum(value_of(source).shape[1] for source in sources[:place]) for place in range(len(sources))]
-        # The maps come last, when the other sources are gone.
+        # The maps come last, because the other sources are gone by then.
         for map_of, source, begin in sorted(zip(enlarged, sources, begins, strict=True), key=lambda row: row[0]):
             given = (whole, source.args[0], begin, *source.args[1:]) if map_of else (whole, source, begin)
             whole = graph.call_function(put_enlarged if map_of else put, given)
@@ -131,6 +123,14 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
         if map_of:
             graph.erase_node(source)
     return True
+
+
+def _allocated(graph: fx.Graph, value: Tensor) -> fx.Node:
+    """Memory for a result."""
+    options: Any = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    made = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
+    made.meta["val"] = value
+    return made
 
 
 def _is_large_map(source: fx.Node, reader: fx.Node) -> bool:

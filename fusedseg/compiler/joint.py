@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..ops.cheap import has_flops, hint_of, size_of, tensors_of
+from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -57,9 +57,17 @@ def items_of(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
+def last_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last reader of each node; the node itself if nobody reads it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last |= dict.fromkeys((node, *node.all_input_nodes), node)
+    return last
+
+
 def nbytes_of(node: fx.Node) -> int:
-    """The bytes of the largest result of a node."""
-    return size_of(node) * max((t.dtype.itemsize for t in tensors_of(node)), default=0)
+    """The bytes of the results of a node, as if none of them were a view."""
+    return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
 
 
 def flops_of(node: fx.Node) -> int:
@@ -104,11 +112,16 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
         return graph.node_copy(node, lambda source: swapped.get(source, source))
 
 
+def has_symbols(*values: Tensor) -> bool:
+    """Whether a size of these tensors is a symbol."""
+    return any(not isinstance(n, int) for value in values for n in value.shape)
+
+
 def is_alike(x: object, result: object) -> bool:
     """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
     if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
         return False
-    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *result.shape)):
+    if has_symbols(x, result):
         # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
         if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
             return False

@@ -72,7 +72,8 @@ def _avg_pool3d(
     x, kernel = input, (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
     steps = kernel if not stride else (stride,) * 3 if isinstance(stride, int) else tuple(stride)
     simple = padding in (0, (0, 0, 0), [0, 0, 0]) and not ceil_mode and divisor_override is None
-    if not simple or x.dim() != 5 or not _is_rows(x):
+    # PyTorch takes a tuple of one number too.
+    if not simple or not len(kernel) == len(steps) == 3 or x.dim() != 5 or not _is_rows(x):
         return F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     N, _, D = x.shape[:3]
     planes = F.avg_pool2d(x.transpose(1, 2).flatten(0, 1), kernel[1:], steps[1:]).unflatten(0, (N, D))

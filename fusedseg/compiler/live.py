@@ -11,14 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from ..ops.cheap import numel_of, tensors_of
 from . import forms, keep, order, reinplace
-from .joint import Joint, name_of, value_of, writes
-
-
-def nbytes_of(node: fx.Node) -> int:
-    """The bytes of the results of a node, as if none of them were a view."""
-    return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
+from .joint import Joint, name_of, nbytes_of, value_of, writes
 
 
 class Virtual:

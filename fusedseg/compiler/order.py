@@ -1,4 +1,4 @@
-"""The order in which backward computes values of forward again, and how often; for the codegen "aten".
+"""The order in which backward computes values of forward again, and how often.
 
 Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
 way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
@@ -13,9 +13,8 @@ from math import inf
 import torch
 from torch import fx
 
-from ..ops.cheap import numel_of, tensors_of
 from . import in_turn, reinplace
-from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of
+from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of, writes
 from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
@@ -88,7 +87,7 @@ class Backward:
         """The bytes that a node allocates.  Parameters are alive anyway."""
         if node.op == "output" or self.roots[node] is not node or str(node.target).startswith("primals"):
             return 0
-        return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
+        return nbytes_of(node)
 
     def nbytes(self, node: fx.Node) -> int:
         """The bytes that later nodes read; each of several results has a node of its own."""
@@ -144,7 +143,7 @@ class Backward:
         return done
 
     def node_of(self, node: fx.Node) -> fx.Node:
-        """The node of a graph."""
+        """The node of a graph for a node of ``graph``; another one in ``live.Planned``."""
         return node
 
     def alive(self, steps: list[Step]) -> "Alive":
@@ -257,7 +256,7 @@ class Backward:
 
 
 class Alive:
-    """Which bytes are alive when.
+    """The bytes that are alive at each step.
 
     Attributes:
         places: the place of each step.  last: for each memory the place of its last reader.
@@ -327,7 +326,10 @@ def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = Fals
 
 
 def again(module: fx.GraphModule) -> None:
-    """The same for a graph of backward that calls Triton ops by now: their peak is elsewhere.  No product is added."""
+    """Orders a graph of backward anew that calls Triton ops by now, because its peak is elsewhere.
+
+    No product is added.
+    """
     backward = Backward(module.graph)
     steps = backward.in_turn()
     module.graph = _written(backward._parted_often(steps, backward.flops(steps), -inf))
@@ -346,4 +348,4 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
     if node.target is operator.getitem or isinstance(node.target, Rebuild):
         return True
-    return is_op(node) and not node.target._schema.is_mutable and not is_random(node)  # type: ignore[union-attr]
+    return is_op(node) and not writes(node) and not is_random(node)

@@ -27,7 +27,7 @@ from .chains import (
     gradient_of,
     statistics_of,
 )
-from .joint import is_op, items_of, name_of, value_of
+from .joint import is_op, items_of, name_of, value_of, writes
 from .norm_calls import Backward, Forward, Rebuild, Statistics
 
 aten = torch.ops.aten
@@ -156,6 +156,6 @@ def _with_statistics(norm: Norm, statistics: dict[Any, Any], place: dict[fx.Node
 def _sweep(graph: fx.Graph) -> None:
     """Erases what nobody reads any more."""
     for node in reversed(list(graph.nodes)):
-        pure = node.target is operator.getitem or (is_op(node) and not node.target._schema.is_mutable)
+        pure = node.target is operator.getitem or (is_op(node) and not writes(node))
         if node.op == "call_function" and pure and not node.users:
             graph.erase_node(node)

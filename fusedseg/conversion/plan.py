@@ -68,7 +68,7 @@ class Planner:
     """
 
     def __init__(self, root: nn.Module, flows: list[Flow], *, marks_anything: bool, inplace: bool) -> None:
-        self._root, self._flows, self._marks_anything, self._inplace = root, flows, marks_anything, inplace
+        self._flows, self._marks_anything, self._inplace = flows, marks_anything, inplace
         self._paths = paths_of(root)
         self._refused: dict[nn.Module, str] = {}
         self._joined: dict[nn.Module, str] = {}

@@ -9,7 +9,8 @@ from .record import Record
 from .trace import Row
 from .units import MEBIBYTE, group, mib
 
-BAR = 24
+# The width of the longest bar, and the most bars of a table.
+BAR, BARS = 24, 8
 # The widest and the narrowest text.
 WIDTH, NARROWEST = 110, 40
 
@@ -34,13 +35,13 @@ def wrapped(text: str) -> str:
     )
 
 
-def bars(values: dict[str, float], count: int = 8) -> str:
-    """A line for each value, with its share of the sum and a bar."""
+def bars(values: dict[str, float]) -> str:
+    """A line for each of the first values, with its share of the sum and a bar."""
     total = sum(values.values()) or 1.0
-    shown = list(values.items())[:count]
+    shown = list(values.items())[:BARS]
     rest = sum(values.values()) - sum(value for _, value in shown)
-    if len(values) > count:
-        shown.append((f"{len(values) - count} more", rest))
+    if len(values) > BARS:
+        shown.append((f"{len(values) - BARS} more", rest))
     lines = [
         (name, mib(value), f"{value / total:.0%}", "█" * round(BAR * value / total) or "▏") for name, value in shown
     ]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
-from fusedseg.ops.low_bit.spec import packed_bytes
+from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.networks import Attention, compiled, kept, make
@@ -178,6 +178,11 @@ def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
     net, x = Plain(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
     numbers = 5 * 2 * 16 * 4  # statistics and kinks of channels
     assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
+
+
+def packed_bytes(t, bits):
+    lines = lines_of(t, 0)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
 
 
 def test_signs_after_a_group_norm_are_exact_under_autocast():

@@ -12,7 +12,8 @@ from torch import nn
 from fusedseg import _torch
 from fusedseg.compiler import choose, forms, keep, partitions
 from fusedseg.compiler import emit as partition_emit
-from fusedseg.compiler.live import Live, nbytes_of
+from fusedseg.compiler.joint import nbytes_of
+from fusedseg.compiler.live import Live
 from fusedseg.compiler.settings import parse
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes

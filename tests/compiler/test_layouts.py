@@ -188,6 +188,13 @@ def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
     assert moved.total / x.nbytes < 7.1
 
 
+@pytest.mark.parametrize("kernel", [2, (2,), (2, 1, 3)], ids=str)
+def test_average_pools_of_volumes(kernel):
+    """A tuple of one number raised."""
+    x = torch.randn(2, 4, 4, 4, 6).contiguous(memory_format=ROWS)
+    torch.testing.assert_close(layouts._avg_pool3d(x, kernel), F.avg_pool3d(x, kernel))
+
+
 def test_wrong_format():
     with pytest.raises(ValueError, match=r"option memory_format must be torch.channels_last, .*, got 'rows'"):
         parse({"memory_format": "rows"})

@@ -6,6 +6,7 @@ from math import inf
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fusedseg import recompute
 from fusedseg.compiler import order
@@ -43,6 +44,23 @@ def test_the_input_of_a_convolution_is_gone_before_its_gradient():
     assert same(results(net, run, [x]), results(net, net, [x]))
     # It was 7.1.
     assert allocator_peak(lambda: run(x).mean().backward()) < 6.5 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    "convolve",
+    [lambda y, w: F.conv2d(y[:, ::2], w, padding=1), lambda y, w: F.conv2d(y, y, padding=8)],
+    ids=["some channels", "itself"],
+)
+def test_a_convolution_whose_input_cannot_go_first(convolve):
+    """Backward raised: nothing of the strides of ``x`` fits in ``dy``; and ``x`` was gone before its second reader."""
+    x, w = torch.randn(8, 8, 8, 8, requires_grad=True), torch.randn(4, 4, 3, 3, requires_grad=True)
+
+    def run(x, w):
+        return convolve(x * 2, w).square().mean() + w.sum()
+
+    compiled_run = torch.compile(run, backend="fusedseg", options={"codegen": "aten"})
+    ours, expected = (torch.autograd.grad(of(x, w), (x, w)) for of in (compiled_run, run))
+    assert same(ours, expected)
 
 
 def test_the_input_that_needs_the_most_memory_comes_first():

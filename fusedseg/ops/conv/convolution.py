@@ -200,7 +200,9 @@ def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
     """
     if looped(x) or dy.dtype != x.dtype:
         return None
-    if dy.numel() >= x.numel() and dy.is_contiguous(memory_format=output_format(dy, dy)):
+    # The elements of x may lie apart, such as those of some channels of a larger tensor.
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    if dy.numel() >= max(x.numel(), span) and dy.is_contiguous(memory_format=output_format(dy, dy)):
         return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
     # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
     if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):

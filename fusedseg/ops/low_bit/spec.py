@@ -103,14 +103,6 @@ def lines_of(t: Tensor, kinks: int) -> Lines:
     return Lines(1, t.numel(), 1)
 
 
-def packed_bytes(t: Tensor, bits: int) -> int:
-    """The bytes that are kept of ``t`` where it may be packed."""
-    if t.dim() < 2 or t.numel() < FEWEST_VALUES or t.dtype not in DTYPES:
-        return t.untyped_storage().nbytes()
-    lines = lines_of(t, 0)
-    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
-
-
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether every element of the memory between the first and the last one belongs to the tensor, once."""
     expected = 1
