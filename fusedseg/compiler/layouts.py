@@ -64,7 +64,7 @@ def rewrite(module: fx.GraphModule, memory_format: torch.memory_format, *, fuses
     dims = next(dims for dims, known in FORMATS.items() if known == memory_format)
     places = graph.find_nodes(op="placeholder")
     for node in places:
-        value: Any = node.meta.get("example_value")
+        value = node.meta.get("example_value")
         image = isinstance(value, Tensor) and value.dim() == dims and value.is_floating_point()
         if image and not value.is_contiguous(memory_format=memory_format):
             with graph.inserting_after(places[-1]):

@@ -11,12 +11,14 @@ from torch.nn import functional as F
 
 from .layout import is_rows
 
+Size = int | list[int] | tuple[int, ...]
+
 
 def avg_pool3d(
     input: Tensor,  # noqa: A002
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -26,7 +28,7 @@ def avg_pool3d(
     steps = kernel if not stride else (stride,) * 3 if isinstance(stride, int) else tuple(stride)
     simple = padding in (0, (0, 0, 0), [0, 0, 0]) and not ceil_mode and divisor_override is None
     # PyTorch takes a tuple of one number too.
-    if not simple or not len(kernel) == len(steps) == 3 or not is_rows(input):
+    if not simple or not len(kernel) == len(steps) == 3 or input.dim() != 5 or not is_rows(input):
         return F.avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     if kernel != steps or torch.compiler.is_compiling():
         return _pooled(input, kernel, steps)

@@ -136,6 +136,12 @@ def test_group_norm_as_on_a_gpu():
     assert y.is_contiguous(memory_format=ROWS)
 
 
+def test_pool_of_a_volume_without_samples():
+    """Its channels, depth, height and width lie as those of a batch of images in channels_last."""
+    x = torch.randn(4, 4, 4, 4).to(memory_format=torch.channels_last)
+    assert torch.equal(avg_pool3d(x, 2), F.avg_pool3d(x, 2))
+
+
 def test_what_a_pool_keeps():
     """The 2D pools of which it consists would keep a quarter of the input."""
     kept = []
