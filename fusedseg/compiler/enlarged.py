@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..ops import interpolate
 
 # The arguments of a convolution after its bias, and their values where it looks at one position.
-UNIT: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 NAMES = tuple(UNIT)
 HALF = (torch.float16, torch.bfloat16)
 
@@ -68,7 +68,7 @@ def _convolve(stock: Callable[..., Any]) -> Callable[..., Any]:
     return convolve
 
 
-def _is_shorter(x: Tensor, large: Tensor, weight: Tensor, named: dict[str, Any]) -> bool:
+def _is_shorter(x: Tensor, large: Tensor, weight: Tensor, named: dict[str, object]) -> bool:
     if not torch.is_grad_enabled() or not x.requires_grad or x.dim() != weight.dim():
         return False
     if x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu")):

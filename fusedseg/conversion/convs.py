@@ -14,7 +14,7 @@ In all other cases they run the stock convolution.  They also run it under ``tor
 the call, who must see its output.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +93,12 @@ class LeanConv3d(_LeanConv, nn.Conv3d):
 LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3d}
 
 
-def joins(conv: object) -> bool:
+def joins(conv: object) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     """Whether the convolution of a concatenation can be computed from its sources one by one."""
     return type(conv) in LEAN and _is_linear_in_channels(conv)
 
 
-def shrinks(conv: Any) -> bool:
+def shrinks(conv: object) -> bool:
     """Whether the gradients of the convolution of an enlarged tensor can be computed at the size before."""
     return joins(conv) and conv.out_channels <= conv.in_channels and is_pointwise(conv.kernel_size, conv)
 

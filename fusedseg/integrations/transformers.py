@@ -91,7 +91,7 @@ class Compile(_transformers.TrainerCallback):
         self._said = False
         compile_in_place(f"{OP}.Compile", model, self.options)
 
-    def on_step_end(self, args: object, state: Any, control: object, model: object = None, **others: object) -> None:
+    def on_step_end(self, args: object, state: Any, control: object, model: Any = None, **others: object) -> None:
         if not self._said:
             self._said = True
             self.report, text = kept_by_backend(model)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Focal(NamedTuple):
                 f"{name}: a single alpha is ignored with use_softmax=True and include_background=False", stacklevel=3
             )
             alpha = None
-        found: Any = alpha if single else torch.as_tensor(alpha)
+        found = alpha if alpha is None or isinstance(alpha, (int, float)) else torch.as_tensor(alpha)
         return cls(name, include_background, found, reduction, softmax)
 
     def value(self, found: Tensor, call: Call, weight: Tensor | None) -> Tensor:

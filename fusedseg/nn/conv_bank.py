@@ -23,7 +23,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 class _ConvBank(Unscriptable, nn.Module):
     # nn.Conv2d and F.conv2d, or nn.Conv3d and F.conv3d; typed Any, because their signatures differ.
     conv_class: type[nn.Module]
-    convolve: Any
+    convolve: Callable[..., Tensor]
     dims: int
     # A ModuleList of conv_class; the user may have replaced some of them by other modules.
     branches: Any

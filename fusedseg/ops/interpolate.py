@@ -17,6 +17,8 @@ from .. import _torch
 aten = torch.ops.aten
 Sizes = int | Sequence[int] | None
 Factors = float | Sequence[float] | None
+# The arguments of the op after x.
+How = tuple[list[int] | None, list[float] | None, str, bool | None]
 # (mode, spatial dimensions) -> the kernel of backward, and whether it takes ``align_corners``.
 BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
     ("nearest", 1): (aten.upsample_nearest1d_backward.default, False),

@@ -22,9 +22,14 @@ def spec_of(channels: int, groups: int, eps: float) -> Spec:
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor | None, *call: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    groups: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, eps = call
     source, layout = dense(x)
     spec = spec_of(x.shape[1], groups, eps)
     if mean is not None and rstd is not None:
