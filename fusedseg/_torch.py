@@ -240,7 +240,7 @@ class _Aten:
 
 
 # Bindings that stock functions call; they have less overhead than torch.ops.
-nn: Any = _or("torch._C._nn", _Aten())
+nn = _or("torch._C._nn", _Aten())
 prelu_kernel = _or("torch._prelu_kernel", lambda y, w: torch.where(y > 0, y, w * y))
 
 

@@ -143,8 +143,10 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
     return out
 
 
-def _attribute(module: fx.GraphModule, path: object) -> object:
-    return functools.reduce(getattr, str(path).split("."), module)
+def _attribute(module: object, path: object) -> object:
+    for part in str(path).split("."):
+        module = getattr(module, part)
+    return module
 
 
 def _function(source: Source) -> Any:

@@ -81,12 +81,12 @@ def _(dy, size, small, factors, mode, corners):
     return _like(dy, small)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, _, ctx.factors, ctx.mode, ctx.corners = inputs
     ctx.small, ctx.size = x.shape, output.shape[2:]
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = interpolate_backward_op(dy, ctx.size, ctx.small, ctx.factors, ctx.mode, ctx.corners)
     return dx, None, None, None, None
 

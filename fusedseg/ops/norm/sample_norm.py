@@ -85,14 +85,14 @@ def _(grad, x, weight, bias, mean, rstd, groups, eps, affine):
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, weight, bias, _, _, ctx.groups, ctx.eps = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, bias, mean, rstd)
 
 
-def _gradient(ctx: Any, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
+def _gradient(ctx, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     affine = needs[1] or needs[2]
     grads = sample_norm_backward_op(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, affine)
