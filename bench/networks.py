@@ -75,8 +75,11 @@ def segformer() -> nn.Module:
 
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
     sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "decoder_hidden_size": 64}
-    config = SegformerConfig(num_labels=4, drop_path_rate=0.0, **no_dropout, **sizes)
-    return Field(SegformerForSemanticSegmentation(config), "logits")
+    net = SegformerForSemanticSegmentation(SegformerConfig(num_labels=4, drop_path_rate=0.0, **no_dropout, **sizes))
+    # In its first call the package installs hooks under a lock, at which PyTorch's compiler would end the graph.
+    with torch.no_grad():
+        net.eval()(torch.zeros(1, 3, 64, 64))
+    return Field(net.train(), "logits")
 
 
 def diffusion() -> nn.Module:
