@@ -426,6 +426,110 @@ def bias_of(expected, got):
     return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
 
 
+def fused_first(stock, ours):
+    """The names of the modules that conversion has replaced, and of the convolutions made before them."""
+    names = [name for name, module in stock.named_modules() if is_conv(module) or is_norm(module)]
+    fused = [type(stock.get_submodule(name)) is not type(ours.get_submodule(name)) for name in names]
+    return {name for name, *near in zip(names, fused, [*fused[1:], False], strict=True) if any(near)}
+
+
+class Change:
+    """A habit of users of a network that has been converted already: hooks, patches, and writes to its parameters.
+
+    ``stock`` is the network that was not converted; the module has the same name in both.  ``places`` are the names
+    among which the habit chooses, if one of these modules is of its kind; otherwise it chooses among all.
+    """
+
+    def __init__(self, stock, network, habit, place, places):
+        self.notes, self.handles, self.patched = [], [], None
+        wanted, do = LATER[habit]
+        names = [name for name, module in stock.named_modules() if wanted(module)]
+        names = [name for name in names if name in places] or names
+        if names:
+            do(self, network.get_submodule(names[place % len(names)]))
+
+    def note(self, value):
+        """Keeps a tensor, without a copy: a hook sees it as it is, and it must stay so."""
+        self.notes.append(value)
+
+    def seen(self):
+        tensors = [value[0] if isinstance(value, tuple) else value for value in self.notes]
+        return {f"seen {i}": torch.zeros(()) if t is None else t.detach() for i, t in enumerate(tensors)}
+
+    def undo(self):
+        for handle in self.handles:
+            handle.remove()
+        if self.patched is not None:
+            del self.patched.forward
+
+    def hook(self, register, function):
+        self.handles.append(register(function))
+
+    def note_output(self, module):
+        self.hook(module.register_forward_hook, lambda m, args, out: self.note(out))
+
+    def replace_output(self, module):
+        self.hook(module.register_forward_hook, lambda m, args, out: out * 0.5)
+
+    def replace_input(self, module):
+        self.hook(module.register_forward_pre_hook, lambda m, args: (args[0] * 0.5,))
+
+    def note_gradients(self, module):
+        self.hook(module.register_full_backward_hook, lambda m, into, out: self.note(out))
+
+    def replace_gradients(self, module):
+        def halved(m, into, out):
+            return tuple(g if g is None else g * 0.5 for g in into)
+
+        self.hook(module.register_full_backward_hook, halved)
+
+    def replace_all_outputs(self, module):
+        def halve(m, args, out):
+            return out * 0.5 if m is module else None
+
+        self.hook(nn.modules.module.register_module_forward_hook, halve)
+
+    def patch(self, module):
+        forward = module.forward
+        module.forward = lambda x: forward(x) * 0.5
+        self.patched = module
+
+    def zero_weight(self, module):
+        module.weight.data.zero_()
+
+    def mask_weight(self, module):
+        module.weight.data.mul_(torch.arange(len(module.weight)) % 2)
+
+
+def is_conv(module):
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def is_norm(module):
+    return isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+
+
+def has_weight(module):
+    return is_norm(module) and module.affine
+
+
+# What users do to a converted network: which module they choose, and what they do.
+LATER = {
+    "note the output of a convolution": (is_conv, Change.note_output),
+    "note the output of a norm": (is_norm, Change.note_output),
+    "replace the output of a convolution": (is_conv, Change.replace_output),
+    "replace the output of a norm": (is_norm, Change.replace_output),
+    "replace the input of a norm": (is_norm, Change.replace_input),
+    "note the gradients of a convolution": (is_conv, Change.note_gradients),
+    "note the gradients of a norm": (is_norm, Change.note_gradients),
+    "replace the gradients of a norm": (is_norm, Change.replace_gradients),
+    "replace outputs by a global hook": (is_conv, Change.replace_all_outputs),
+    "patch the forward of a convolution": (is_conv, Change.patch),
+    "set the weight of a norm to zero": (has_weight, Change.zero_weight),
+    "mask the weight of a norm": (has_weight, Change.mask_weight),
+}
+
+
 def rounded(network):
     """The network with parameters that differ by rounding."""
     generator = torch.Generator().manual_seed(4)
