@@ -391,7 +391,10 @@ def rounded_difference(make, shape, bits, pair=converted_pair):
         state, got = ours.state_dict(), []
         state = {name: value.clone() for name, value in state.items()}
         expected = network_results(exact, shape, training=True)
-        for _ in range(ROUNDINGS):
+        for times in range(10 * ROUNDINGS):
+            # Where one number makes most of the error, the share is above its limit by chance in one of 120 networks.
+            if times == ROUNDINGS and bias_of(expected, got) is None:
+                break
             ours.load_state_dict(state)
             got.append(network_results(ours, shape, training=True))
             if "error" in got[-1] or "error" in expected:
@@ -402,6 +405,11 @@ def rounded_difference(make, shape, bits, pair=converted_pair):
                 return how
     finally:
         packed.FEWEST_VALUES = compiled_bits.FEWEST_VALUES = few
+    return bias_of(expected, got)
+
+
+def bias_of(expected, got):
+    """How the gradients of independent roundings are biased; None if they are right on average."""
     names = [name for name in expected if name.startswith("gradient of ")]
     right = torch.cat([expected[name].flatten() for name in names])
     if not right.isfinite().all():
@@ -411,9 +419,10 @@ def rounded_difference(make, shape, bits, pair=converted_pair):
     error = (each - right).square().sum(1).mean()
     if not error > 1e-12 * right.square().sum():
         return None if error.isfinite() else "gradients differ: they are not finite"
-    # The mean of independent errors has 1 / ROUNDINGS of their variance.
-    noise = (each - mean).square().sum() / (ROUNDINGS - 1)
-    share = ((mean - right).square().sum() - noise / ROUNDINGS) / error
+    # The mean of independent errors has 1 / times of their variance.
+    times = len(got)
+    noise = (each - mean).square().sum() / (times - 1)
+    share = ((mean - right).square().sum() - noise / times) / error
     return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
 
 
