@@ -1,7 +1,6 @@
 """``fusedseg.convert`` makes a stock model lean, in place."""
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -12,13 +11,11 @@ from ..activation import parse_invertible
 from ..memory import Footprint
 from ..memory.meter import measure
 from ..nn.stock_norm import Aside
-from ..ops.low_bit.spec import Bits
-from ..scope.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share
 from .flow import Flow, listed
-from .inputs import named, parse_inputs
+from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Plan, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
@@ -40,9 +37,7 @@ def convert(
     mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
-    bits: Bits | None = None,
-    seed: int | None = None,
-    unrounded: str | Sequence[str] = (),
+    bits: None = None,
     budget: None = None,
     extra_flops: None = None,
 ) -> ConversionReport:
@@ -91,18 +86,12 @@ def convert(
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
         inplace: whether norms may become in-place modules, which write over their input.
-        bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
-            the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
-        seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
-            rounds anew; equal seeds give equal bits.
-        unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
-        budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
+        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``bits``, ``seed`` or ``unrounded`` has another type; ``budget`` or ``extra_flops`` is given.
-        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``bits`` is out of range; a name in ``unrounded`` matches no module.
+            bool; ``bits``, ``budget`` or ``extra_flops`` is given.
+        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
             of the stock model does not.
 
@@ -140,10 +129,7 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
-    refuse(OP, budget=budget, extra_flops=extra_flops)
-    rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
-    if rounding is not None:
-        rounding.seed = seed or 0
+    refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
@@ -166,13 +152,8 @@ def convert(
             Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
             for fusion in plan.fusions
         ]
-        wiring = Wiring(model, fused, plan.paths)
-        wiring.rounding = rounding
-        scope.install(model, wiring)
+        scope.install(model, Wiring(model, fused, plan.paths))
         after = None if before is None else _converted_footprint(model, inputs)
-        if rounding is not None:
-            # The steps on the example do not count.
-            rounding.steps = 0
     count = Counter(fusion.inplace for fusion in plan.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(
@@ -186,7 +167,6 @@ def convert(
         after=after,
         uncounted=uncounted,
         guarantee=guarantee,
-        bits=bits,
     )
 
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from ..ops import unfused
 from ..ops.unfused import assume_constant_result
+from ..scope.scope import recompute
 from .wiring import Wiring
 
 # The name of an attribute of a root that has a scope.
@@ -40,7 +41,7 @@ class Scoped:
         self._check_wiring()
         if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with self._fusedseg_wiring.scope():
+        with recompute.of_converted():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @assume_constant_result
@@ -80,7 +81,7 @@ class _ScopedGraph(Scoped):
         self._check_wiring()
         if _apart(args, kwargs):
             return call(self, *args, **kwargs)
-        with self._fusedseg_wiring.scope():
+        with recompute.of_converted():
             return call(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -14,8 +14,6 @@ from torch import nn
 
 from .._module_hooks import has_global_hooks
 from ..nn.stock_norm import Aside
-from ..scope.packed import Rounding
-from ..scope.scope import recompute
 from .applied import Applied
 from .aside import is_watched_now
 from .flow import CONVS
@@ -57,14 +55,6 @@ class Wiring:
         self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
-        # How tensors are kept in fewer bits; None if all are kept as they are.
-        self.rounding: Rounding | None = None
-
-    def scope(self) -> recompute:
-        """A scope for one call of the model."""
-        # A gradient in eval mode explains a model or tests it, and stays exact.
-        rounding = self.rounding if self.root.training else None
-        return recompute.of_converted(rounding)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

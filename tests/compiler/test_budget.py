@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tests.ops.test_low_bit_bias import MOST
 from torch import nn
 
 from fusedseg import _torch
@@ -19,7 +20,6 @@ from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
-from tests.ops.test_low_bit_bias import MOST
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
 # The share of forward's arithmetic by which a choice may be above the optimum.
