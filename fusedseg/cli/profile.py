@@ -216,9 +216,8 @@ def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse
         print(compare(*reports))
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
-    meaning = spec.meaning(any("=" in report.label for report in reports))
-    if meaning and any(FUSED in report.label for report in reports):
-        print(f"\n{meaning}")
+    if spec.meaning and any(FUSED in report.label for report in reports):
+        print(f"\n{spec.meaning}")
     if args.rows:
         for report in reports:
             print(f"\nRows of {report.label}, in MiB\n{report.rows_table()}")
